@@ -1,7 +1,8 @@
-"""Robustness and parts: each law with one thing changed at a time, beside itself unchanged, on the same runs.
+"""Robustness and parts: each law with one thing changed at a time, next to itself unchanged, on the same runs.
 
 Robustness: every searched parameter halved and doubled, noise on round trips, rare CNPs, queue pairs without ECN.
-Parts: the hybrid with each of its parts switched off. Left out: a comparison of laws with each other (arena_verdict).
+Parts: the hybrid with each of its parts switched off. Not covered: a comparison of laws with each other
+(arena.verdict).
 """
 
 from __future__ import annotations
@@ -59,16 +60,16 @@ def parts(contender: Contender, suite: Suite = SUITE) -> Plan:
     return plan_of([contender, *without], only=[f"/{name}" for name in suite.ablation_conditions], suite=suite)
 
 
-def compare_changes(found: Found) -> list[Row]:
+def compare_changes(results: Found) -> list[Row]:
     """A row a change: completion time over the law's own, its interval, and port-time paused before and after."""
-    frame = pd.DataFrame(found.rows)
+    frame = pd.DataFrame(results.rows)
     paused = frame.groupby("law")["pause_share"].mean()
     rows = []
-    for one in found.plan.contenders:
+    for one in results.plan.contenders:
         law, separator, change = one.name.partition(_SEPARATOR)
         if separator:
             both = frame[frame["law"].isin([law, one.name])]
-            ratio = over_cases(both, one.name, law, "completion_us", "geometric", found.plan.suite)
+            ratio = over_cases(both, one.name, law, "completion_us", "geometric", results.plan.suite)
             figures = {"completion": ratio.value, "low": ratio.low, "high": ratio.high}
             shares = {"pause_share": float(paused[law]), "changed_pause_share": float(paused[one.name])}
             rows.append({"law": law, "change": change, **figures, **shares})
@@ -76,7 +77,7 @@ def compare_changes(found: Found) -> list[Row]:
 
 
 def _scaled(contender: Contender, suite: Suite) -> list[str]:
-    """Each searched parameter times each factor, as far as its field allows; those it does not move are left out."""
+    """Return each searched parameter times each factor, as far as its field allows; without those it does not move."""
     made: list[str] = []
     for factor in suite.robustness.factors:
         for one in ranges_of(contender, suite, max(factor, 1 / factor)):
@@ -91,5 +92,5 @@ def _changed(contender: Contender, override: str) -> Contender:
     return replace(contender, name=name, overrides=(*contender.overrides, override))
 
 
-def _seeds(wanted: int, suite: Suite) -> int:
-    return min(wanted, len(suite.test.seeds))
+def _seeds(num_requested: int, suite: Suite) -> int:
+    return min(num_requested, len(suite.test.seeds))

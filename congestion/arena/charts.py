@@ -83,9 +83,9 @@ def front(frame: pd.DataFrame, laws: list[str]) -> Chart:
     return drawn.properties(width="container", height=320)  # type: ignore[no-any-return]
 
 
-def law_colour(laws: list[str], shown: list[str] | None, column: str = "rival") -> Any:
-    """A law has one colour in every chart of the page; a legend of those `shown`, by the column, where given."""
+def law_colour(laws: list[str], legend_laws: list[str] | None, column: str = "rival") -> Any:
+    """A law has one colour in every chart of the page; a legend of `legend_laws`, by the column, where given."""
     scale: dict[str, Any] = {"domain": laws, "range": [PALETTE[at % len(PALETTE)] for at in range(len(laws))]}
-    legend = None if shown is None else alt.Legend(title=None, values=shown)
-    by = "law:N" if shown is None else f"{column}:N"
+    legend = None if legend_laws is None else alt.Legend(title=None, values=legend_laws)
+    by = "law:N" if legend_laws is None else f"{column}:N"
     return alt.Color(by, scale=alt.Scale(**scale), legend=legend)

@@ -1,4 +1,4 @@
-"""What the commands of the arena share: options, laws by name, and how rows are shown."""
+"""Shared parts of the arena's commands: options, laws by name, and tables of rows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def simulated(name: str, rows: Sequence[Mapping[str, Any]], started: str, argume
 
 
 def show(rows: Sequence[Mapping[str, Any]], record: RunRecord, json_file: Path | None) -> None:
-    """All columns of the rows as a table, and the record where it was asked for."""
+    """Print all columns of the rows as a table, and write the record where it was requested."""
     from topology.commands.printing import print_rows
 
     if json_file:

@@ -1,5 +1,5 @@
-"""What is made of the arena's rows: the table of all laws, the page, and the record. Left out: what they say
-(arena_verdict), how it looks (arena_page).
+"""Outputs of the arena's rows: the table of all laws, the page, and the record. Not covered: what they say
+(arena.verdict), how it looks (arena.page).
 """
 
 from __future__ import annotations
@@ -35,62 +35,62 @@ _FOOT = "Times over the best law's of each case, and completion over its lower b
 _SERIES = ("fct_us", "samples")
 
 
-def frame_of(found: Found) -> pd.DataFrame:
-    """The rows as `arena_verdict` takes them."""
-    frame = pd.DataFrame(found.rows)
+def frame_of(results: Found) -> pd.DataFrame:
+    """The rows as `arena.verdict` takes them."""
+    frame = pd.DataFrame(results.rows)
     return frame.astype(dict.fromkeys(METRICS, float)).drop(columns=list(_SERIES), errors="ignore")
 
 
 def not_run_words(plan: Plan) -> str:
-    """What of the suite was asked for and cannot run yet; empty where all did."""
+    """Describe the cases that were requested and cannot run yet; empty where all did."""
     reasons = dict.fromkeys(reason for _, reason in plan.not_run)
     return f"not run: {len(plan.not_run)} cases, for the engine lacks {' and '.join(reasons)}" if reasons else ""
 
 
-def print_table(found: Found) -> None:
+def print_table(results: Found) -> None:
     """One row a law, best first, on stdout."""
-    frame = frame_of(found)
+    frame = frame_of(results)
     at_limit = frame[frame["unfinished"] > 0].groupby("law").size()
     table = standing(frame)
     table["unfinished"] = table["law"].map(at_limit).fillna(0).astype(int)
     rows = [
         {str(key): None if pd.isna(value) else value for key, value in row.items()} for row in table.to_dict("records")
     ]
-    part = "" if is_whole(frame, found.plan.suite) else ", a part of the suite"
-    title = f"simulated: {len(found.plan.cases)} cases, {len(found.plan.seeds)} seeds{part}"
+    part = "" if is_whole(frame, results.plan.suite) else ", a part of the suite"
+    title = f"simulated: {len(results.plan.cases)} cases, {len(results.plan.seeds)} seeds{part}"
     print_rows(title, rows, _COLUMNS, _FOOT)
 
 
-def page_of(found: Found, entrant: str, command: str) -> Report:
+def page_of(results: Found, entrant: str, command: str) -> Report:
     """The page on `entrant`.
 
     Raises:
         ValueError: the claims cannot be put to these rows: a rival or a second seed is missing, or all-to-all.
     """
-    frame = frame_of(found)
+    frame = frame_of(results)
     report = build_page(
         Findings(
             frame,
             entrant,
-            flows=_flows(found),
-            samples=_samples(found),
+            flows=_flows(results),
+            samples=_samples(results),
             tiers=_tiers(frame),
-            buffers=_buffers(found),
+            buffers=_buffers(results),
             command=command,
-            suite=found.plan.suite,
+            suite=results.plan.suite,
         )
     )
-    _told(report, found, frame)
+    _add_notes(report, results, frame)
     return report
 
 
-def record_of(found: Found, started_utc: str, arguments: Mapping[str, Any]) -> RunRecord:
+def record_of(results: Found, started_utc: str, arguments: Mapping[str, Any]) -> RunRecord:
     """All rows without their flows; the suite's digest and every law's settings in it."""
-    plan = found.plan
+    plan = results.plan
     return RunRecord(
         name="congestion.arena",
         source="simulated",
-        rows=[{key: value for key, value in row.items() if key not in _SERIES} for row in found.rows],
+        rows=[{key: value for key, value in row.items() if key not in _SERIES} for row in results.rows],
         started_utc=started_utc,
         ended_utc=utc_now(),
         arguments={**arguments, "suite": plan.suite.digest, "not_run": [case.name for case, _ in plan.not_run]},
@@ -99,39 +99,39 @@ def record_of(found: Found, started_utc: str, arguments: Mapping[str, Any]) -> R
     )
 
 
-def short_records(record: RunRecord, found: Found, entrant: str) -> list[RunRecord]:
-    """What of the whole record a report keeps: a row a case and law, and a row a claim on the entrant.
+def short_records(record: RunRecord, results: Found, entrant: str) -> list[RunRecord]:
+    """Return the tables of the record that a report keeps: a row a case and law, and a row a claim on the entrant.
 
     Raises:
         ValueError: as `page_of`.
     """
-    frame, suite = frame_of(found), found.plan.suite
+    frame, suite = frame_of(results), results.plan.suite
     check(frame)
     rows = {CASES: case_rows(frame, entrant, suite), CLAIMS: claim_rows(frame, entrant, suite)}
     return [replace(record, name=name, rows=its) for name, its in rows.items()]
 
 
-def _flows(found: Found) -> pd.DataFrame | None:
+def _flows(results: Found) -> pd.DataFrame | None:
     frames = [
         pd.DataFrame({"fct_us": row["fct_us"]}).assign(law=row["law"], case=f"{row['workload']}/{row['condition']}")
-        for row in found.rows
+        for row in results.rows
         if "fct_us" in row
     ]
     return pd.concat(frames, ignore_index=True) if frames else None
 
 
-def _samples(found: Found) -> pd.DataFrame | None:
+def _samples(results: Found) -> pd.DataFrame | None:
     frames = [
         pd.DataFrame(row["samples"]).assign(law=row["law"], case=f"{row['workload']}/{row['condition']}")
-        for row in found.rows
+        for row in results.rows
         if "samples" in row
     ]
     return pd.concat(frames, ignore_index=True) if frames else None
 
 
-def _buffers(found: Found) -> pd.DataFrame | None:
-    shown = ["workload", "condition", "buffer_bytes", "pause_share"]
-    return pd.DataFrame(found.buffers)[shown] if found.buffers else None
+def _buffers(results: Found) -> pd.DataFrame | None:
+    columns = ["workload", "condition", "buffer_bytes", "pause_share"]
+    return pd.DataFrame(results.buffers)[columns] if results.buffers else None
 
 
 def _tiers(frame: pd.DataFrame) -> pd.DataFrame:
@@ -140,18 +140,18 @@ def _tiers(frame: pd.DataFrame) -> pd.DataFrame:
     return long.groupby(["law", "tier"], sort=False)["pause_share"].mean().reset_index()
 
 
-def _told(report: Report, found: Found, frame: pd.DataFrame) -> None:
-    """What a reader must know of these runs: settings that differ from those published, what did not run or end."""
+def _add_notes(report: Report, results: Found, frame: pd.DataFrame) -> None:
+    """Add what a reader must know of these runs: settings that differ from those published, what did not run or end."""
     section = report.section("These runs", source="simulated")
-    section.table(pd.DataFrame([_contender(one) for one in found.plan.contenders]), caption="Who ran, and with what.")
-    words = not_run_words(found.plan)
-    if words:
-        section.note(f"{words[0].upper()}{words[1:]}.")
+    section.table(pd.DataFrame([_contender(one) for one in results.plan.contenders]), caption="Who ran, and with what.")
+    not_run = not_run_words(results.plan)
+    if not_run:
+        section.note(f"{not_run[0].upper()}{not_run[1:]}.")
     stuck = frame[frame["unfinished"] > 0]
     if len(stuck):
         section.table(
             stuck[["law", "workload", "condition", "seed", "unfinished"]],
-            caption=f"Runs that had not ended at the limit, {found.plan.suite.rules.limit_ms} ms, and flows left.",
+            caption=f"Runs that had not ended at the limit, {results.plan.suite.rules.limit_ms} ms, and flows left.",
         )
 
 

@@ -24,10 +24,10 @@ _ON_TOP = "Where laws do alike their lines lie upon each other, and the last one
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """What the page is written from; the frames beside `rows` may be left out.
+    """Input of the page; the frames next to `rows` may be omitted.
 
     Args:
-        rows: one a run, as `arena_verdict` says.
+        rows: one a run, as `arena.verdict` says.
         entrant: the law that the claims are about.
         flows: one a flow: law, case, fct_us.
         tiers: law, tier, pause_share: port-time paused, over all cases.
@@ -47,7 +47,7 @@ class Findings:
 
     @property
     def laws(self) -> list[str]:
-        """In the rows' order, the entrant first."""
+        """Laws in the rows' order, the entrant first."""
         return [self.entrant, *(law for law in self.rows["law"].unique() if law != self.entrant)]
 
 
@@ -80,8 +80,8 @@ def build_page(findings: Findings) -> Report:
 
 
 def _overview(report: Report, findings: Findings) -> None:
-    found = claims(findings.rows, findings.entrant, findings.suite)
-    word, sentences = verdict(found, is_whole(findings.rows, findings.suite))
+    all_claims = claims(findings.rows, findings.entrant, findings.suite)
+    word, sentences = verdict(all_claims, is_whole(findings.rows, findings.suite))
     report.verdict(word, f"{sentences} {room_words(findings.rows, findings.entrant, findings.suite)}.")
     section = report.section("At a glance", source="simulated")
     table = standing(findings.rows)
@@ -92,8 +92,8 @@ def _overview(report: Report, findings: Findings) -> None:
         Figure("Fewest pauses", calm["law"], "", f"{calm['pause_share']:.2%} of port-time"),
         Figure("Cases", len(findings.rows.drop_duplicates(["workload", "condition"])), "", f"{seeds} paired seeds"),
     )
-    said = [{"asked": claim.asked, "holds": claim.holds, "found": claim.words} for claim in found]
-    section.table(pd.DataFrame(said), caption=f"What is asked of {findings.entrant}.")
+    rows = [{"asked": claim.text, "holds": claim.holds, "found": claim.sentence} for claim in all_claims]
+    section.table(pd.DataFrame(rows), caption=f"What is asked of {findings.entrant}.")
     section.table(
         table.assign(goodput_gbps=table["goodput_bps"] / 1e9).drop(columns="goodput_bps").rename(columns=_TITLES),
         formats={"paused": ".2%", **dict.fromkeys(_TIMES, ".3f")},
@@ -115,21 +115,21 @@ _TIMES = ("completion", "p99 FCT", "max FCT", "over the bound")
 
 
 def _ratios(report: Report, findings: Findings) -> pd.DataFrame:
-    """Also gives the table of every case, which is long and stands at the end of the page."""
+    """Add the ratios; return the table of every case, which is long and stands at the end of the page."""
     rows, entrant, rules = findings.rows, findings.entrant, findings.suite.rules
     section = report.section(
         f"{entrant} against each law",
         f"Completion time (the last flow's) over the rival's, paired by seed, {rules.level:.0%} bootstrap intervals.",
         source="simulated",
     )
-    found = [
+    ratios = [
         {"workload": workload, "rival": rival, "ratio": ratio.value, "low": ratio.low, "high": ratio.high}
         for workload, runs in rows.groupby("workload", sort=False)
         for rival in findings.laws[1:]
         for ratio in [over_cases(runs, entrant, rival, "completion_us", "geometric", findings.suite)]
     ]
     section.chart(
-        arena_charts.intervals(pd.DataFrame(found), findings.laws, rules.no_worse),
+        arena_charts.intervals(pd.DataFrame(ratios), findings.laws, rules.no_worse),
         name="completion_ratio",
         caption=f"Geometric mean over the conditions of a workload. Left of 1, {entrant} is faster; an interval that "
         f"ends left of the dashed line, {rules.no_worse}, is no worse.",
@@ -149,7 +149,7 @@ def _ratios(report: Report, findings: Findings) -> pd.DataFrame:
 
 
 def _room(report: Report, findings: Findings) -> None:
-    """The lower bound beside each law."""
+    """The lower bound next to each law."""
     rows, entrant = findings.rows, findings.entrant
     section = report.section("Completion time against the lower bound", source="simulated")
     section.chart(
@@ -193,9 +193,11 @@ def _tails(report: Report, findings: Findings) -> None:
         return
     section = report.section("Flow completion times", f"One seed. {_ON_TOP}", source="simulated")
     flows = _by_law(findings.flows, findings.laws).assign(fct_s=lambda frame: frame["fct_us"] / 1e6)
-    for number, (case, found) in enumerate(_first_cases(flows)):
+    for number, (case, case_flows) in enumerate(_first_cases(flows)):
         section.chart(
-            charts.cdf(found, Axis("fct_s", "Flow completion time", "s"), colour="law", counted="flows", title=case),
+            charts.cdf(
+                case_flows, Axis("fct_s", "Flow completion time", "s"), colour="law", counted="flows", title=case
+            ),
             name=f"fct_{number}",
             caption=f"All flows of {case}.",
         )
@@ -228,18 +230,18 @@ def _samples(report: Report, findings: Findings) -> None:
     section = report.section("Over time", f"One seed. {_ON_TOP}", source="simulated")
     samples = _by_law(findings.samples, findings.laws).assign(time_s=lambda frame: frame["time_us"] / 1e6)
     time = Axis("time_s", "Time", "s")
-    for number, (case, found) in enumerate(_first_cases(samples)):
+    for number, (case, case_samples) in enumerate(_first_cases(samples)):
         rate, queue = (
             Axis("rate_bps", "Rate", "b/s", zero=True),
             Axis("queue_bytes", "Longest queue", "bytes", zero=True),
         )
         section.chart(
-            charts.line(found, time, rate, colour="law", title=f"{case}: rate"),
+            charts.line(case_samples, time, rate, colour="law", title=f"{case}: rate"),
             name=f"rate_{number}",
             caption="All senders together.",
         )
         section.chart(
-            charts.line(found, time, queue, colour="law", title=f"{case}: queue"),
+            charts.line(case_samples, time, queue, colour="law", title=f"{case}: queue"),
             name=f"queue_{number}",
             caption="The longest queue of any switch port.",
         )
@@ -269,4 +271,4 @@ def _by_law(frame: pd.DataFrame, laws: list[str]) -> pd.DataFrame:
 
 
 def _first_cases(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return [(str(case), found) for case, found in frame.groupby("case", sort=False)][:_MOST_CASES]
+    return [(str(case), rows) for case, rows in frame.groupby("case", sort=False)][:_MOST_CASES]

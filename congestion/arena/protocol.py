@@ -1,7 +1,7 @@
 """The arena's frozen suite: workloads x conditions x seeds of the tuning set and of the test set, and the rules.
 
-ARENA.md says why. The suite is data alone: it names scenarios as `scenario_catalogue` does. `digest` stands in every
-record, so that results of two suites are never compared. Left out: running it, and what a law may be told.
+ARENA.md says why. The suite is data alone: it names scenarios as `scenarios.catalogue` does. `digest` stands in every
+record, so that results of two suites are never compared. Not covered: running it, and what a law may be told.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_LINKS = 4  # host, ToR, spine, ToR, host
 
 @dataclass(frozen=True)
 class Workload:
-    """A scenario of `scenario_catalogue` and its parameters; sizes are payload bytes.
+    """A scenario of `scenarios.catalogue` and its parameters; sizes are payload bytes.
 
     Args:
         parameters: `scenario.x` without its first word; with it where another section is meant.
@@ -48,7 +48,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Condition:
-    """What a workload runs on.
+    """Environment that a workload runs in.
 
     Args:
         nic_bps: rate of a host's link.
@@ -92,7 +92,7 @@ class CaseSet:
 
     @property
     def link_hops(self) -> int:
-        """Of one law over all cases and seeds."""
+        """Link hops of one law over all cases and seeds."""
         return sum(case.workload.link_hops for case in self.cases) * len(self.seeds)
 
 
@@ -108,7 +108,7 @@ class Fabric:
     window_bytes: int = 512 * KIB
 
     def parameters(self, condition: Condition) -> dict[str, int]:
-        """As `scenario_fabric.Clos` takes them."""
+        """Return the parameters of `scenarios.fabric.Clos`."""
         up_bps = self.hosts_per_tor * condition.nic_bps // condition.oversubscription
         return {
             "hosts": self.hosts,
@@ -122,7 +122,7 @@ class Fabric:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How each law's one parameter set is found, the same for all.
+    """Search for each law's one parameter set, the same for all.
 
     Args:
         switch_parameters: searched with each law's own, which are all numbers of its section that are not 0 (off).
@@ -160,7 +160,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Robustness:
-    """What is changed, one at a time, at the tuned parameters, on the workloads of `test` under `condition`."""
+    """Changes, one at a time, to the tuned parameters, on the workloads of `test` under `condition`."""
 
     condition: str = "200G-ecmp"
     num_seeds: int = 20
@@ -172,13 +172,13 @@ class Robustness:
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides.
+    """Rules of the verdict.
 
     Args:
         buffers_bytes: of a switch, largest first; a tight case takes the first at which published DCQCN (preset
             `published_dcqcn`) has its ports paused for `pause_share` of the time, on the tuning seeds; else the last.
         limit_ms: of simulated time; a run that has not ended counts as this long.
-        rivals: whom the entrant must beat; `none` is shown beside them.
+        rivals: whom the entrant must beat; `none` is shown next to them.
         no_worse, faster, fewer_pauses: upper ends of intervals of a ratio, the entrant over a rival.
         asked_of: the scenario, with all its workloads, for which `faster` and `fewer_pauses` are asked.
     """
@@ -199,7 +199,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Suite:
-    """All of it.
+    """Protocol as a whole.
 
     Args:
         every: parameters of every workload that does not say otherwise: its seed draws hosts, UDP ports and starts.
@@ -217,10 +217,10 @@ class Suite:
     rules: Rules
 
     def overrides(self, case: Case) -> list[str]:
-        """What `scenario_catalogue.build_scenario` is told of the case, on its fabric `clos`."""
-        told = {**self.every, **case.workload.parameters}
+        """Return the case's overrides for `scenarios.catalogue.build_scenario`, on its fabric `clos`."""
+        parameters = {**self.every, **case.workload.parameters}
         fabric = self.fabric.parameters(case.condition)
-        return [f"{name if '.' in name else 'scenario.' + name}={value}" for name, value in told.items()] + [
+        return [f"{name if '.' in name else 'scenario.' + name}={value}" for name, value in parameters.items()] + [
             f"fabric.{name}={value}" for name, value in fabric.items()
         ]
 

@@ -1,4 +1,4 @@
-"""How much there is to win: each law's completion time over the bound that no law can pass
+"""Headroom over the lower bound: each law's completion time over the bound that no law can pass
 (`congestion.simulation.bound`).
 
 Where the best rival is within 2% of the bound, nobody beats it by 5%; this says where that is so. The bound is what it
@@ -31,7 +31,7 @@ def room(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> pd.DataFrame
     means = rows.pivot_table(index=_CASE, columns="law", values="completion_us", sort=False)
     bound = rows.groupby(_CASE, sort=False)["bound_us"].mean().reindex(means.index)
     best = means[rivals].min(axis=1)
-    found = pd.DataFrame(
+    table = pd.DataFrame(
         {
             "best_rival": means[rivals].idxmin(axis=1),
             "its_over_bound": best / bound,
@@ -39,18 +39,18 @@ def room(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> pd.DataFrame
             "least_ratio": bound / best,
         }
     )
-    return found.reset_index()
+    return table.reset_index()
 
 
 def room_words(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> str:
-    """What the bound says of the claim to be faster where it is asked: a sentence or two."""
+    """Describe what the bound means for the claim to be faster, where it is made: a sentence or two."""
     rules = suite.rules
-    asked = rows[rows["scenario"] == rules.asked_of]
-    rivals = over_bound(asked[asked["law"].isin([law for law in rules.rivals if law != entrant])], ())
+    scenario_rows = rows[rows["scenario"] == rules.asked_of]
+    rivals = over_bound(scenario_rows[scenario_rows["law"].isin([law for law in rules.rivals if law != entrant])], ())
     if rivals.empty:
         return ""
     best = rivals.sort_values("over_bound").iloc[0]
-    cases = room(asked, entrant, suite)
+    cases = room(scenario_rows, entrant, suite)
     out_of_reach = int((cases["least_ratio"] > rules.faster).sum())
     least = 1 / best["over_bound"]
     end = "so the claim cannot hold here" if least > rules.faster else "a bound that need not be reachable"

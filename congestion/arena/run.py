@@ -1,6 +1,6 @@
 """One run of the arena: a case, a seed and a law to a row; and the tight buffer of a case.
 
-The engine is imported where it runs: a law from a file has to be entered before that (`control.entered`). Left out:
+The engine is imported where it runs: a law from a file has to be entered before that (`control.entered`). Not covered:
 which runs there are, and where rows are kept (arena).
 """
 
@@ -57,15 +57,15 @@ class Contender:
     file: Path | None = None
 
     def settings(self, *more: str) -> Settings:
-        """With `more` overrides on top; errors as `settings_of`."""
+        """Return the settings with `more` overrides on top; errors as `settings_of`."""
         return settings_of(self.preset, (*self.overrides, *more))
 
     @property
     def digest(self) -> str:
-        """Of all that its results hang on beside the suite: its settings, its file, and the simulator's sources."""
+        """Hash of all that the results depend on besides the suite: its settings, its file, the simulator's sources."""
         file = self.file.read_bytes() if self.file else b""
-        told = json.dumps([self.law, self.settings().model_dump(mode="json")], sort_keys=True).encode()
-        return hashlib.sha256(_sources() + file + told).hexdigest()[:_DIGITS]
+        identity = json.dumps([self.law, self.settings().model_dump(mode="json")], sort_keys=True).encode()
+        return hashlib.sha256(_sources() + file + identity).hexdigest()[:_DIGITS]
 
 
 def published(law: str, suite: Suite = SUITE) -> Contender:
@@ -74,7 +74,7 @@ def published(law: str, suite: Suite = SUITE) -> Contender:
 
 
 def lacking(condition: Condition) -> str:
-    """What the engine would need for this condition and does not have; empty where it can run."""
+    """Name what the engine would need for this condition and does not have; empty where it can run."""
     return "" if condition.routing in _ROUTINGS else f"{condition.routing} routing"
 
 
@@ -88,7 +88,7 @@ def run_one(
     keep_samples: bool = False,
     suite: Suite = SUITE,
 ) -> Row:
-    """The row of a run: `arena_verdict.METRICS`, how many flows did not end, pauses by tier, the run's identity, and
+    """The row of a run: `arena.verdict.METRICS`, how many flows did not end, pauses by tier, the run's identity, and
     `bound_us`, than which no law can complete faster there.
 
     A run that reached the limit counts as the limit, and so does each of its flows that did not end.
@@ -109,7 +109,7 @@ def run_one(
     from congestion.simulation.simulate import Simulation
 
     scenario = (case.workload.scenario, tuple(suite.overrides(case)), seed, case.workload.config)
-    made, told = _scenario(*scenario), _overrides(case.condition, suite)
+    made, overrides = _scenario(*scenario), _overrides(case.condition, suite)
     settings = settings_in(contender, case.condition, suite, buffer_bytes)
     until_ps = int(made.flows.start_ps.min()) + suite.rules.limit_ms * _PS_PER_MS
     simulation, samples = Simulation(made.fabric, made.flows, settings, contender.law, seed=seed), Samples()
@@ -124,7 +124,7 @@ def run_one(
         "scenario": case.workload.scenario,
         "seed": seed,
         **_metrics(outcome, made, fct_us, case, suite),
-        "bound_us": _bound_us(scenario, told),
+        "bound_us": _bound_us(scenario, overrides),
         "buffer_bytes": buffer_bytes,
         "link_hops": outcome.link_hops,
         "suite": suite.digest,
@@ -194,7 +194,7 @@ def settings_in(contender: Contender, condition: Condition, suite: Suite = SUITE
 
 
 def _overrides(condition: Condition, suite: Suite) -> tuple[str, ...]:
-    """What every law is told of a condition, but for the buffer."""
+    """Return the overrides that a condition sets for every law, but for the buffer."""
     return (
         f"congestion.mtu_bytes={suite.fabric.mtu_bytes}",
         f"congestion.routing={condition.routing}",

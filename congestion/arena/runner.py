@@ -1,7 +1,7 @@
 """The arena's runner: cases x laws x seeds in processes; a run is a line of OUT/rows.jsonl, which a second start reads.
 
 Seeds come one after another, all cases of each, so that what an interrupted run leaves is the whole suite with fewer
-seeds. Left out: one run (arena_run), and what is made of the rows (arena_output).
+seeds. Not covered: one run (arena.run), and what is made of the rows (arena.output).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs: all contenders under each case and seed; `not_run` are cases and what the engine lacks for them."""
+    """Plan of all contenders under each case and seed; `not_run` are cases and what the engine lacks for them."""
 
     contenders: tuple[Contender, ...]
     cases: tuple[Case, ...]
@@ -77,9 +77,9 @@ def plan_of(
     num_seeds = num_seeds or (_QUICK_SEEDS if quick else len(suite.test.seeds))
     if num_seeds > len(suite.test.seeds):
         raise ConfigError("--seeds", num_seeds, f"is more than the suite's {len(suite.test.seeds)}", "lower it")
-    asked = [case for case in suite.test.cases if any(text in case.name for text in only)]
-    cases = tuple(case for case in asked if not lacking(case.condition))
-    not_run = tuple((case, lacking(case.condition)) for case in asked if lacking(case.condition))
+    requested = [case for case in suite.test.cases if any(text in case.name for text in only)]
+    cases = tuple(case for case in requested if not lacking(case.condition))
+    not_run = tuple((case, lacking(case.condition)) for case in requested if lacking(case.condition))
     if not cases:
         rule = f"needs {not_run[0][1]}, which the engine lacks" if not_run else "is in the name of no case"
         raise ConfigError("--only", ", ".join(only), rule, "give a part of one, such as incast or 200G-ecmp")
@@ -119,15 +119,15 @@ def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = Non
 def tight_buffers(
     cases: Sequence[Case], out: Path, stages: Stages, processes: int | None = None, suite: Suite = SUITE
 ) -> dict[tuple[str, str], Row]:
-    """`arena_run.tight_buffer` of those cases that want one, by workload and condition; kept in `out` as runs are."""
+    """`arena.run.tight_buffer` of those cases that want one, by workload and condition; kept in `out` as runs are."""
     file = out / BUFFERS
-    wanted = [case for case in cases if case.condition.buffer == "tight"]
+    tight_cases = [case for case in cases if case.condition.buffer == "tight"]
     known = {(row["workload"], row["condition"]): row for row in kept_rows(file, [published("dcqcn", suite)], suite)}
-    missing = [(case, suite) for case in wanted if _place(case) not in known]
+    missing = [(case, suite) for case in tight_cases if _place(case) not in known]
     for row in each(_find_buffer, missing, lambda task: task[0].workload.link_hops, stages, "buffers", processes):
         append(file, [row])
         known[row["workload"], row["condition"]] = row
-    return {_place(case): known[_place(case)] for case in wanted}
+    return {_place(case): known[_place(case)] for case in tight_cases}
 
 
 def compile_first(contenders: Sequence[Contender], cases: Sequence[Case], stages: Stages, suite: Suite = SUITE) -> None:
@@ -181,26 +181,26 @@ def each(
     """Results as they come, with a bar that says how long the rest will take by the `work` done so far."""
     if not tasks:
         return
-    total, done, said = sum(map(work, tasks)), 0, remaining()
-    with stages.open(name) as bar, contextlib.closing(in_order_of_end(function, tasks, processes=processes)) as found:
+    total, done, time_left = sum(map(work, tasks)), 0, remaining()
+    with stages.open(name) as bar, contextlib.closing(in_order_of_end(function, tasks, processes=processes)) as results:
         bar(0, total)
-        for index, result in found:
+        for index, result in results:
             yield result
             done += work(tasks[index])
-            bar(done, total, said(done, total))
+            bar(done, total, time_left(done, total))
 
 
 def remaining(before: float = 0) -> Callable[[float, float], str]:
-    """From (done, total) to how long the rest will take by what was done since now; `before` was done already."""
+    """Return a function from (done, total) to the time left at the pace since now; `before` was done already."""
     began = time.monotonic()
 
-    def words(done: float, total: float) -> str:
+    def time_left(done: float, total: float) -> str:
         if done <= before:
             return ""
         left_s = (time.monotonic() - began) * (total - done) / (done - before)
         return f"{left_s:.0f} s left" if left_s < _MINUTES_FROM_S else f"{left_s / 60:.0f} min left"
 
-    return words
+    return time_left
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _run_task(task: _Task) -> list[Row]:
 
 
 def _together(contenders: Sequence[Contender]) -> list[tuple[Contender, ...]]:
-    """They share the workload's paths; but not too many at once, or what a killed run had under way would be much."""
+    """Group contenders that share the workload's paths; not too many at once, or a killed run would lose much."""
     return [tuple(contenders[at : at + _MOST_TOGETHER]) for at in range(0, len(contenders), _MOST_TOGETHER)]
 
 
@@ -234,8 +234,8 @@ def _find_buffer(task: tuple[Case, Suite]) -> Row:
 
 
 def _buffer(case: Case, buffers: Mapping[tuple[str, str], Row], suite: Suite) -> int:
-    found = buffers.get(_place(case))
-    return int(found["buffer_bytes"]) if found else suite.rules.buffers_bytes[0]
+    row = buffers.get(_place(case))
+    return int(row["buffer_bytes"]) if row else suite.rules.buffers_bytes[0]
 
 
 def _is_drawn(case: Case, seed: int, plan: Plan) -> bool:

@@ -1,7 +1,8 @@
 """The arena's records in short, and the Markdown tables that a report is filled with from them.
 
 `python -m congestion.arena.tables RECORD.json... [--into REPORT.md]`: a table, or several, for each record that it
-knows, printed, or put into the report between `<!-- table NAME -->` and `<!-- end -->`. Left out: the report's words.
+knows, printed, or put into the report between `<!-- table NAME -->` and `<!-- end -->`. Not covered: the report's
+words.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def case_rows(frame: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> list[R
 
 def claim_rows(frame: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> list[Row]:
     """A row a claim, and one of the verdict on all."""
-    found = claims(frame, entrant, suite)
-    word, _ = verdict(found, is_whole(frame, suite))
-    rows = [{"asked": one.asked, "holds": one.holds, "found": one.words} for one in found]
+    all_claims = claims(frame, entrant, suite)
+    word, _ = verdict(all_claims, is_whole(frame, suite))
+    rows = [{"asked": one.text, "holds": one.holds, "found": one.sentence} for one in all_claims]
     return [*rows, {"asked": "all of it, on the whole suite", "holds": word == "PASS", "found": word}]
 
 
@@ -116,7 +117,7 @@ def _changes(frame: pd.DataFrame) -> list[Row]:
 
 
 def _rows(frame: pd.DataFrame) -> list[Row]:
-    """None where the frame has no value, as JSON has it."""
+    """Return rows with None where the frame has no value, as JSON has it."""
     return [
         {str(key): None if value is None or value != value else value for key, value in row.items()}
         for row in frame.to_dict("records")

@@ -44,7 +44,7 @@ def parameters(section: Section, host_bps: int, settings: Any) -> Any:  # noqa: 
 
 
 def start(p, own, flow):  # type: ignore[no-untyped-def]
-    """Before the first packet."""
+    """Set the flow's state before the first packet."""
     own.packets = max(flow.line_rate_bps * flow.base_rtt_ps / BYTE_PS / p.wire_bytes, 1.0)
     own.quiet_until = 0
     flow.rate_bps = flow.line_rate_bps
@@ -52,7 +52,7 @@ def start(p, own, flow):  # type: ignore[no-untyped-def]
 
 
 def advance(p, own, flow, now):  # type: ignore[no-untyped-def]
-    """Before the engine reads rate or window: let timers due by `now` fire. This law has none."""
+    """Let timers due by `now` fire, before the engine reads rate or window. This law has none."""
 
 
 def on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]

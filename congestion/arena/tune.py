@@ -1,9 +1,9 @@
 """One parameter set a law: an optimiser's search on the tuning set, the same for all, as ARENA.md says.
 
-A law's trials come one after another; the laws search beside each other, and the runs of a trial are spread over all
+A law's trials come one after another; the laws search side by side, and the runs of a trial are spread over all
 workers. What a trial scored is a line of OUT/trials.jsonl, so that a second start goes on: the optimiser is asked for
 the same trials again, which takes it a tenth of a second each, and none of them is run twice. Neither the workers'
-number nor their speed changes what is found. Left out: the test set, which no tuner sees.
+number nor their speed changes what is found. Not covered: the test set, which no tuner sees.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TASK_LINK_HOPS = 600_000  # of the runs that go to a worker together: some 50 m
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of a law's search; scores are the protocol's, to be lowered."""
+    """Result of a law's search; scores are the protocol's, to be lowered."""
 
     contender: Contender
     score: float
@@ -65,10 +65,10 @@ def tune(
                 _search(searches, each, submit, bar)
             if all(tuning.has_settled(one.scores[: each * len(one.ranges)]) for one in searches):
                 break
-    found = [_found(one, suite) for one in searches]
-    for tuned in found:
-        write_profile(out / f"{tuned.contender.name}.toml", tuned.contender, _words(tuned, suite))
-    return found
+    results = [_tuned_of(one, suite) for one in searches]
+    for tuned in results:
+        write_profile(out / f"{tuned.contender.name}.toml", tuned.contender, _comments(tuned, suite))
+    return results
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Runs:
-    """What a trial runs: cases with their buffers."""
+    """Runs of a trial: cases with their buffers."""
 
     cases: Sequence[tuple[Case, int]]
     suite: Suite
@@ -99,10 +99,10 @@ class _Runs:
             ]
         return tasks
 
-    def score(self, found: Sequence[tuple[_Task, list[tuple[float, float]]]]) -> float:
-        """Of (completion time, pause share) of each seed of each task, in `tasks`'s order."""
+    def score(self, results: Sequence[tuple[_Task, list[tuple[float, float]]]]) -> float:
+        """Compute the score from (completion time, pause share) of each seed of each task, in `tasks`'s order."""
         weight, by_case = self.suite.tuning.pause_weight, dict[str, list[tuple[float, float]]]()
-        for task, pairs in found:
+        for task, pairs in results:
             by_case.setdefault(task.case.name, []).extend(pairs)
         means = [[statistics.fmean(column) for column in zip(*pairs, strict=True)] for pairs in by_case.values()]
         return statistics.geometric_mean([completion_us * (1 + weight * share) for completion_us, share in means])
@@ -119,32 +119,32 @@ class _Search:
         self.ranges = ranges_of(contender, runs.suite)
         self.known: dict[tuple[str, ...], float] = {}
         self.scores: list[float] = []
-        self._asked = begin(self.ranges, runs.suite.tuning.optimiser_seed)
+        self._suggestion = begin(self.ranges, runs.suite.tuning.optimiser_seed)
         self._trial = contender
         self._open: dict[Future[Any], int] = {}
-        self._found: list[Any] = []
+        self._results: list[Any] = []
 
     def go_on(self, submit: Submit) -> list[Future[Any]]:
         """Ask for the next trial."""
-        told = self.scores[-1] if self.scores else None
-        return [submit(ask, Question(self._asked, told, self.ranges))]
+        score = self.scores[-1] if self.scores else None
+        return [submit(ask, Question(self._suggestion, score, self.ranges))]
 
     def take(self, future: Future[Any], submit: Submit, goal: int) -> list[Future[Any]]:
-        """Something that was submitted is done; what is to be waited for now, beside what is under way."""
+        """Something that was submitted is done; return what to wait for now, besides what is under way."""
         if future in self._open:
-            self._found[self._open.pop(future)] = future.result()
+            self._results[self._open.pop(future)] = future.result()
             return [] if self._open else self._end(submit, goal, self._score())
-        self._asked = future.result()
-        self._trial = replace(self.contender, overrides=self._asked.overrides)
+        self._suggestion = future.result()
+        self._trial = replace(self.contender, overrides=self._suggestion.overrides)
         if self._trial.overrides in self.known:
             return self._end(submit, goal, self.known[self._trial.overrides])
         tasks = self.runs.tasks(self._trial)
-        self._found = [None] * len(tasks)
+        self._results = [None] * len(tasks)
         self._open = {submit(_run, task): index for index, task in enumerate(tasks)}
         return list(self._open)
 
     def _score(self) -> float:
-        score = self.runs.score(list(zip(self.runs.tasks(self._trial), self._found, strict=True)))
+        score = self.runs.score(list(zip(self.runs.tasks(self._trial), self._results, strict=True)))
         row = {"law": self.contender.name, "set": self._trial.overrides, "score": score}
         append(self._out / TRIALS, [{**row, "suite": self._identity[0], "contender": self._identity[1]}])
         self.known[self._trial.overrides] = score
@@ -170,7 +170,7 @@ def _search(searches: Sequence[_Search], trials_per_parameter: int, submit: Subm
             future.add_done_callback(ended.put)
 
     goals = {one.contender.name: trials_per_parameter * len(one.ranges) for one in searches}
-    total, said = sum(goals.values()), remaining(sum(len(one.scores) for one in searches))
+    total, time_left = sum(goals.values()), remaining(sum(len(one.scores) for one in searches))
     for one in searches:
         if len(one.scores) < goals[one.contender.name]:
             await_(one.go_on(submit), one)
@@ -179,7 +179,7 @@ def _search(searches: Sequence[_Search], trials_per_parameter: int, submit: Subm
         search = whose.pop(future)
         await_(search.take(future, submit, goals[search.contender.name]), search)
         so_far = sum(len(one.scores) for one in searches)
-        bar(so_far, total, said(so_far, total))
+        bar(so_far, total, time_left(so_far, total))
 
 
 def _run(task: _Task) -> list[tuple[float, float]]:
@@ -188,7 +188,7 @@ def _run(task: _Task) -> list[tuple[float, float]]:
     return [(run["completion_us"], run["pause_share"]) for run in runs]
 
 
-def _found(search: _Search, suite: Suite) -> Tuned:
+def _tuned_of(search: _Search, suite: Suite) -> Tuned:
     best = min(search.known, key=lambda overrides: search.known[overrides])
     return Tuned(
         replace(search.contender, overrides=best),
@@ -200,11 +200,11 @@ def _found(search: _Search, suite: Suite) -> Tuned:
     )
 
 
-def _words(found: Tuned, suite: Suite) -> list[str]:
-    end = "settled" if found.settled else "not settled"
+def _comments(tuned: Tuned, suite: Suite) -> list[str]:
+    end = "settled" if tuned.settled else "not settled"
     left = {lacking(case.condition) for case in suite.tuning_set.cases} - {""}
     return [
-        f"{found.contender.name}: {found.num_trials} trials over {found.num_parameters} parameters, {end}",
-        f"score {found.score:.6g}, of the published values {found.published_score:.6g}; suite {suite.digest}",
+        f"{tuned.contender.name}: {tuned.num_trials} trials over {tuned.num_parameters} parameters, {end}",
+        f"score {tuned.score:.6g}, of the published values {tuned.published_score:.6g}; suite {suite.digest}",
         *(f"without the tuning cases that need {reason}" for reason in sorted(left)),
     ]

@@ -17,10 +17,10 @@ from netlayer.results import write_text
 _PREFIX = "congestion."
 
 
-def write_profile(path: Path, contender: Contender, words: Sequence[str]) -> None:
-    """The settings as TOML, `words` as its comments."""
+def write_profile(path: Path, contender: Contender, comments: Sequence[str]) -> None:
+    """The settings as TOML, with `comments`."""
     document = tomlkit.document()
-    for line in words:
+    for line in comments:
         document.add(tomlkit.comment(line))
     document.add("law", tomlkit.item(contender.law))
     document.add("preset", tomlkit.item(contender.preset))
@@ -54,7 +54,7 @@ def read_profile(path: Path) -> Contender:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for name, value in tree.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
-    return found
+        pairs += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+    return pairs

@@ -1,6 +1,7 @@
-"""What is searched of a law: each number of its section and of the switch that is not 0, around its published value.
+"""Search space of a law: each number of its section and of the switch that is not 0, around its published value.
 
-A range is log-uniform and stays within what the field allows. Left out: the search (tune), and what it found (profile).
+A range is log-uniform and stays within what the field allows. Not covered: the search (tune), and what it found
+(profile).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _FIGURES = 4  # significant, of a number that is drawn
 
 @dataclass(frozen=True)
 class Range:
-    """What is searched of a parameter: `name` as `--set` takes it; whole numbers where `published` is one."""
+    """Range of a parameter: `name` as `--set` takes it; whole numbers where `published` is one."""
 
     name: str
     published: float
@@ -56,7 +57,7 @@ def ranges_of(contender: Contender, suite: Suite = SUITE, factor: float | None =
 
 
 def overrides_of(values: Mapping[str, float]) -> tuple[str, ...]:
-    """As `--set` takes them, in few digits; kmin above kmax are exchanged."""
+    """Return values as `--set` takes them, in few digits; kmin above kmax are exchanged."""
     values = {
         name: value if isinstance(value, int) else float(f"{value:.{_FIGURES}g}") for name, value in values.items()
     }
@@ -79,7 +80,7 @@ def _section(contender: Contender, settings: Settings) -> tuple[BaseModel | None
 
 
 def _range(prefix: str, name: str, section: BaseModel, factor: float) -> Range | None:
-    """None of what is no number, or 0: off."""
+    """Return the range of a number; None of what is none, or 0: off."""
     value = getattr(section, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value:
         return None

@@ -27,7 +27,7 @@ class Asked:
 class Question:
     """The next trial, given the score of the last one, None before the first."""
 
-    asked: Asked
+    last: Asked
     score: float | None
     ranges: Sequence[Range]
 
@@ -49,8 +49,8 @@ def begin(ranges: Sequence[Range], seed: int) -> Asked:
 
 
 def ask(question: Question) -> Asked:
-    study = pickle.loads(question.asked.study)
+    study = pickle.loads(question.last.study)
     if question.score is not None:
-        study.tell(question.asked.number, question.score)
+        study.tell(question.last.number, question.score)
     trial = study.ask({one.name: one.distribution for one in question.ranges})
     return Asked(pickle.dumps(study), trial.number, overrides_of(trial.params))

@@ -1,7 +1,7 @@
-"""Who wins the arena, from its rows: the comparison case by case, and whether the three claims on an entrant hold.
+"""Verdict of the arena, from its rows: the comparison case by case, and whether the three claims on an entrant hold.
 
 A row is one run: `law`, `workload`, `condition`, `scenario`, `seed` and its metrics, those of `METRICS`. ARENA.md says
-what is asked and why. Left out: the runs themselves.
+what is asked and why. Not covered: the runs themselves.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _RUN = ["law", *_CASE, "seed"]
 
 @dataclass(frozen=True)
 class Claim:
-    """What is asked of the entrant, whether it holds, and the figures as a sentence."""
+    """Claim on the entrant, whether it holds, and the figures as a sentence."""
 
-    asked: str
+    text: str
     holds: bool
-    words: str
+    sentence: str
 
 
 def check(rows: pd.DataFrame) -> None:
@@ -58,14 +58,14 @@ def compare(rows: pd.DataFrame, entrant: str, metric: str = "completion_us", sui
     `better`, or `worse`: the p-value says that the ratio is not 1. `no worse`: the interval ends below the margin, a
     proven difference within it too. `undecided`: none of these.
     """
-    found = []
+    comparisons = []
     rivals = _others(rows, entrant)
     for case, all_laws in rows.groupby(_CASE, sort=False):
         runs = all_laws.pivot(index="seed", columns="law", values=metric)
         for rival in rivals:
             ratio = _ratio(runs[entrant], runs[rival], "arithmetic", suite)
-            found.append({**dict(zip(_CASE, case, strict=True)), "rival": rival, **vars(ratio)})
-    table = pd.DataFrame(found).rename(columns={"value": "ratio", "num_pairs": "pairs"})
+            comparisons.append({**dict(zip(_CASE, case, strict=True)), "rival": rival, **vars(ratio)})
+    table = pd.DataFrame(comparisons).rename(columns={"value": "ratio", "num_pairs": "pairs"})
     table["p_value"] = holm(table["p_value"].tolist())
     table["verdict"] = [
         _verdict(ratio, high, p_value, suite)
@@ -93,10 +93,14 @@ def claims(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> list[Claim
     absent = [law for law in (entrant, *rivals) if law not in set(rows["law"])]
     if absent:
         raise ValueError(f"no rows of {', '.join(absent)}: the claims need the entrant and {', '.join(rivals)}")
-    asked = rows[rows["scenario"] == suite.rules.asked_of]
-    if asked.empty:
+    scenario_rows = rows[rows["scenario"] == suite.rules.asked_of]
+    if scenario_rows.empty:
         raise ValueError(f"no rows of the scenario {suite.rules.asked_of}")
-    return [_faster(asked, entrant, rivals, suite), _calmer(asked, entrant, suite), _no_worse(rows, entrant, suite)]
+    return [
+        _faster(scenario_rows, entrant, rivals, suite),
+        _calmer(scenario_rows, entrant, suite),
+        _no_worse(rows, entrant, suite),
+    ]
 
 
 def standing(rows: pd.DataFrame) -> pd.DataFrame:
@@ -116,40 +120,42 @@ _OVER_BEST = {"completion_us": "completion", "fct_us_p99": "fct_p99", "fct_us_ma
 
 def is_whole(rows: pd.DataFrame, suite: Suite = SUITE) -> bool:
     """Whether every case of the suite's test set ran with every seed."""
-    wanted = {(case.workload.name, case.condition.name, seed) for case in suite.test.cases for seed in suite.test.seeds}
-    return wanted <= set(rows[[*_CASE, "seed"]].itertuples(index=False, name=None))
+    expected = {
+        (case.workload.name, case.condition.name, seed) for case in suite.test.cases for seed in suite.test.seeds
+    }
+    return expected <= set(rows[[*_CASE, "seed"]].itertuples(index=False, name=None))
 
 
-def verdict(found: Sequence[Claim], whole: bool) -> tuple[Verdict, str]:
+def verdict(results: Sequence[Claim], whole: bool) -> tuple[Verdict, str]:
     """PASS where all claims hold on the whole suite, FAIL where none does, else WARN; and why, in sentences."""
-    held = sum(claim.holds for claim in found)
-    word: Verdict = "PASS" if held == len(found) and whole else "WARN" if held else "FAIL"
-    said = [f"{held} of {len(found)} claims hold" + ("" if whole else ", on a part of the suite only")]
-    return word, ". ".join([*said, *(claim.words for claim in found)]) + "."
+    num_held = sum(claim.holds for claim in results)
+    word: Verdict = "PASS" if num_held == len(results) and whole else "WARN" if num_held else "FAIL"
+    sentences = [f"{num_held} of {len(results)} claims hold" + ("" if whole else ", on a part of the suite only")]
+    return word, ". ".join([*sentences, *(claim.sentence for claim in results)]) + "."
 
 
-def _faster(asked: pd.DataFrame, entrant: str, rivals: Sequence[str], suite: Suite) -> Claim:
-    ratios = {rival: over_cases(asked, entrant, rival, "completion_us", "geometric", suite) for rival in rivals}
+def _faster(rows: pd.DataFrame, entrant: str, rivals: Sequence[str], suite: Suite) -> Claim:
+    ratios = {rival: over_cases(rows, entrant, rival, "completion_us", "geometric", suite) for rival in rivals}
     best = max(ratios, key=lambda rival: ratios[rival].value)
-    wanted = suite.rules.faster
-    words = f"All-to-all completes in {_words(ratios[best], suite)} of the time of {best}, the best rival"
+    limit = suite.rules.faster
+    sentence = f"All-to-all completes in {_ratio_text(ratios[best], suite)} of the time of {best}, the best rival"
     return Claim(
-        f"all-to-all at least {1 - wanted:.0%} faster than each of {', '.join(rivals)}",
-        all(ratio.high <= wanted for ratio in ratios.values()),
-        words,
+        f"all-to-all at least {1 - limit:.0%} faster than each of {', '.join(rivals)}",
+        all(ratio.high <= limit for ratio in ratios.values()),
+        sentence,
     )
 
 
-def _calmer(asked: pd.DataFrame, entrant: str, suite: Suite) -> Claim:
-    wanted, rival = suite.rules.fewer_pauses, suite.rules.rivals[0]
-    claim = f"all-to-all with at least {1 - wanted:.0%} less pause time than {rival}"
+def _calmer(rows: pd.DataFrame, entrant: str, suite: Suite) -> Claim:
+    limit, rival = suite.rules.fewer_pauses, suite.rules.rivals[0]
+    claim = f"all-to-all with at least {1 - limit:.0%} less pause time than {rival}"
     if entrant == rival:
         return Claim(claim, False, f"{rival} is the measure of pause time itself")
-    asked = asked.assign(pause_us=asked["pause_share"] * asked["completion_us"])  # of a port, on average
-    if not asked.loc[asked["law"] == rival, "pause_us"].any():
+    rows = rows.assign(pause_us=rows["pause_share"] * rows["completion_us"])  # of a port, on average
+    if not rows.loc[rows["law"] == rival, "pause_us"].any():
         return Claim(claim, False, f"{rival} never pauses there: there is no pause time to save")
-    ratio = over_cases(asked, entrant, rival, "pause_us", "arithmetic", suite)
-    return Claim(claim, ratio.high <= wanted, f"Pause time there is {_words(ratio, suite)} of {rival}'s")
+    ratio = over_cases(rows, entrant, rival, "pause_us", "arithmetic", suite)
+    return Claim(claim, ratio.high <= limit, f"Pause time there is {_ratio_text(ratio, suite)} of {rival}'s")
 
 
 def _no_worse(rows: pd.DataFrame, entrant: str, suite: Suite) -> Claim:
@@ -157,14 +163,14 @@ def _no_worse(rows: pd.DataFrame, entrant: str, suite: Suite) -> Claim:
     table = compare(rows[rows["law"].isin([entrant, *suite.rules.rivals])], entrant, suite=suite)
     over = table[table["high"] > margin]
     cases = table.groupby(_CASE)["high"].max()
-    words = f"No worse in {(cases <= margin).sum()} of {len(cases)} cases (interval ends at {margin} or below)"
+    sentence = f"No worse in {(cases <= margin).sum()} of {len(cases)} cases (interval ends at {margin} or below)"
     if len(over):
         worst = over.sort_values("ratio").iloc[-1]
         worse = len(over[over["verdict"] == "worse"].drop_duplicates(_CASE))
-        words += (
+        sentence += (
             f", proven worse in {worse}; the worst is {_name(worst[_CASE])}: {worst['ratio']:.3f} of {worst['rival']}"
         )
-    return Claim(f"in no case worse than any rival by more than {margin - 1:.0%}", over.empty, words)
+    return Claim(f"in no case worse than any rival by more than {margin - 1:.0%}", over.empty, sentence)
 
 
 def _verdict(ratio: float, high: float, p_value: float, suite: Suite) -> str:
@@ -182,7 +188,7 @@ def _ratio(ours: pd.Series[float], theirs: pd.Series[float], of: Mean, suite: Su
     return paired_ratio(x, y, of=of, level=rules.level, resamples=rules.resamples, seed=rules.bootstrap_seed)
 
 
-def _words(ratio: Ratio, suite: Suite) -> str:
+def _ratio_text(ratio: Ratio, suite: Suite) -> str:
     return f"{ratio.value:.3f} ({suite.rules.level:.0%} interval {ratio.low:.3f} to {ratio.high:.3f})"
 
 

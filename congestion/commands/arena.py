@@ -108,7 +108,7 @@ def _compare(
     processes: int | None,
     pages: bool,
     json_file: Path | None,
-    told: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> None:
     """Run the plan; its table, its records and its page."""
     from congestion.arena.output import not_run_words, print_table, record_of
@@ -121,15 +121,15 @@ def _compare(
     with Stages() as stages, _kept(folder):
         if plan.not_run:
             stages.say(not_run_words(plan))
-        found = run_arena(plan, folder, stages, processes)
+        results = run_arena(plan, folder, stages, processes)
     cases = [case.name for case in plan.cases]
-    record = record_of(found, started, {**told, "entrant": entrant, "cases": cases, "seeds": list(plan.seeds)})
+    record = record_of(results, started, {**arguments, "entrant": entrant, "cases": cases, "seeds": list(plan.seeds)})
     click.echo(f"record: {record.save(folder / 'records')}", err=True)
     if json_file:
         write_text(json_file, record.to_json())
     with beside(json_file):
-        print_table(found)
-    _publish(found, record, entrant, folder, pages)
+        print_table(results)
+    _publish(results, record, entrant, folder, pages)
 
 
 def _tune(contenders: Sequence[Contender], out: Path | None, processes: int | None, json_file: Path | None) -> None:
@@ -142,7 +142,7 @@ def _tune(contenders: Sequence[Contender], out: Path | None, processes: int | No
 
     started, folder = utc_now(), open_out(out, "tune")
     with Stages() as stages, _kept(folder):
-        found = tune(contenders, folder, stages, processes)
+        tuned = tune(contenders, folder, stages, processes)
     rows = [
         {
             "law": one.contender.name,
@@ -152,9 +152,9 @@ def _tune(contenders: Sequence[Contender], out: Path | None, processes: int | No
             "published": one.published_score,
             "settled": one.settled,
         }
-        for one in found
+        for one in tuned
     ]
-    chosen = {one.contender.name: list(one.contender.overrides) for one in found}
+    chosen = {one.contender.name: list(one.contender.overrides) for one in tuned}
     record = simulated(TUNED, rows, started, {"suite": SUITE.digest, "chosen": chosen})
     click.echo(f"record: {record.save(folder / 'records')}", err=True)
     show(rows, record, json_file)
@@ -183,8 +183,8 @@ def _changes(
     with Stages() as stages, _kept(folder):
         for line in [*([not_run_words(plan)] if plan.not_run else []), *(f"not run: {one}" for one in refused)]:
             stages.say(line)
-        found = run_arena(plan, folder, stages, processes)
-    rows = arena_changes.compare_changes(found)
+        results = run_arena(plan, folder, stages, processes)
+    rows = arena_changes.compare_changes(results)
     arguments = {"laws": [one.name for one in contenders], "suite": plan.suite.digest, "refused": refused}
     record = simulated(f"congestion.arena.{name}", rows, started, arguments)
     click.echo(f"record: {record.save(folder / 'records')}", err=True)
@@ -193,16 +193,16 @@ def _changes(
 
 def _refuse_beside(tunes: bool, robustness: bool, parts: bool, narrowed: bool) -> None:
     """The protocol fixes what these run: no option narrows it, and each is a run of its own."""
-    given = [name for name, one in (("--tune", tunes), ("--robustness", robustness), ("--parts", parts)) if one]
-    if len(given) > 1:
-        raise ConfigError(given[0], None, f"has no effect beside {given[1]}", "give one of them")
-    if given and narrowed:
+    options = [name for name, one in (("--tune", tunes), ("--robustness", robustness), ("--parts", parts)) if one]
+    if len(options) > 1:
+        raise ConfigError(options[0], None, f"has no effect beside {options[1]}", "give one of them")
+    if options and narrowed:
         rule = "runs what the protocol fixes: --quick, --seeds, --only and --entrant have no effect"
-        raise ConfigError(given[0], None, rule, "leave them out")
+        raise ConfigError(options[0], None, rule, "leave them out")
 
 
 def _contenders(laws: str, law_file: Path | None, tuned: Path | None) -> list[Contender]:
-    """Who runs: the laws named, and the file's behind them."""
+    """Return who runs: the laws named, and the file's after them."""
     from congestion.arena.run import Contender, published
 
     made = [published(law) for law in known_laws(laws, "--laws")]
@@ -222,13 +222,13 @@ def _with_profile(contender: Contender, tuned: Path) -> Contender:
     path = tuned / f"{contender.name}.toml"
     if not path.is_file():
         raise ConfigError("--tuned", tuned, f"has no {path.name}", "tune that law too, or leave it out of --laws")
-    found = read_profile(path)
-    return replace(contender, preset=found.preset, overrides=found.overrides)
+    profile = read_profile(path)
+    return replace(contender, preset=profile.preset, overrides=profile.overrides)
 
 
 @contextlib.contextmanager
 def _kept(folder: Path) -> Any:
-    """Where what was measured lies when a run breaks off."""
+    """Say where the results lie when a run is interrupted."""
     try:
         yield
     except BaseException:  # a Ctrl-C that lands in a compiled kernel, or as it returns, is an error of another kind
@@ -237,15 +237,15 @@ def _kept(folder: Path) -> Any:
         raise
 
 
-def _publish(found: Found, record: RunRecord, entrant: str, folder: Path, pages: bool) -> None:
+def _publish(results: Found, record: RunRecord, entrant: str, folder: Path, pages: bool) -> None:
     """The short records and the page with its verdict, or why there is none."""
     from congestion.arena.output import page_of, short_records
 
     try:
-        for one in short_records(record, found, entrant):
+        for one in short_records(record, results, entrant):
             click.echo(f"record: {one.save(folder / 'records')}", err=True)
         if pages:
-            page = page_of(found, entrant, shlex.join(["netlayer", *sys.argv[1:]])).write(folder)
+            page = page_of(results, entrant, shlex.join(["netlayer", *sys.argv[1:]])).write(folder)
             click.echo(f"report: {page}", err=True)
     except ValueError as exc:
         click.echo(f"no page: {exc}", err=True)

@@ -157,9 +157,9 @@ def retransmit(
                 downs = flaps if flaps_s else _RING_FLAPS_S
                 tables["ring"] = ring_rows(of_one_nic(settings), downs, options.seed, bar, waiting(stages))
         with stages.open("page"):
-            found = Findings(settings, flaps, **tables, longest_s=longest_s, nccl=nccl, command=_asked())
-            build_page(found).write(out.part)
-        _keep(out, tables, started, options, _asked())
+            findings = Findings(settings, flaps, **tables, longest_s=longest_s, nccl=nccl, command=_command_line())
+            build_page(findings).write(out.part)
+        _keep(out, tables, started, options, _command_line())
     if str(options.json_file) != "-":
         _print(tables)
     click.echo(f"report: {out.folder / 'report.html'}", err=True)
@@ -168,7 +168,7 @@ def retransmit(
 def _settings(
     nics: tuple[str, ...], timeouts: tuple[int, ...], retry_cnts: tuple[int, ...], adaptive: str, no_floor: bool
 ) -> list[Setting]:
-    """All combinations that differ: a NIC without floor and adaptive phase comes once."""
+    """Return all combinations that differ: a NIC without floor and adaptive phase comes once."""
     from congestion.retransmit.rows import Setting
 
     modes = [(chosen == "on", True) for chosen in ("on", "off") if adaptive in (chosen, "both")]
@@ -182,19 +182,19 @@ def _settings(
     ]
 
 
-def _asked() -> str:
+def _command_line() -> str:
     """The command line again, without where its output goes."""
     context = click.get_current_context()
-    words = ["netlayer retransmit"]
+    parts = ["netlayer retransmit"]
     for option in context.command.params:
         value = context.params[str(option.name)]
         if option.name in _WHERE or context.get_parameter_source(str(option.name)) != ParameterSource.COMMANDLINE:
             continue
         if isinstance(value, bool):
-            words.append(option.opts[0] if value else option.secondary_opts[0])
+            parts.append(option.opts[0] if value else option.secondary_opts[0])
         else:
-            words += [f"{option.opts[0]} {one}" for one in (value if isinstance(value, tuple) else [value])]
-    return " ".join(words)
+            parts += [f"{option.opts[0]} {one}" for one in (value if isinstance(value, tuple) else [value])]
+    return " ".join(parts)
 
 
 def _keep(out: Output, tables: Mapping[str, Sequence[Row]], started: str, options: RunOptions, command: str) -> None:
@@ -215,9 +215,9 @@ def _keep(out: Output, tables: Mapping[str, Sequence[Row]], started: str, option
     )
     sources: tuple[Source, ...] = ("predicted", "simulated")
     for source in sources:
-        mine = [row for row in rows if row["source"] == source]
-        if mine:
-            replace(whole, source=source, rows=mine).save(out.part / "records")
+        own_rows = [row for row in rows if row["source"] == source]
+        if own_rows:
+            replace(whole, source=source, rows=own_rows).save(out.part / "records")
     for table, part in tables.items():
         write_table(out.part, table, part)
     for path in out.publish():

@@ -190,10 +190,10 @@ def simulate(
     laws = [read_law(name) for name in cc.split(",")]
     _check_how(laws, out, how)
     drawn = out is not None or how["html"] is not None
-    mine = tuple(one for one in overrides if one.split(".")[0] == _OURS)
+    own_overrides = tuple(one for one in overrides if one.split(".")[0] == _OURS)
     told_by_switch, notes_on_switch = settings_of_switch(how["switch_config"]) if how["switch_config"] else ((), [])
-    settings = settings_of(preset, (*told_by_switch, *mine))
-    others = tuple(one for one in overrides if one not in mine)
+    settings = settings_of(preset, (*told_by_switch, *own_overrides))
+    others = tuple(one for one in overrides if one not in own_overrides)
     sizes = how["flow_bytes"], settings.mtu_bytes * (preset == _ONE_PACKET_MORE)
     with Stages() as stages, compile_progress(stages, "scenario"):
         case = read_case(scenario, topo, flow_file, cm_file, fabric, config, others, seed, *sizes)
@@ -213,18 +213,18 @@ def simulate(
                 kept.add(law, case, outcome, samples)
                 kept.warn(stages, law, lossless_note(case.fabric, outcome, settings))
                 if json_file:
-                    asked = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
-                    asked |= {"warnings": kept.warnings[law]} if law in kept.warnings else {}
-                    runs.append({**asked, **outcome.to_json(case.fabric, case.flows)})
+                    options = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
+                    options |= {"warnings": kept.warnings[law]} if law in kept.warnings else {}
+                    runs.append({**options, **outcome.to_json(case.fabric, case.flows)})
                 if outcome.interrupted:
                     break
         if json_file:
             write_text(json_file, json.dumps(runs[0] if len(laws) == 1 else {"runs": runs}, indent=1) + "\n")
         arguments = {"scenario": scenario or "", "preset": preset, "seed": seed, "set": list(overrides), "cc": cc}
         arguments |= {name: how[name] for name in _TOLD if how[name] is not None}
-        told = {"preset": preset, **case.config, "set": ", ".join(overrides) or "nothing"}
+        configuration = {"preset": preset, **case.config, "set": ", ".join(overrides) or "nothing"}
         name = scenario or f"flows of {(flow_file or Path(str(cm_file))).name}"
-        kept.draw({"name": name, "bound_us": bound_us, "seed": seed, "config": told})
+        kept.draw({"name": name, "bound_us": bound_us, "seed": seed, "config": configuration})
         kept.publish(arguments, {**case.config, _OURS: settings.model_dump(mode="json")}, seed)
     with contextlib.redirect_stdout(sys.stderr if _STDOUT in (json_file, how["html"]) else sys.stdout):
         _print_rows(kept.rows)
@@ -244,7 +244,7 @@ def _judge(kept: _Kept, strict: bool) -> None:
             raise CheckFailed(left)
         click.echo(f"note: {left}", err=True)
     if strict and kept.warnings:
-        first, *others = [f"{law}: {one}" for law, told in kept.warnings.items() for one in told]
+        first, *others = [f"{law}: {one}" for law, texts in kept.warnings.items() for one in texts]
         raise CheckFailed(f"--strict: {first}{f' (and {len(others)} more)' if others else ''}")
 
 
@@ -254,7 +254,7 @@ def _say_once(stages: Stages, notes: list[str]) -> None:
 
 
 def _cause(row: Mapping[str, Any]) -> str:
-    """Why flows of a run did not end."""
+    """Describe why flows of a run did not end."""
     if row["deadlock"]:
         return f"PFC deadlock, each link waits for the next: {row['deadlock']}"
     return f"{'interrupted; ' if row['interrupted'] else ''}{row['open']}"
@@ -296,7 +296,7 @@ def check_backend(backend: str) -> None:
 
 
 def _built(case: Case, settings: Settings, law: str, seed: int, stages: Stages, how: Mapping[str, Any]) -> Simulation:
-    """Before its first event, or as it was kept; its kernels are compiled."""
+    """Build the simulation, before its first event or as it was kept; its kernels are compiled."""
     from congestion.kernels.compile import WORDS, waiting
     from congestion.simulation.page.inputs import ended_of
     from congestion.simulation.simulate import Simulation
@@ -377,7 +377,7 @@ class Pace:
         self._first: tuple[float, int, int] | None = None
 
     def left_s(self, progress: Progress) -> float | None:
-        """None where nothing can be said yet."""
+        """Estimate the seconds left; None where nothing can be said yet."""
         now_s, packets, time_ps = time.monotonic(), progress.done_packets, progress.time_ps
         if self._first is None:
             self._first = now_s, packets, time_ps
@@ -390,7 +390,7 @@ class Pace:
 
 
 def say_progress(bar: Bar, pace: Pace, progress: Progress) -> None:
-    """What a person who waits sees: simulated time, speed, remaining time at the speed so far."""
+    """Show who waits simulated time, speed, and remaining time at the speed so far."""
     left_s = pace.left_s(progress)
     left = "" if left_s is None else f", {left_s:.0f} s left"
     speed = f"{progress.link_hops / max(progress.wall_s, 1e-9) / 1e6:.1f} M link-hops/s"
@@ -435,7 +435,7 @@ class _Kept:
             self._notes.append(links_note(law, samples))
 
     def draw(self, about: Mapping[str, Any]) -> None:
-        """The page into the folder that `publish` fills, and to `--html`; `about`: of `simulate_findings.Findings`."""
+        """The page into the folder that `publish` fills, and to `--html`; `about`: of `page.findings.Findings`."""
         if not self._frames:
             return
         import pandas as pd

@@ -100,9 +100,9 @@ def step(
 
     check_backend(how["backend"])
     started, chosen = utc_now(), read_law(law)
-    mine = tuple(one for one in options.overrides if one.startswith("congestion."))
-    settings = settings_of(preset, mine)
-    plan = _plan(options, text, [one for one in options.overrides if one not in mine])
+    own_overrides = tuple(one for one in options.overrides if one.startswith("congestion."))
+    settings = settings_of(preset, own_overrides)
+    plan = _plan(options, text, [one for one in options.overrides if one not in own_overrides])
     run = partial(_simulate, plan, settings, chosen, options.seed, how)
     whole_counts = [one.repeats for one in plan.segments]
     runs: list[Outcome] = []
@@ -118,9 +118,9 @@ def step(
                 whole = parts if last == whole_counts else run(whole_counts, stages, "whole, to check")[0]
         rows = [_total(parts, whole), *({"table": "segment", **one.row()} for one in parts)]
         rows[0]["engine"] = [_engine(outcome) for outcome in runs]
-        asked = {"step": ",".join(map(str, plan.segments)), "exact": exact, "within": within, "check": check}
+        arguments = {"step": ",".join(map(str, plan.segments)), "exact": exact, "within": within, "check": check}
         config = {**plan.config, "congestion": settings.model_dump(mode="json")}
-        _keep(options, out, rows, started, {**asked, "cc": law, "preset": preset, **how}, config)
+        _keep(options, out, rows, started, {**arguments, "cc": law, "preset": preset, **how}, config)
     if str(options.json_file) != "-":
         _print(rows)
     if check and not _holds(rows[0], tolerance):
@@ -129,7 +129,7 @@ def step(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the step consists of, and how to build as much of it as is wanted."""
+    """Segments of the step, and how to build as much of it as is needed."""
 
     segments: tuple[Segment, ...]
     num_flows: list[int]
@@ -148,12 +148,12 @@ def _plan(options: RunOptions, text: str | None, overrides: Sequence[str]) -> _P
         if one.startswith(("scenario.phases=", "scenario.bytes_per_rank=")):
             key, _, value = one.partition("=")
             raise ConfigError(key, value, "has no effect on a step", "give --step, and scenario.bucket_bytes")
-    given = read_step(text) if text else ()
-    first = [*overrides, f"scenario.phases={given[0].phases if given else 'pipeline+all-gather'}"]
+    requested = read_step(text) if text else ()
+    first = [*overrides, f"scenario.phases={requested[0].phases if requested else 'pipeline+all-gather'}"]
     config = build_scenario("job-phases", first, options.seed, config=options.config_path).config
     job, cluster = JobConfig.model_validate(config["job"]), ClusterConfig.model_validate(config["cluster"])
     p = JobPhases.model_validate({key: value for key, value in config["scenario"].items() if key != "name"})
-    segments = given or step_of(job, p.bucket_bytes, p.micro_batches)
+    segments = requested or step_of(job, p.bucket_bytes, p.micro_batches)
     return _Plan(segments, _flows_of(segments, p, job, cluster), config, tuple(overrides), options)
 
 
@@ -174,7 +174,7 @@ def _simulate(
     stages: Stages,
     name: str,
 ) -> tuple[list[Repeated], Outcome]:
-    """A run of each segment so often, and what it says of the repetitions that it has not."""
+    """A run of each segment this many times, and what it says of the repetitions that it has not."""
     from congestion.commands.simulate import Pace, say_progress
     from congestion.kernels.compile import waiting
     from congestion.scenarios.catalogue import build_scenario
@@ -205,12 +205,12 @@ def _simulate(
 
 def _total(parts: Sequence[Repeated], whole: Sequence[Repeated] | None) -> dict[str, Any]:
     rows = [one.row() for one in parts]
-    found: dict[str, Any] = {"table": "step", **{key: sum(row[key] for row in rows) for key in _SUMS}}
-    found["exact"] = all(one.is_exact for one in parts)
+    total: dict[str, Any] = {"table": "step", **{key: sum(row[key] for row in rows) for key in _SUMS}}
+    total["exact"] = all(one.is_exact for one in parts)
     if whole is not None:
-        found["whole_s"] = sum(one.total_ps for one in whole) / 1e12
-        found["error_share"] = found["total_s"] / found["whole_s"] - 1
-    return found
+        total["whole_s"] = sum(one.total_ps for one in whole) / 1e12
+        total["error_share"] = total["total_s"] / total["whole_s"] - 1
+    return total
 
 
 def _holds(total: dict[str, Any], tolerance: float) -> bool:
@@ -226,7 +226,7 @@ def _engine(outcome: Outcome) -> dict[str, Any]:
 
 
 def _keep(
-    options: RunOptions, out: Any, rows: list[dict[str, Any]], started: str, asked: dict[str, Any], config: Any
+    options: RunOptions, out: Any, rows: list[dict[str, Any]], started: str, arguments: dict[str, Any], config: Any
 ) -> None:
     from netlayer.environ import snapshot
     from netlayer.results import RunRecord, utc_now, write_text
@@ -237,7 +237,7 @@ def _keep(
         rows=rows,
         started_utc=started,
         ended_utc=utc_now(),
-        arguments={**options.arguments(), **asked},
+        arguments={**options.arguments(), **arguments},
         config=config,
         environment=snapshot(options.seed),
     )

@@ -136,14 +136,14 @@ def _optimise(
     ranges, fixed = ranges_in(sets, point.law, point.preset)
     num_trials = num_trials or SUITE.tuning.trials_per_parameter * len(ranges)
     with Stages() as stages, stages.open("trials") as bar:
-        told = replace(point, overrides=fixed)
-        best = optimise(told, ranges, objective, seeds, num_trials, processes=processes, dask=dask, progress=bar)
+        start = replace(point, overrides=fixed)
+        best = optimise(start, ranges, objective, seeds, num_trials, processes=processes, dask=dask, progress=bar)
     arguments = {"scenario": point.scenario, "cc": point.law, "preset": point.preset, "set": list(sets)}
     record = simulated("congestion.optimise", best.trials, started, {**arguments, "seeds": list(seeds)})
-    words = [f"{point.law} on {point.scenario}: {objective} {best.score:.6g}, {best.first_score or 0:.6g} before"]
+    lines = [f"{point.law} on {point.scenario}: {objective} {best.score:.6g}, {best.first_score or 0:.6g} before"]
     if out:
-        write_profile(out, best.contender, [*words, f"{len(best.trials)} trials, seeds {', '.join(map(str, seeds))}"])
+        write_profile(out, best.contender, [*lines, f"{len(best.trials)} trials, seeds {', '.join(map(str, seeds))}"])
         click.echo(f"profile: {out}", err=True)
     chosen = [{"parameter": one.partition("=")[0], "value": one.partition("=")[2]} for one in best.contender.overrides]
-    click.echo(words[0], err=True)
+    click.echo(lines[0], err=True)
     show(chosen, record, json_file)

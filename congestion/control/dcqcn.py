@@ -3,7 +3,7 @@
 The first notice sets alpha to 1 and starts the timers of alpha and of the cut; it does not cut by itself. Timers are
 advanced when the flow is next looked at, in the order of their times, ties alpha, rise, cut. The byte counter is the
 paper's (Zhu et al., Congestion Control for Large-Scale RDMA Deployments, SIGCOMM 2015, section 5), which this flavour
-does not have; it is off unless asked for. Left out: any reaction to a loss, as there.
+does not have; it is off unless asked for. Not covered: any reaction to a loss, as there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parameters(section: DcqcnSettings, host_bps: int, settings: Settings) -> Row
 
 @inlined
 def start(p, own, flow):  # type: ignore[no-untyped-def]  # noqa: ARG001  (laws are called alike)
-    """At line rate, no timer running."""
+    """Start at line rate, no timer running."""
     own.due = own.alpha_at = own.cut_at = own.rise_at = _NEVER
     own.target_bps = flow.rate_bps = flow.line_rate_bps
     own.alpha = 1.0

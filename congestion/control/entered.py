@@ -96,16 +96,16 @@ def not_compiled(exc: Exception) -> ConfigError:
     """numba's many lines about the law's file as one: what is wrong, and where in the file."""
     text = str(exc)
     lines = re.findall(rf'File "[^"]*{re.escape(path.name)}", line (\d+)', text) if path else []
-    told = [line.strip() for line in text.splitlines()]
+    messages = [line.strip() for line in text.splitlines()]
     what = [
         line
-        for line in told
+        for line in messages
         if re.match(r"(Unknown attribute|NameError|No implementation|Cannot|Invalid|Untyped)", line)
     ]
-    reason = (what or [line for line in told if line and not line.startswith(("Failed in", "During", "File"))] or [""])[
-        0
-    ]
-    signature = next((line.removeprefix(">>> ") for line in told if line.startswith(">>> ")), "")
+    reason = (
+        what or [line for line in messages if line and not line.startswith(("Failed in", "During", "File"))] or [""]
+    )[0]
+    signature = next((line.removeprefix(">>> ") for line in messages if line.startswith(">>> ")), "")
     reason = f"{reason} {signature}" if signature and reason.endswith(":") else reason
     where = f"LAW {path}, line {lines[-1]}" if lines else f"LAW {path}"
     return ConfigError(where, None, f"cannot be compiled ({reason})", "use numbers and the record's fields alone")

@@ -1,8 +1,8 @@
-"""What a law's file does with its flow, its state and its parameters, read from its source before anything is compiled.
+"""Check of what a law's file does with flow, state and parameters, read from its source before anything is compiled.
 
 A field that is not there, and a field of the flow that the engine alone may write, are told with their line. Names are
-followed through plain assignments (`f = flow`) and into functions of the same file. Left out: what a law does through
-containers, closures or other modules; there the compiler and `laws` see to it that no engine's field changes.
+followed through plain assignments (`f = flow`) and into functions of the same file. Not covered: what a law does
+through containers, closures or other modules; there the compiler and `laws` see to it that no engine's field changes.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def check_fields(path: Path, text: str, fields: Fields, sets: tuple[str, ...]) -
                 _check(path, node, records[node.value.id], fields, sets)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
                 names = [one.arg for one in functions[node.func.id].args.args]
-                given = dict(zip(names, node.args, strict=False)) | {
+                arguments = dict(zip(names, node.args, strict=False)) | {
                     one.arg: one.value for one in node.keywords if one.arg
                 }
                 passed = {
                     arg: records[value.id]
-                    for arg, value in given.items()
+                    for arg, value in arguments.items()
                     if isinstance(value, ast.Name) and value.id in records
                 }
                 if passed:

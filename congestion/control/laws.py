@@ -1,4 +1,4 @@
-"""Which law a flow is under: each call goes to the one that `flow.law` names.
+"""Dispatch to the law that a flow is under: each call goes to the one that `flow.law` names.
 
 A law is a module of this package: PARAMETERS (a row a class of traffic), STATE (a row a flow), `parameters`, and the
 four calls that stand here, `on_ack` with an ACK's mark, round trip and newly acknowledged bytes. It sets a flow's
@@ -49,7 +49,7 @@ def number_of(law: str) -> int:
 
 
 def tables(in_use: Sequence[str], num_flows: int, host_bps: int, settings: Settings) -> dict[str, Rows]:
-    """Of each law its parameters, and its rows of flows: none but for the laws in use."""
+    """Return each law's parameters, and its rows of flows: none but for the laws in use."""
     made = {}
     by_class = [settings.of_class(number) for number in range(settings.num_classes)]
     for name, module in MODULES.items():
@@ -84,7 +84,7 @@ def _show(s, f):  # type: ignore[no-untyped-def]
 
 @kernel
 def _take_back(s, f):  # type: ignore[no-untyped-def]
-    """What a law set, if a law may set it."""
+    """Take back what a law set, if a law may set it."""
     flow, view, run = s.flow[f], s.law_view[f], s.run[0]
     fault, value = 0, np.int64(0)
     if view.rate_bps < 1:

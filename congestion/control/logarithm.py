@@ -16,7 +16,7 @@ _SERIES = tuple(1.0 / odd for odd in range(21, 0, -2))
 
 @kernel
 def log2(value):  # type: ignore[no-untyped-def]
-    """Of a positive, finite number."""
+    """Base-2 logarithm of a positive, finite number."""
     part, power = math.frexp(value)  # part: 0.5 to 1
     if part < _ROOT_HALF:
         part *= 2.0

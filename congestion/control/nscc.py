@@ -8,8 +8,8 @@ What an ACK does hangs on its queueing delay and its mark:
     mark, below it              nothing (it only moves the packet to another path)
 
 Increases are gathered and applied every few packets. Quick adapt sets the window to what arrived in the last round trip
-where that was little and the delay or a loss is extreme. Left out: spraying and trimming, which RoCE NICs do not do; so
-a NACK says go-back-N, and costs a packet.
+where that was little and the delay or a loss is extreme. Not covered: spraying and trimming, which RoCE NICs do not do;
+so a NACK says go-back-N, and costs a packet.
 """
 
 from __future__ import annotations

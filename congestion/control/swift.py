@@ -2,7 +2,7 @@
 
 A window that grows by a packet a round trip while the delay is below its target, and shrinks at most once a round trip
 by the share of the delay above it. The target grows with the switches on the path and as the window shrinks. A window
-below one packet is a pace. Left out: the window of the end host's delay, and the change of path (PLB).
+below one packet is a pace. Not covered: the window of the end host's delay, and the change of path (PLB).
 csg-htsim's Swift, for comparison: no hop scaling, and flow scaling by the whole packets of the window.
 """
 

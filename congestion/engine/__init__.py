@@ -14,6 +14,6 @@ watchdogs and several paths a flow (`plain`), others have all of them (`extras`)
 queues for each (`classes`). Each is compiled when first needed and kept.
 
 Where the time goes: an array that is looked at row by row costs its reference count, which `jit` leaves out; the tables
-are handed from function to function by value, hence inlined. Left out: more than one cable a host, a limit to the
+are handed from function to function by value, hence inlined. Not covered: more than one cable a host, a limit to the
 buffer of one class without PFC (but `drop_tail`), a PFC watchdog with classes of traffic.
 """

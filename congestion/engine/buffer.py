@@ -63,7 +63,7 @@ def release(s, node, ingress, size):  # type: ignore[no-untyped-def]
 
 @inlined
 def threshold(s, node, ingress):  # type: ignore[no-untyped-def]
-    """What an ingress (or a lossy queue) may hold of the shared pool."""
+    """Return what an ingress (or a lossy queue) may hold of the shared pool."""
     kind = s.kind[ingress.kind]
     follows = max(node.pool_bytes - node.shared, 0) << kind.lift >> kind.shift
     return s.run[0].xoff_bytes if kind.lossless and s.run[0].xoff_bytes < NEVER else follows
@@ -83,7 +83,7 @@ def shared_of(s, ingress):  # type: ignore[no-untyped-def]
 
 @inlined
 def has_no_room(s, node, port, ingress, size):  # type: ignore[no-untyped-def]
-    """With PFC where both the headroom and the ingress' share are taken; without, where the queue's share is."""
+    """Whether nothing more fits: with PFC, in both headroom and the ingress' share; without, in the queue's share."""
     if not is_lossless(s, ingress):
         return port.queue_bytes + size > threshold(s, node, port)
     over_headroom = size + ingress.headroom_used > s.kind[ingress.kind].headroom

@@ -1,4 +1,4 @@
-"""From a fabric, flows and settings to the tables of a run."""
+"""Construction of a run's tables from a fabric, flows and settings."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def build(
     timeouts = np.array(timeouts_ps or [round(settings.timeout_us * _PS_PER_US)] * (settings.retries + 1))
     run["timeout"], run["most_retries"], run["flaps"] = timeouts[0], len(timeouts) - 1, bool(flaps)
     flap_from, flap = flap_rows(fabric, flaps, ends)
-    words = (int(flow["num_packets"].max()) + 63) // 64 if settings.selective_repeat else 1
+    num_words = (int(flow["num_packets"].max()) + 63) // 64 if settings.selective_repeat else 1
     receiver = np.zeros(len(flows), dtype=tables.RECEIVER)
     receiver["last_nack"] = -1
     receiver["number"] = np.arange(len(flows)) if numbers is None else numbers
@@ -137,8 +137,8 @@ def build(
         law_view=np.zeros(len(flows) if laws.ENTERED in flow["law"] else 0, dtype=tables.VIEW),
         cause=np.zeros((num_ports, 3), dtype=np.int64),
         timeouts=timeouts,
-        acked=np.zeros((len(flows), words), dtype=np.uint64),
-        received=np.zeros((len(flows), words), dtype=np.uint64),
+        acked=np.zeros((len(flows), num_words), dtype=np.uint64),
+        received=np.zeros((len(flows), num_words), dtype=np.uint64),
         flap_from=flap_from,
         flap=flap,
         flowlet=np.tile(np.array([0, -NEVER]), (len(flows), 1)),
@@ -258,7 +258,7 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
 
 
 def features(settings: Settings, *, has_faults: bool) -> list[str]:
-    """What the kernels are compiled for: those of one class know nothing of more, nor the plain ones of losses.
+    """Return the variant that the kernels are compiled for: one class knows nothing of more, plain ones of no losses.
 
     Args:
         has_faults: links go down, or a sender has a retransmit timer.
@@ -302,8 +302,8 @@ def _owners(node: Rows, port: Rows, num_workers: int) -> Ints:
     here, there = port["to"][port["peer"]], port["to"]
     while (owner < 0).any():
         votes = np.zeros((len(node), num_workers), dtype=np.int64)
-        told = (owner[here] < 0) & (owner[there] >= 0)
-        np.add.at(votes, (here[told], owner[there[told]]), 1)
+        reached = (owner[here] < 0) & (owner[there] >= 0)
+        np.add.at(votes, (here[reached], owner[there[reached]]), 1)
         tier = np.flatnonzero(votes.any(axis=1))
         if not len(tier):  # cabled to nothing that leads to a host
             tier = np.flatnonzero(owner < 0)
@@ -316,23 +316,23 @@ def _owners(node: Rows, port: Rows, num_workers: int) -> Ints:
 
 
 def _workers(
-    owner: Ints, num_workers: int, num_chunks: int, taken: int
+    owner: Ints, num_workers: int, num_chunks: int, num_taken: int
 ) -> tuple[Rows, NDArray[np.uint32], NDArray[np.uint32]]:
-    """The workers, their nodes one after another, and their free chunks: all but the first `taken`, lowest first."""
+    """Workers, their nodes one after another, and their free chunks: all but the first `num_taken`, lowest first."""
     worker = aligned(num_workers, tables.WORKER)
     worker["soonest"] = NEVER
     worker["stop"] = np.cumsum(np.bincount(owner, minlength=num_workers))
     worker["first"][1:] = worker["stop"][:-1]
     free = np.empty((num_workers, num_chunks), dtype=np.uint32)
     for k in range(num_workers):
-        mine = np.arange(num_chunks - 1, taken - 1, -1)[k::num_workers]
-        free[k, : len(mine)] = mine
-        worker["num_free"][k] = len(mine)
+        chunks = np.arange(num_chunks - 1, num_taken - 1, -1)[k::num_workers]
+        free[k, : len(chunks)] = chunks
+        worker["num_free"][k] = len(chunks)
     return worker, np.argsort(owner, kind="stable").astype(np.uint32), free
 
 
 def _most_packets(flows: FlowSet, kind: Rows, run: Any) -> Ints:
-    """Of any size, that ports of these kinds can send in a window, and their wires deliver in one.
+    """Packets of any size that ports of these kinds can send in a window, and their wires deliver in one.
 
     The last packet of a flow may be so short that it takes no time, once that is cut to whole ns.
     """
@@ -345,7 +345,7 @@ def _most_packets(flows: FlowSet, kind: Rows, run: Any) -> Ints:
 
 
 def _check_times(fabric: Graph, flows: FlowSet, port: Rows, node: Rows, kind: Rows, run: Any) -> None:
-    """Each packet takes time, and all of them end before time does."""
+    """Check that each packet takes time, and that all of them end before the clock does."""
     for name, size in (("tx_data", "data_wire_bytes"), ("tx_ack", "ack_wire_bytes")):
         if not kind[name].min():
             rate = float(kind["rate"][kind[name].argmin()])

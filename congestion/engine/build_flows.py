@@ -20,7 +20,7 @@ _MOST_REMEMBERED, LEAST_REMEMBERED = 1 << 26, 1 << 10  # times in all (512 MB), 
 def flow_rows(
     flows: FlowSet, num_waits: Ints, settings: Settings, law: str, port: Rows, kind: Rows, node: Rows
 ) -> Rows:
-    """All of FLOW but what hangs on its path."""
+    """Fill FLOW, but for what depends on its path."""
     flow = np.zeros(len(flows), dtype=tables.FLOW)
     packets = -(-flows.num_bytes // settings.mtu_bytes)
     flow["src"], flow["dst"] = flows.src, flows.dst
@@ -39,7 +39,7 @@ def flow_rows(
 
 
 def flow_classes(settings: Settings, flows: FlowSet) -> NDArray[np.uint8]:
-    """Each flow's class; without classes what `pg` says is not read."""
+    """Return each flow's class; without classes `pg` is not read."""
     return (flows.pg if settings.classes else np.zeros(len(flows))).astype(np.uint8)
 
 
@@ -48,13 +48,13 @@ def laws_by_class(settings: Settings, law: str) -> list[str]:
 
 
 def sent_times(flow: Rows) -> int:
-    """How many packets of a flow are remembered, and so may be in flight, where a law wants to know round trips."""
+    """Number of packets remembered of a flow, and so may be in flight, where a law wants to know round trips."""
     longest = min(int(flow["num_packets"].max()), max(_MOST_REMEMBERED // len(flow), LEAST_REMEMBERED))
     return 1 << (longest - 1).bit_length()
 
 
 def waiting_flows(flows: FlowSet) -> tuple[Ints, NDArray[np.uint32]]:
-    """By flow, those that wait for it: waits_for the other way around."""
+    """Return by flow those that wait for it: waits_for the other way around."""
     if flows.waits_for is None:
         return np.zeros(len(flows) + 1, dtype=np.int64), np.zeros(0, dtype=np.uint32)
     first, earlier = flows.waits_for
@@ -64,24 +64,24 @@ def waiting_flows(flows: FlowSet) -> tuple[Ints, NDArray[np.uint32]]:
 
 
 def first_times(num_nodes: int, flows: FlowSet, known: NDArray[np.bool_]) -> Ints:
-    """When each node has a flow to start, NEVER where none is known to."""
+    """Return when each node has a flow to start, NEVER where none is known to."""
     times = np.full(num_nodes, NEVER)
     np.minimum.at(times, flows.src[known], flows.start_ps[known])
     return times
 
 
 def base_rtt(path: NDArray[np.uint32], num_links: Ints, kind: Rows) -> Ints:
-    """Of a full packet there and its ACK back through an idle network, ps; kind: of each port."""
+    """Round trip of a full packet there and its ACK back through an idle network, ps; kind: of each port."""
     ways = np.where(
         np.arange(tables.ACK_PATH) < num_links[:, None], path.reshape(len(path), 2, -1).swapaxes(0, 1), len(kind)
     )
-    took = np.stack([kind["tx_data"] + kind["delay"], kind["tx_ack"] + kind["delay"]])
-    took = np.append(took, np.zeros((2, 1), dtype=np.int64), axis=1)  # of no port
-    return np.asarray(took[0][ways[0]].sum(axis=1) + took[1][ways[1]].sum(axis=1))
+    delays_ps = np.stack([kind["tx_data"] + kind["delay"], kind["tx_ack"] + kind["delay"]])
+    delays_ps = np.append(delays_ps, np.zeros((2, 1), dtype=np.int64), axis=1)  # of no port
+    return np.asarray(delays_ps[0][ways[0]].sum(axis=1) + delays_ps[1][ways[1]].sum(axis=1))
 
 
 def flap_rows(fabric: Graph, flaps: Sequence[Flap], ends: Ints) -> tuple[Ints, Ints]:
-    """By port, when what arrives there is lost."""
+    """Return by port when what arrives there is lost."""
     rows = [(int(ends[2 * cable + side]), since, until) for cable, since, until in flaps for side in (0, 1)]
     counts = np.bincount([row[0] for row in rows], minlength=2 * fabric.num_cables)
     times = np.array([row[1:] for row in sorted(rows)], dtype=np.int64).reshape(-1, 2)

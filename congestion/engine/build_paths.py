@@ -55,7 +55,7 @@ def ecmp_of(settings: Settings, headers: Headers) -> Ecmp:
 
 
 def next_hops(fabric: Graph, flows: FlowSet, ends: Ints) -> tuple[Ints, int, NDArray[np.uint32]]:
-    """Which ports a switch sprays to.
+    """Find the ports that a switch sprays to.
 
     The first result numbers switches, and gives a host the number of its own switch; then how many switches there are.
     In the third stands, for switch a and packets to hosts of switch b, at place a * num_switches + b where their set
@@ -123,7 +123,7 @@ def _paths(fabric: Graph, ends: Ints, src: Ints, dst: Ints, sport: Ints, dport: 
         raise ConfigError("--topo", "longest path", rule, "give a fabric of at most that diameter")
     ip = fabric.addresses
     headers = Headers(ip[src], ip[dst], sport.astype(np.uint16), udp_dport=dport)
-    found = routes.route(src, dst, by_ecmp(ecmp_of(settings, headers)))
-    leaves = ends[found % fabric.num_cables * 2 + found // fabric.num_cables]
-    paths[:, : found.shape[1]] = np.where(found == NO_LINK, -1, leaves)
+    links = routes.route(src, dst, by_ecmp(ecmp_of(settings, headers)))
+    leaves = ends[links % fabric.num_cables * 2 + links // fabric.num_cables]
+    paths[:, : links.shape[1]] = np.where(links == NO_LINK, -1, leaves)
     return paths

@@ -40,7 +40,7 @@ def port_order(fabric: Graph, flows: FlowSet) -> Ints:
 
 
 def _first_flows(fabric: Graph, flows: FlowSet) -> Ints:
-    """By node, the place of the first flow that begins there, or else ends; of a switch that of any host below."""
+    """Place, by node, of the first flow that begins there, or else ends; of a switch that of any host below."""
     place = np.empty(len(flows), dtype=np.int64)
     place[np.lexsort((np.arange(len(flows)), flows.start_ps))] = np.arange(len(flows))
     first, ends = (np.full(fabric.num_nodes, len(flows)) for _ in range(2))
@@ -77,11 +77,11 @@ def port_rows(fabric: Graph, order: Ints, settings: Settings) -> tuple[Ints, Row
 
 
 def _losses(fabric: Graph, settings: Settings) -> Ints:
-    """Of each cable, share of packets lost, of 2^53."""
-    found = np.full(fabric.num_cables, round(settings.loss_rate * 2**53))
+    """Share of packets that each cable loses, of 2^53."""
+    losses = np.full(fabric.num_cables, round(settings.loss_rate * 2**53))
     for link, share in settings.loss_rates.items():
-        found[fabric.cables_between(link, f"congestion.loss_rates.{link}")] = round(share * 2**53)
-    return found
+        losses[fabric.cables_between(link, f"congestion.loss_rates.{link}")] = round(share * 2**53)
+    return losses
 
 
 def lane_rows(port: Rows, settings: Settings) -> Rows:
@@ -96,13 +96,13 @@ def lane_rows(port: Rows, settings: Settings) -> Rows:
 
 
 def kind_rows(fabric: Graph, settings: Settings, run: Any, like: Ints) -> Rows:
-    """Of each row of `like` (rate, delay, loss rate), a row a class."""
+    """Return for each row of `like` (rate, delay, loss rate) a row a class."""
     kind = np.zeros(len(like), dtype=tables.KIND)
     rate = kind["rate"] = like[:, 0]
     kind["delay"], kind["loss_scaled"] = like[:, 1], like[:, 2]
     for column, size in (("tx_data", run["data_wire_bytes"]), ("tx_ack", run["ack_wire_bytes"])):
-        took = int(size) * _BYTE_PS // rate
-        kind[column] = took // 1000 * 1000 if run["truncate"] else took
+        tx_ps = int(size) * _BYTE_PS // rate
+        kind[column] = tx_ps // 1000 * 1000 if run["truncate"] else tx_ps
     kind = np.repeat(kind, settings.num_classes)
     for number in range(settings.num_classes):
         _set_class(kind[number :: settings.num_classes], settings, number)
@@ -130,7 +130,7 @@ def _set_class(kind: Rows, settings: Settings, number: int) -> None:
 
 
 def pace_rows(kind: Rows, run: Any) -> Ints:
-    """By kind of port: serialisation of a data packet, ACK, NACK and PFC frame, then the delay; (many, 8)."""
+    """Serialisation of a data packet, ACK, NACK and PFC frame by kind of port, then the delay; (many, 8)."""
     pace = np.zeros((len(kind), 8), dtype=np.int64)
     pfc = int(run["pfc_wire_bytes"]) * _BYTE_PS // kind["rate"]
     pace[:, :4] = np.stack(
@@ -155,13 +155,13 @@ def node_rows(
     node["num_known"] = np.bincount(flows.src[known], minlength=fabric.num_nodes)
     node["first_flow"] = np.cumsum(counts) - counts
     for n in np.flatnonzero(fabric.is_switch & (num_ports > 0)).tolist():
-        mine = kind[port["kind"][node["first_port"][n] :][: num_ports[n], None] + np.arange(settings.num_classes)]
-        lossless = mine if not settings.classes else mine[mine["lossless"] == 1]
-        taken = int(lossless["headroom"].sum()) + settings.reserve_bytes * lossless.size
-        if (mine["lossless"] == 1).any() and taken >= settings.buffer_bytes:
-            rule = f"is not above the {taken} B that {fabric.names[n]}'s headroom and reserves take"
+        kinds = kind[port["kind"][node["first_port"][n] :][: num_ports[n], None] + np.arange(settings.num_classes)]
+        lossless = kinds if not settings.classes else kinds[kinds["lossless"] == 1]
+        taken_bytes = int(lossless["headroom"].sum()) + settings.reserve_bytes * lossless.size
+        if (kinds["lossless"] == 1).any() and taken_bytes >= settings.buffer_bytes:
+            rule = f"is not above the {taken_bytes} B that {fabric.names[n]}'s headroom and reserves take"
             remedy = "raise it, or lower congestion.headroom_bdps"
             raise ConfigError("congestion.buffer_bytes", settings.buffer_bytes, rule, remedy)
-        node["pool_bytes"][n] = settings.buffer_bytes - taken
-        node["max_shift"][n] = mine["shift"].max()
+        node["pool_bytes"][n] = settings.buffer_bytes - taken_bytes
+        node["max_shift"][n] = kinds["shift"].max()
     return node

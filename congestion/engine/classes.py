@@ -23,7 +23,7 @@ _HOP = 1 << HOP_SHIFT
 
 @kernel
 def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
-    """All that happens at switch `n` before `end`, by worker `k`."""
+    """Run all that happens at switch `n` before `end`, by worker `k`."""
     node = s.node[n]
     count, _, _, soonest = collect(s, k, node, end)
     s.next_time[n] = min(soonest, in_order(s, k, node, count, end, _next_start, _serve, _arrive))
@@ -51,18 +51,18 @@ def _waits(s, lane):  # type: ignore[no-untyped-def]
 
 @inlined
 def _next_start(s, p):  # type: ignore[no-untyped-def]
-    """When a busy port will begin its next packet, NEVER where it has none that may go."""
+    """Return when a busy port will begin its next packet, NEVER where it has none that may go."""
     return s.port[p].busy if s.port[p].frames or waiting_classes(s, p) else NEVER
 
 
 @inlined
 def waiting_classes(s, p):  # type: ignore[no-untyped-def]
     """Bits of the classes whose queue at port `p` has a packet that may go."""
-    found = np.int64(0)
+    bits = np.int64(0)
     for its_class in range(s.run[0].num_classes):
         if _waits(s, lane_of(s, p, its_class)):
-            found |= np.int64(1) << its_class
-    return found
+            bits |= np.int64(1) << its_class
+    return bits
 
 
 @kernel

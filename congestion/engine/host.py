@@ -36,7 +36,7 @@ _ONE = float(1 << 53)
 
 @kernel
 def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
-    """All that happens at host `n` before `end`, by worker `k`."""
+    """Run all that happens at host `n` before `end`, by worker `k`."""
     node = s.node[n]
     p = node.first_port
     tail = load_shared(s.wire_tail, p)
@@ -102,7 +102,7 @@ def _move(node, flow, sequence):  # type: ignore[no-untyped-def]
 
 @inlined
 def _next_send(s, node, p):  # type: ignore[no-untyped-def]
-    """When the NIC can begin its next packet as things stand."""
+    """Return when the NIC can begin its next packet as things stand."""
     port = s.port[p]
     free = max(port.busy, node.now)
     if waiting_classes(s, p) if has(s.features, "classes") else s.queue_head[p] != s.queue_tail[p]:
@@ -161,23 +161,23 @@ def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _next_flow(s, node, now):  # type: ignore[no-untyped-def]
-    """Round robin over flows that may send now; finished ones that are met leave the circle, as in ns-3's HPCC."""
+    """Choose in turn among flows that may send now; finished ones that are met leave the circle, as in ns-3's HPCC."""
     base, count = node.first_flow, node.num_active
-    finished, found = count, -1
+    finished, next_turn = count, -1
     turn = node.robin
     for _ in range(count):
         turn = turn + 1 if turn + 1 < count else 0
         flow = s.flow[s.active[base + turn]]
         if flow.next < flow.limit:
             if flow.available <= now:
-                found = turn
+                next_turn = turn
                 break
         elif flow.unacked >= flow.num_packets:
             finished = min(finished, turn)
-    picked = s.active[base + found]
+    picked = s.active[base + next_turn]
     if finished < count:
-        found = _leave(s, node, finished, found)
-    node.robin = found
+        next_turn = _leave(s, node, finished, next_turn)
+    node.robin = next_turn
     return picked
 
 
@@ -199,7 +199,7 @@ def _waiting_lane(s, p):  # type: ignore[no-untyped-def]
 
 @kernel
 def _next_flow_by_class(s, node, p, now):  # type: ignore[no-untyped-def]
-    """Of the class that the NIC serves next the flow whose turn it is; finished flows leave before."""
+    """Return the flow whose turn it is, of the class that the NIC serves next; finished flows leave before."""
     base, may_go, finished = node.first_flow, np.int64(0), np.int64(node.num_active)
     for i in range(np.int64(node.num_active)):
         f = s.active[base + np.uint32(i)]
@@ -228,18 +228,18 @@ def _next_flow_by_class(s, node, p, now):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _leave(s, node, finished, found):  # type: ignore[no-untyped-def]
-    """Finished flows from place `finished` on leave the circle; where the flow at `found` is then."""
+def _leave(s, node, finished, place):  # type: ignore[no-untyped-def]
+    """Finished flows from place `finished` on leave the circle; where the flow at `place` is then."""
     base, kept = node.first_flow, finished
     for i in range(finished, node.num_active):
         f = s.active[base + i]
         if s.flow[f].unacked < s.flow[f].num_packets:
-            if i == found:
-                found = kept
+            if i == place:
+                place = kept
             s.active[base + kept] = f
             kept += 1
     node.num_active = kept
-    return found
+    return place
 
 
 @inlined

@@ -39,7 +39,7 @@ def _extended(s, k, tail):  # type: ignore[no-untyped-def]
 
 @inlined
 def after(s, k, head):  # type: ignore[no-untyped-def]
-    """Where the head is once the entry there is taken."""
+    """Return where the head is once the entry there is taken."""
     behind = np.uint32(head + np.uint32(1))
     return behind if behind & _PLACES else _left(s, k, head)
 

@@ -1,7 +1,7 @@
 """Samples of a run at equal intervals of simulated time, written down by the loop over windows itself.
 
 A look from Python costs some hundred microseconds, in which a small fabric runs for as many microseconds of simulated
-time. The first worker takes it while the others wait. Left out: what is made of looks
+time. The first worker takes it while the others wait. Not covered: what is made of looks
 (`congestion.simulation.samples`).
 """
 
@@ -30,7 +30,7 @@ PLAN = np.dtype(
 
 
 class Looks(NamedTuple):
-    """When to look, and what was seen.
+    """Times to look, and what was seen.
 
     plan: (1,) PLAN; acked: (num_flows,) packets that each flow had acknowledged at the last look; and a row a look:
     time: (rows,) ps; flows: (rows, 4) of packets acknowledged since the look before the sum over all flows, then of
@@ -56,13 +56,13 @@ class Looks(NamedTuple):
 
 
 def looks_of(state: State, next_ps: int, every_ps: int, last_ps: int, acked: Ints) -> Looks:
-    """No row yet; the next look is due at `next_ps`, the last one was at `last_ps` and saw `acked`."""
+    """Create looks without a row; the next one is due at `next_ps`, the last one was at `last_ps` and saw `acked`."""
     many = len(state.port)
     return _looks(min(max(_CELLS // many, 1), _MOST_ROWS), many, (next_ps, every_ps, 0, last_ps), acked.copy())
 
 
 def no_looks(state: State) -> Looks:
-    """For a run that nobody looks at."""
+    """Empty looks, for a run that nobody looks at."""
     return _looks(0, len(state.port), (NEVER, 0, 0, 0), np.zeros(0, dtype=np.int64))
 
 

@@ -1,4 +1,4 @@
-"""What switches and hosts share: sizes, serialisation, sending to the other end of a cable, and drawn numbers."""
+"""Functions that switches and hosts share: sizes, serialisation, sending to a cable's other end, and drawn numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flow_of(word):  # type: ignore[no-untyped-def]
 
 @inlined
 def number_of(s, f):  # type: ignore[no-untyped-def]
-    """By which random numbers are drawn for a flow."""
+    """Return the number by which random numbers are drawn for a flow."""
     return np.int64(s.receiver[f].number)
 
 

@@ -23,7 +23,7 @@ from congestion.kernels.machine import meet, prefetch
 
 
 def run(s: State, until: int, looks: Looks | None = None) -> tuple[State, int]:
-    """Let everything happen that begins before `until` ps; the state then, and when the next thing would, NEVER: none.
+    """Run all that begins before `until` ps; return the state then, and when the next event would be, NEVER: none.
 
     A window that has begun is run to its end. LOOKED in place of that time: `looks` has to be read first, then go on.
     """
@@ -42,7 +42,7 @@ def run(s: State, until: int, looks: Looks | None = None) -> tuple[State, int]:
 
 
 def _with_room(s: State) -> State:
-    """The same with free chunks shared out evenly, and twice as many chunks if that is not enough."""
+    """Return the state with free chunks shared out evenly, and twice as many chunks if that is not enough."""
     many, workers = len(s.following), len(s.worker)
     free = np.concatenate([s.free[k, : s.worker["num_free"][k]] for k in range(workers)])
     entry_, following = s.entry, s.following
@@ -55,9 +55,9 @@ def _with_room(s: State) -> State:
         free = np.concatenate([np.arange(2 * many - 1, many - 1, -1, dtype=np.uint32), free])
     shared = np.empty((workers, len(following)), dtype=np.uint32)
     for k in range(workers):
-        mine = free[k::workers]
-        shared[k, : len(mine)] = mine
-        s.worker["num_free"][k] = len(mine)
+        chunks = free[k::workers]
+        shared[k, : len(chunks)] = chunks
+        s.worker["num_free"][k] = len(chunks)
     return s._replace(entry=entry_, following=following, free=shared)
 
 
@@ -79,13 +79,13 @@ def _windows(s, looks, until, k, switch):  # type: ignore[no-untyped-def]
     for i in range(worker.first, worker.stop):
         soonest = min(soonest, s.next_time[s.owned[i]])
     while True:
-        mine = s.said[k, worker.turn]
-        mine[0], mine[1] = min(soonest, worker.soonest), worker.num_free
+        mailbox = s.said[k, worker.turn]
+        mailbox[0], mailbox[1] = min(soonest, worker.soonest), worker.num_free
         meet(s.arrived, num_workers)
         begin, in_use, least_free = NEVER, len(s.following), NEVER
         for each in range(num_workers):
-            said = s.said[each, worker.turn]
-            begin, in_use, least_free = min(begin, said[0]), in_use - said[1], min(least_free, said[1])
+            message = s.said[each, worker.turn]
+            begin, in_use, least_free = min(begin, message[0]), in_use - message[1], min(least_free, message[1])
         while next_look <= min(begin, until) and begin < NEVER:
             if row == len(looks.time):
                 return LOOKED
@@ -107,7 +107,7 @@ def _windows(s, looks, until, k, switch):  # type: ignore[no-untyped-def]
 
 @inlined
 def _window(s, k, end, switch):  # type: ignore[no-untyped-def]
-    """All that happens before `end` at the nodes of worker `k`; when the next thing will by itself."""
+    """Run all that happens before `end` at the nodes of worker `k`; return when the next event is."""
     worker, large, soonest = s.worker[k], s.run[0].large, NEVER
     turn, last = np.uint32(worker.turn), np.uint64(worker.stop - 1)
     for i in range(np.uint64(worker.first), np.uint64(worker.stop)):
@@ -126,7 +126,7 @@ def _window(s, k, end, switch):  # type: ignore[no-untyped-def]
 
 @inlined
 def _prefetch_host(s, far, near):  # type: ignore[no-untyped-def]
-    """What hosts touch first whose turn comes soon: what arrives, and once that is here the flow that it is of."""
+    """Prefetch what hosts whose turn is soon touch first: what arrives, and once it is here its flow."""
     node = s.node[far]
     if not node.is_switch:
         prefetch(s.entry, s.wire_head[node.first_port])

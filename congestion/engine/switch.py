@@ -52,7 +52,7 @@ _LONGEST = (1 << _BEFORE) - 1
 
 @kernel
 def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
-    """All that happens at switch `n` before `end`, by worker `k`."""
+    """Run all that happens at switch `n` before `end`, by worker `k`."""
     node = s.node[n]
     count, total, frames, soonest = collect(s, k, node, end)
     limited = s.run[0].pfc or (has(s.features, "extras") and s.run[0].drop_tail)
@@ -124,7 +124,7 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
         if large:
             prefetch(s.entry, s.wire_head[busy[min(i + _AHEAD, np.uint64(num_busy - 1))]])
         head, tail = s.wire_head[p], load_shared(s.wire_tail, p)
-        came, kind = s.came[p], s.port[p].kind
+        arrivals, kind = s.came[p], s.port[p].kind
         while head != tail:
             entry = s.entry[head]
             arrival, word = entry.time, entry.word
@@ -133,14 +133,14 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
                 break
             head = after(s, k, head)
             size = size_of(s, word)
-            _follow(came, arrival, took(s, kind, word, size))
+            _follow(arrivals, arrival, took(s, kind, word, size))
             if is_lost(s, p, word, arrival):
                 continue
             if large:
                 prefetch(s.path_line, flow_of(word))
             seen = s.seen[k, count]
             seen.time = arrival
-            seen.began = came.began
+            seen.began = arrivals.began
             seen.size = size
             seen.word = word
             seen.port = p
@@ -150,8 +150,8 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _follow(came, arrival, took):  # type: ignore[no-untyped-def]
-    """Of arrivals at one moment the one with the larger `began` is first.
+def _follow(arrivals, arrival, took):  # type: ignore[no-untyped-def]
+    """Order arrivals of one moment: the one with the larger `began` is first.
 
     ns-3 and htsim run events of one moment in the order in which they were scheduled. An arrival is, when its sender
     begins: so the packet that takes longer is before the others. Of those that began at one moment it is the order of
@@ -159,11 +159,11 @@ def _follow(came, arrival, took):  # type: ignore[no-untyped-def]
     that took longer is first. Or it was an arrival or a resume, where the sender was idle: that was on a wire, and so
     scheduled before any of these. Of senders that are alike even in that the one that was idle last is first.
     """
-    began, is_first = came.began, arrival - took > came.last
+    began, is_first = arrivals.began, arrival - took > arrivals.last
     before = _LONGEST if is_first else began >> _BEFORE + _SINCE
     since = (arrival - took) >> _NS if is_first else began
-    came.began = min(took >> _NS, _LONGEST) << _BEFORE + _SINCE | before << _SINCE | since & (1 << _SINCE) - 1
-    came.last = arrival
+    arrivals.began = min(took >> _NS, _LONGEST) << _BEFORE + _SINCE | before << _SINCE | since & (1 << _SINCE) - 1
+    arrivals.last = arrival
 
 
 @inlined
@@ -172,13 +172,13 @@ def _near(s, node, total):  # type: ignore[no-untyped-def]
 
     An alpha above 1 counts as 1 here: that is near too early, which costs time and changes nothing.
     """
-    held = node.shared + total
-    return held >= min((node.pool_bytes - held) >> node.max_shift, s.run[0].xoff_bytes)
+    shared = node.shared + total
+    return shared >= min((node.pool_bytes - shared) >> node.max_shift, s.run[0].xoff_bytes)
 
 
 @inlined
 def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
-    """Each port on its own; when the next one begins a packet."""
+    """Run each port on its own; return when the next one begins a packet."""
     counts, order = s.counts[k], s.order[k]
     busy, num_busy, begin = s.busy[k], np.uint32(0), np.uint32(0)
     for place in range(node.num_ports):  # where each port's begin, and who has anything to do
@@ -206,7 +206,7 @@ def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
 
 @inlined
 def _prefetch_port(s, node, place):  # type: ignore[no-untyped-def]
-    """What a port will touch first: its queue's head, and the tail of the wire that it sends on."""
+    """Prefetch what a port will touch first: its queue's head, and the tail of the wire that it sends on."""
     p = node.first_port + place
     prefetch(s.entry, s.wire_tail[s.port[p].peer])
     prefetch(s.entry, s.queue_head[p])
@@ -274,7 +274,7 @@ def _start_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _next_start(s, p):  # type: ignore[no-untyped-def]
-    """When a busy port will begin its next packet, NEVER where it has none that may go."""
+    """Return when a busy port will begin its next packet, NEVER where it has none that may go."""
     port = s.port[p]
     if has(s.features, "extras") and s.run[0].watchdog_after and port.paused and not port.frames:
         return _next_of_paused(s, p)
@@ -283,7 +283,7 @@ def _next_start(s, p):  # type: ignore[no-untyped-def]
 
 @inlined
 def _next_of_paused(s, p):  # type: ignore[no-untyped-def]
-    """When a paused port with a PFC watchdog does something: the watchdog strikes, or lets it send in spite of that."""
+    """Return when a paused port with a PFC watchdog acts: the watchdog strikes, or lets it send in spite of that."""
     port, run = s.port[p], s.run[0]
     if s.queue_head[p] == s.queue_tail[p]:
         return NEVER

@@ -1,4 +1,4 @@
-"""Where everything stands: the tables of a run, a record a row, and the bits of a packet.
+"""Layout of a run: its tables, a record a row, and the bits of a packet.
 
 A packet is one 64-bit word, from the low end: kind (2 bits), mark (1; ECN on data, CNP on an ACK, pause rather than
 resume on a PFC frame), last (1; the flow's last packet, which may be short), hop (4; switches behind it), path (4;

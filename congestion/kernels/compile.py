@@ -34,8 +34,8 @@ def compile_variants(settings: Iterable[Settings], stages: Stages, *, flaps: boo
             Simulation(case.fabric, case.flows, each, "none", flaps=flap)
 
 
-def waiting(stages: Stages, words: str = WORDS) -> Callable[[], AbstractContextManager[object]]:
-    """What `Simulation` and `simulate` take as `compiling`."""
+def waiting(stages: Stages, text: str = WORDS) -> Callable[[], AbstractContextManager[object]]:
+    """Return what `Simulation` and `simulate` take as `compiling`."""
     from congestion.kernels.jit import compile_progress
 
-    return partial(compile_progress, stages, words)
+    return partial(compile_progress, stages, text)

@@ -1,4 +1,4 @@
-"""How kernels are compiled, and kept.
+"""Compilation of kernels, and their cache.
 
 Without numba's reference counts (`_nrt`), which would cost more than everything else: the tables are handed from kernel
 to kernel, and no kernel makes an array. Kernels that call each other in a circle cannot be loaded from numba's cache.
@@ -82,7 +82,7 @@ def _noted(compiled: Any) -> Any:
 
 
 def _keep_what_can_be(cache: Any, worth_s: float) -> None:
-    """On a full disk a kernel is compiled again next time; numba would raise.
+    """Save what can be saved: on a full disk a kernel is compiled again next time; numba would raise.
 
     One that is handed another kernel is never found again, for numba compares those as objects: it is not kept.
     """
@@ -98,9 +98,9 @@ def _keep_what_can_be(cache: Any, worth_s: float) -> None:
                 save(signature, code)
 
     def load_if_can(signature: Any, target: object) -> Any:
-        found = load(signature, target) if can_be(signature) else None
+        kept = load(signature, target) if can_be(signature) else None
         began[_types(signature)] = process_time()  # else it is compiled now
-        return found
+        return kept
 
     cache.save_overload, cache.load_overload = save_if_can, load_if_can
 
@@ -111,7 +111,7 @@ def _types(signature: Any) -> tuple[Any, ...]:
 
 
 def _drop_parts_when_kept(cache: Any, parts: list[Any]) -> None:
-    """What an entry consists of is in its own file: the kernels', a hundred megabytes, are of use until that is there.
+    """Drop an entry's parts once it is kept: its own file has them; the kernels', a hundred megabytes, help until then.
 
     A process that compiles another variant meanwhile loses what it would go on from if it were killed, and no more.
     """
@@ -166,7 +166,7 @@ class _Listener(event.Listener):
 
 
 def count_kernels(compiled: Any) -> tuple[int, int]:
-    """How many kernels of all that one consists of, itself included, are compiled or were kept; and how many it has.
+    """Count the kernels that one consists of, itself included: those that are compiled or were kept, and all.
 
     One that is ready may come twice, with arguments of other types: that is not counted.
     """

@@ -1,4 +1,4 @@
-"""What a kernel asks of the machine itself: a cache line ahead of its need, and to wait for the other workers.
+"""Requests of a kernel to the machine itself: a cache line ahead of its need, and to wait for the other workers.
 
 A large fabric's tables are larger than a core's cache, and what a packet leads to (its list, its path, the next list)
 is found one load at a time; asked for a few steps ahead, the loads overlap.

@@ -3,7 +3,7 @@
 A user's value may stand in the environment or in a file that NCCL reads itself (NCCL_CONF_FILE, ~/.nccl.conf,
 /etc/nccl.conf), which an exported variable would override: both are kept. Releases and defaults were read from NCCL's
 own tags, v2.3.7 to v2.30.7 (github.com/NVIDIA/nccl, src/transport/net_ib*, src/misc/param.cc), and from the libraries
-of 2.31.2 and 2.32.3. Left out: what picks an algorithm or a protocol.
+of 2.31.2 and 2.32.3. Not covered: what picks an algorithm or a protocol.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Action = Literal["set", "kept", "left out"]
 
 @dataclass(frozen=True)
 class Choice:
-    """One variable: what becomes of it, and why."""
+    """Choice for one variable: what becomes of it, and why."""
 
     name: str
     value: str | None
@@ -58,14 +58,14 @@ def apply_to(
     choices = choose(environ, settings, release or installed_nccl() or NEWEST, conf_files)
     environ.update(exports(choices))
     for choice in choices:
-        logger.info("%s %s: %s", choice.name, said(choice), choice.why)
+        logger.info("%s %s: %s", choice.name, describe(choice), choice.why)
     return choices
 
 
 def for_ranks(
     backend: str, settings: NcclConfig | None = None, environ: Mapping[str, str] | None = None
 ) -> list[Choice]:
-    """What becomes of each variable of ranks that this process is about to start, or is; nothing on gloo.
+    """Return the choice for each variable of ranks that this process is about to start, or is; none on gloo.
 
     Args:
         backend: what carries their bytes.
@@ -84,7 +84,7 @@ def for_ranks(
 def choose(
     environ: Mapping[str, str], settings: NcclConfig, release: str, conf_files: Iterable[Path] | None = None
 ) -> list[Choice]:
-    """What becomes of each variable, without setting any.
+    """Return the choice for each variable, without setting any.
 
     Args:
         release: of the NCCL that will run: a variable that it lacks is left out.
@@ -106,7 +106,7 @@ def exports(choices: Iterable[Choice]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def exported(choices: Iterable[Choice]) -> Iterator[None]:
-    """With the variables set in this process, a rank or what starts some; NCCL reads them when it first connects."""
+    """Set the variables in this process, a rank or what starts some; NCCL reads them when it first connects."""
     added = exports(choices)
     os.environ.update(added)
     try:
@@ -121,13 +121,13 @@ def as_record(choices: Iterable[Choice]) -> list[dict[str, str | None]]:
     return [asdict(choice) for choice in choices]
 
 
-def said(choice: Choice) -> str:
-    """`= 18`, or what became of it in words."""
+def describe(choice: Choice) -> str:
+    """Return `= 18`, or what became of it in words."""
     return f"= {choice.value}" if choice.action == "set" else choice.action
 
 
 def parse_release(field: str, text: str) -> Release:
-    """As `read_release`.
+    """Parse a release of NCCL 2, as `read_release`.
 
     Raises:
         ConfigError: it is no release of NCCL 2.
@@ -139,7 +139,7 @@ def parse_release(field: str, text: str) -> Release:
 
 
 def installed_nccl() -> str | None:
-    """The release beside torch; None where torch is no CUDA build or is absent."""
+    """The release installed with torch; None where torch is no CUDA build or is absent."""
     for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         try:
             return metadata.version(package)
@@ -155,23 +155,23 @@ def nccl_conf_files(environ: Mapping[str, str]) -> list[Path]:
 
 
 def filled_from(profile: Profile, settings: NcclConfig) -> NcclConfig:
-    """What the job says, and where it is silent what a NIC's profile says."""
-    own, said = profile.retransmission, settings.model_fields_set
+    """Fill settings: what the job says, and where it is silent what a NIC's profile says."""
+    own, fields_set = profile.retransmission, settings.model_fields_set
     filled: dict[str, Any] = {
         name: getattr(own, name) for name in ("timeout", "retry_cnt") if name in own.model_fields_set
     }
     if "traffic" in profile.model_fields_set:
         filled["traffic_class"] = profile.traffic.tos
-    if "flap_s" in said:
+    if "flap_s" in fields_set:
         filled.pop("timeout", None)
-    return settings.model_copy(update={name: value for name, value in filled.items() if name not in said})
+    return settings.model_copy(update={name: value for name, value in filled.items() if name not in fields_set})
 
 
 def _choice(
     variable: Variable, users: Mapping[str, tuple[str, str]], settings: NcclConfig, release: str, number: Release
 ) -> Choice | None:
     name, lacks = variable.name, number < variable.since
-    wanted, why = _wanted(variable, settings, release, number)
+    value, why = _value_of(variable, settings, release, number)
     since = ".".join(map(str, variable.since))
     if name in users:
         text, where = users[name]
@@ -180,21 +180,21 @@ def _choice(
             return Choice(
                 name, text, "kept", f"set in {where}; without effect: NCCL {release} lacks it (since {since})"
             )
-        other = f"; the job would set {wanted}" if wanted not in (None, text) else ""
+        other = f"; the job would set {value}" if value not in (None, text) else ""
         if number < variable.zero_is_unset_before and _c_number(text) == 0:
             other = f"; without effect: NCCL {release} takes 0 for unset{other}"
         return Choice(name, text, "kept", f"set in {where}{other}")
-    if wanted is None:
+    if value is None:
         return None
     if lacks:
-        return Choice(name, None, "left out", f"NCCL {release} lacks it (since {since}); the job wants {wanted}")
-    if number < variable.zero_is_unset_before and wanted == "0":
+        return Choice(name, None, "left out", f"NCCL {release} lacks it (since {since}); the job wants {value}")
+    if number < variable.zero_is_unset_before and value == "0":
         until = ".".join(map(str, variable.zero_is_unset_before))
         return Choice(name, None, "left out", f"NCCL {release} takes 0 for unset (until {until}); the job wants 0")
-    return Choice(name, wanted, "set", why)
+    return Choice(name, value, "set", why)
 
 
-def _wanted(variable: Variable, settings: NcclConfig, release: str, number: Release) -> tuple[str | None, str]:
+def _value_of(variable: Variable, settings: NcclConfig, release: str, number: Release) -> tuple[str | None, str]:
     """The job's value as NCCL reads it, and the reason; None where the job says nothing."""
     value = getattr(settings, variable.field)
     preset = variable.preset(number)
@@ -240,7 +240,7 @@ def _check_users(variable: Variable, text: str, where: str, release: Release) ->
 
 
 def _c_number(text: str) -> int | None:
-    """What strtoll makes of the whole of a text: decimal, 0x, or octal after a 0; None where it would stop earlier."""
+    """Convert a whole text as strtoll does: decimal, 0x, or octal after a 0; None where it would stop earlier."""
     match = re.fullmatch(r"\s*([+-]?)(0[xX][0-9a-fA-F]{1,16}|0[0-7]{0,22}|[1-9]\d{0,18})\s*", text, re.ASCII)
     if match is None:
         return None
@@ -254,7 +254,7 @@ def _of_environ(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 
 def _of_files(files: Iterable[Path]) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
+    variables: dict[str, tuple[str, str]] = {}
     for path in files:
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -262,5 +262,5 @@ def _of_files(files: Iterable[Path]) -> dict[str, tuple[str, str]]:
             continue
         for name, equals, value in (line.partition("=") for line in lines):
             if equals and name in KNOWN and value:
-                found.setdefault(name, (value, str(path)))
-    return found
+                variables.setdefault(name, (value, str(path)))
+    return variables

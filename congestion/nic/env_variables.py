@@ -43,7 +43,7 @@ class Variable:
     zero_is_unset_before: Release = _EVER
 
     def preset(self, release: Release) -> int | None:
-        """What that release does by itself, where it is a number."""
+        """Return that release's own value, where it is a number."""
         return next((value for since, value in self.presets if release >= since), None)
 
     def takes_besides(self, value: int, release: Release) -> bool:
@@ -183,12 +183,12 @@ def read_release(text: str) -> Release | None:
 
 
 def preset_of(name: str, release: Release) -> int:
-    """What a release does by itself.
+    """Return a release's own value.
 
     Raises:
         ValueError: it is no number, or none is known.
     """
-    found = KNOWN[name].preset(release) if name in KNOWN else None
-    if found is None:
+    preset = KNOWN[name].preset(release) if name in KNOWN else None
+    if preset is None:
         raise ValueError(f"{name}: no preset is known")
-    return found
+    return preset

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Nic:
-    """What a NIC makes of timeout and retry count.
+    """Timers that a NIC makes of timeout and retry count.
 
     Args:
         measured: what its figures come from.
@@ -33,7 +33,7 @@ class Nic:
 
     @property
     def has_floor(self) -> bool:
-        """It has a floor and an adaptive phase, which both can be turned off."""
+        """Whether it has a floor and an adaptive phase, which both can be turned off."""
         return self.phase_from_s is not None
 
 

@@ -1,6 +1,6 @@
 """The page of `netlayer retransmit`: which settings outlive which flaps, what that costs, and a ring all-reduce in one.
 
-Every sentence is computed from the rows. Left out: running anything.
+Every sentence is computed from the rows. Not covered: running anything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QP_ERROR = "QP error"
 
 @dataclass(frozen=True)
 class Findings:
-    """What the page is written from: rows as `retransmit_rows` makes them; `ring` is empty where it was not run.
+    """Input of the page: rows as `retransmit.rows` makes them; `ring` is empty where it was not run.
 
     Args:
         longest_s: the flap that the advice is about.
@@ -88,9 +88,12 @@ def _overview(report: Report, findings: Findings, nic: str) -> None:
     lost = row["recovery_s"] and row["recovery_s"] - findings.longest_s
     section.figures(
         Figure("NCCL_IB_TIMEOUT", longest["timeout"], "", f"NCCL_IB_RETRY_CNT={longest['retry_cnt']}"),
-        Figure("A dead path is found after", _said(longest["error_s"]), "", f"on {nic}, with that timeout"),
+        Figure("A dead path is found after", _duration_text(longest["error_s"]), "", f"on {nic}, with that timeout"),
         Figure(
-            "Lost after the link is back", _said(lost), "", f"NCCL's defaults, flap of {duration(findings.longest_s)}"
+            "Lost after the link is back",
+            _duration_text(lost),
+            "",
+            f"NCCL's defaults, flap of {duration(findings.longest_s)}",
         ),
     )
 
@@ -110,9 +113,9 @@ def _recoveries(report: Report, findings: Findings) -> None:
         ),
         "modes": (by_mode, "By NIC and mode, with one timeout: early retransmissions decide what a short flap costs."),
     }
-    for name, (shown, caption) in curves.items():
-        rows = [row for row in recoveries(shown, flaps) if row["survives"]]
-        if rows and (name == "recovery" or len(shown) > 1):
+    for name, (settings, caption) in curves.items():
+        rows = [row for row in recoveries(settings, flaps) if row["survives"]]
+        if rows and (name == "recovery" or len(settings) > 1):
             section.chart(_curves(pd.DataFrame(rows)), name=name, caption=caption)
     longest = pd.DataFrame(
         {**one.row(), "T": f"T = {one.timeout}", "R": f"R = {one.retry_cnt}", "longest_s": one.timers.last_send_s}
@@ -157,7 +160,9 @@ def _advices(report: Report, findings: Findings) -> None:
         "still. These are the least: one that is shorter than a pause or a queue takes those for losses.",
         source="predicted",
     )
-    table = rows.assign(**{key: rows[key].map(_said) for key in ("flap_s", "lower_s", "recovery_s", "error_s")})
+    table = rows.assign(
+        **{key: rows[key].map(_duration_text) for key in ("flap_s", "lower_s", "recovery_s", "error_s")}
+    )
     columns = {
         "flap_s": "flap",
         "timeout": "T on any NIC",
@@ -191,7 +196,9 @@ def _ring(report: Report, findings: Findings) -> None:
         f"of one. The whole is late by the recovery time of the closed form, to within {duration(far)}.",
         source="simulated",
     )
-    table = rows.assign(**{key: rows[key].map(_said) for key in ("flap_s", "delay_s", "predicted_s", "idle_s")})
+    table = rows.assign(
+        **{key: rows[key].map(_duration_text) for key in ("flap_s", "delay_s", "predicted_s", "idle_s")}
+    )
     table.loc[rows["delay_s"].isna(), "delay_s"] = "never ends"
     table.loc[rows["predicted_s"].isna(), "predicted_s"] = _QP_ERROR
     columns = {
@@ -229,5 +236,5 @@ def _definitions(report: Report, findings: Findings, nics: Sequence[str]) -> Non
         section.code(findings.command)
 
 
-def _said(seconds: float | None) -> str:
+def _duration_text(seconds: float | None) -> str:
     return "never" if seconds is None or not np.isfinite(seconds) else duration(seconds)

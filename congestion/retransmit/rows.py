@@ -25,7 +25,7 @@ _LONGER_THAN_ANY_RUN_PS = 10**6 * _PS
 
 @dataclass(frozen=True)
 class Setting:
-    """What a queue pair and its NIC are set to; the fields are the arguments of `schedule`."""
+    """Settings of a queue pair and its NIC; the fields are the arguments of `schedule`."""
 
     nic: str
     timeout: int
@@ -51,7 +51,7 @@ class Setting:
 
 
 def of_one_nic(settings: Sequence[Setting]) -> list[Setting]:
-    """Those that differ from the first in the timeout alone, with the most retries of all."""
+    """Return those that differ from the first in the timeout alone, with the most retries of all."""
     most, first = max(setting.retry_cnt for setting in settings), settings[0]
     return [one for one in settings if (one.nic, one.mode, one.retry_cnt) == (first.nic, first.mode, most)]
 
@@ -62,14 +62,14 @@ def recoveries(settings: Iterable[Setting], flaps_s: Sequence[float]) -> list[Ro
     for setting in settings:
         timers = setting.timers
         error_s = timers.error_s if np.isfinite(timers.error_s) else None
-        for flap_s, found in zip(flaps_s, recovery_s(timers, np.array(flaps_s)).tolist(), strict=True):
+        for flap_s, recovery in zip(flaps_s, recovery_s(timers, np.array(flaps_s)).tolist(), strict=True):
             alive = survives(timers, flap_s)
             rows.append(
                 {
                     **setting.row(),
                     "flap_s": flap_s,
                     "survives": alive,
-                    "recovery_s": found if alive else None,
+                    "recovery_s": recovery if alive else None,
                     "error_s": error_s,
                     "longest_flap_s": timers.last_send_s if error_s else None,
                     "source": "predicted",

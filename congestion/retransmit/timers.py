@@ -1,8 +1,8 @@
-"""When a queue pair sends again after a loss, when it gives up, and so which link flaps it outlives: a closed form.
+"""Times at which a queue pair sends again after a loss and gives up, so which flaps it outlives: a closed form.
 
 InfiniBand names one time, 4.096 us * 2^T, and R retries. NICs make other things of it, which were measured on idle,
 direct links: ConnectX-6 (firmware 20.43) and ConnectX-5 by others, Linux' rxe by us in a virtual machine; see `NICS`.
-Left out: NICs without published figures, and profiles of adaptive retransmission that somebody programmed.
+Not covered: NICs without published figures, and profiles of adaptive retransmission that somebody programmed.
 
 Source of ConnectX: github.com/unionxic/rdma-fault-characterization, harness/ack_timeout and docs/experiments/01.
 """
@@ -65,7 +65,7 @@ class Timers:
         return float(self.sends_s[-1]) if np.isfinite(self.error_s) else np.inf
 
     def waits_ps(self) -> tuple[int, ...]:
-        """What passes before each send, and at last before the error, as the engine takes it.
+        """Time before each send, and at last before the error, as the engine takes it.
 
         Raises:
             ValueError: it does not end.
@@ -141,7 +141,7 @@ def schedule(
 def recovery_s(
     timers: Timers, flap_s: float | Floats, *, begin_s: float | Floats = 0.0, streams_s: float = 0.0
 ) -> Floats:
-    """From a link's going down to the send that passes, for a link that is down for `flap_s`; inf where none does.
+    """Return the time from a link's going down for `flap_s` to the send that passes; inf where none does.
 
     Args:
         begin_s: how far into the flap the send was that is lost first; 0 is the worst for the queue pair's life.
@@ -158,11 +158,11 @@ def recovery_s(
         raise ValueError(f"flap_s = {flap_s}, begin_s = {begin_s}: 0 <= begin_s < flap_s")
     needed = flap - begin
     sends = np.append(timers.sends_s, np.inf)
-    found = sends[np.searchsorted(timers.sends_s, needed)]
+    send_s = sends[np.searchsorted(timers.sends_s, needed)]
     if np.isinf(timers.last_send_s):
         gap = np.diff(timers.sends_s)[-1]
-        found = np.where(np.isinf(found), np.ceil(needed / gap) * gap, found)
-    return np.where(needed < streams_s, flap, begin + found)
+        send_s = np.where(np.isinf(send_s), np.ceil(needed / gap) * gap, send_s)
+    return np.where(needed < streams_s, flap, begin + send_s)
 
 
 def survives(timers: Timers, flap_s: float) -> bool:
@@ -209,9 +209,9 @@ def _with_floor(nic: Nic, phase_from_s: float, timeout: int, retry_cnt: int, ada
     """An adaptive phase, which uses one retry up, then timeouts at twice the nominal time of max(T, 16)."""
     nominal = nominal_s(max(timeout, FLOOR_TIMEOUT))
     steps = np.append(_STEPS_S, [nominal_s(later) for later in range(_MEASURED_UP_TO + 1, MOST_TIMEOUT + 2)])
-    taken = int(np.sum(steps <= nominal + _RESOLUTION_S))
-    phase = phase_from_s + np.append(0.0, np.cumsum(steps[:taken]))
-    first = phase[-1] + min(float(steps[taken]), 2 * nominal)
+    num_steps = int(np.sum(steps <= nominal + _RESOLUTION_S))
+    phase = phase_from_s + np.append(0.0, np.cumsum(steps[:num_steps]))
+    first = phase[-1] + min(float(steps[num_steps]), 2 * nominal)
     regular = first + 2 * nominal * np.arange(MOST_RETRY_CNT)
     if adaptive:
         return np.concatenate([phase[phase > 0], regular[: (retry_cnt or nic.units_at_zero) - 1]])

@@ -1,4 +1,4 @@
-"""What can be run, by name or by file: parameters from text, the fabric that they run on, and a list for people.
+"""Catalogue of scenarios, by name or by file: parameters from text, the fabric they run on, and a list for people.
 
 `scenario.x=y` sets a parameter, `fabric.x=y` one of the fabric; a job's cluster and model come from the configuration.
 """
@@ -244,12 +244,12 @@ def _fabric(fabric: str | Graph, values: Mapping[str, str], least_hosts: int) ->
 
 def _split(overrides: Sequence[str], prefixes: Sequence[str]) -> dict[str, dict[str, str]]:
     """Overrides by their first word; the last one of a name counts."""
-    found: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
+    by_prefix: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
     for override in overrides:
         key, equals, value = override.partition("=")
         prefix, dot, name = key.partition(".")
-        if not (equals and dot and name and prefix in found):
+        if not (equals and dot and name and prefix in by_prefix):
             known = ", ".join(f"{one}.x=y" for one in prefixes)
             raise ConfigError("--set", override, "sets nothing here", f"give {known}, or congestion.x=y")
-        found[prefix][name] = value
-    return found
+        by_prefix[prefix][name] = value
+    return by_prefix

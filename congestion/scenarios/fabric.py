@@ -1,7 +1,7 @@
 """Fabrics by name, for scenarios and for files that name none: star, dumbbell, two-tier CLOS, fat tree.
 
 Hosts come first, then switches tier by tier; every cable has one rate both ways. What a cluster file describes comes
-from `topology`. Left out: links of several rates in one tier, failures.
+from `topology`. Not covered: links of several rates in one tier, failures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Hosts = Annotated[int, Field(ge=0, le=1_000_000, description="hosts; 0: as many 
 
 
 class _Links(Section):
-    """What all fabrics have."""
+    """Fields of all fabrics."""
 
     bps: BitsPerSecond = Field(200_000_000_000, description="rate of a host's link; '400G' is understood")
     latency_ns: float = Field(1_000.0, gt=0, le=10**9, description="propagation of every link")

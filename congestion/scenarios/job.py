@@ -2,7 +2,7 @@
 
 Who sends to whom, and how much, comes from `topology.traffic.job`: an edge of a ring is one flow, or several in turn,
 each after the receipt of the one before. A phase begins at a NIC once all that it sent and received in the last one is
-done. Left out: computation between phases, tensor parallelism (NVLink), the sum of a tied token table's gradients.
+done. Not covered: computation between phases, tensor parallelism (NVLink), the sum of a tied token table's gradients.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def job_phases(fabric: Graph, p: JobPhases, seed: int, job: JobConfig, cluster: 
 
 
 def num_flows(phases: str, p: JobPhases, job: JobConfig, cluster: ClusterConfig) -> int:
-    """Of phases at once, joined by +.
+    """Count the flows of phases at once, joined by +.
 
     Raises:
         ConfigError: a phase is unknown.
@@ -97,14 +97,14 @@ def _kinds(phase: str) -> list[Kind]:
 
 def _classes(p: JobPhases) -> dict[Kind, int]:
     """The class of traffic of each kind that has one of its own."""
-    found: dict[Kind, int] = {}
+    classes: dict[Kind, int] = {}
     for part in filter(None, p.classes.split(",")):
         phase, _, number = part.partition("=")
         if not (number.strip().isdecimal() and int(number) < MOST_CLASSES):
             rule = f"gives no class of 0..{MOST_CLASSES - 1}"
             raise ConfigError("scenario.classes", part, rule, "write phase=number, several by commas")
-        found |= dict.fromkeys(_kinds(phase), int(number))
-    return found
+        classes |= dict.fromkeys(_kinds(phase), int(number))
+    return classes
 
 
 def _scaled(

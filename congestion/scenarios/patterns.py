@@ -2,7 +2,7 @@
 
 Each is a function of the fabric, its parameters and a seed to flows; the same three give the same flows. Rank i is the
 i-th host of the fabric, or a host drawn by the seed. Collectives are flows that wait for others, as NCCL's ranks do.
-Left out: a training job's traffic (scenario_job), computation, NCCL's in-flight window and its protocols.
+Not covered: a training job's traffic (scenario_job), computation, NCCL's in-flight window and its protocols.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
 
 
 class Pattern(Section):
-    """What all scenarios have."""
+    """Fields of all scenarios."""
 
     placement: Literal["in-order", "random"] = Field("in-order", description="rank i on host i, or drawn by the seed")
     sports: Literal["counted", "random"] = Field(
@@ -65,7 +65,7 @@ class Flap(Permutation):
 
 
 class Victim(Pattern):
-    """An incast, and beside it a flow that shares its trunk but not its bottleneck: head-of-line blocking."""
+    """An incast, and a flow that shares its trunk but not its bottleneck: head-of-line blocking."""
 
     senders: int = Field(16, ge=1, le=500_000, description="hosts of the incast")
     num_bytes: Size = Field(4_000_000, description="of each sender, and of the victim")
@@ -73,7 +73,7 @@ class Victim(Pattern):
 
 
 class Collective(Pattern):
-    """What collectives have."""
+    """Fields of all collectives."""
 
     ranks: Ranks = Field(16, description="hosts of a group")
     copies: int = Field(1, ge=1, le=100_000, description="groups side by side, each on hosts of its own")
@@ -120,7 +120,7 @@ class Flows(NamedTuple):
     pg: Ints | None = None
 
     def copied(self, copies: int, ranks: int) -> Flows:
-        """So many groups of `ranks` one behind another."""
+        """Return `copies` groups of `ranks`, one after another."""
         if copies == 1:
             return self
         copy = np.arange(copies, dtype=np.int64)[:, None]
@@ -157,7 +157,7 @@ def permutation(fabric: Graph, p: Permutation, seed: int) -> FlowSet:
 
 
 def flaps(fabric: Graph, p: Flap) -> tuple[tuple[int, int, int], ...]:
-    """When which cable is down, as `simulate` takes it; of cables side by side the first.
+    """Return which cable is down when, as `simulate` takes it; of parallel cables the first.
 
     Raises:
         ConfigError: there is no such cable, or it is to go down while it is down.
@@ -165,8 +165,8 @@ def flaps(fabric: Graph, p: Flap) -> tuple[tuple[int, int, int], ...]:
     if p.times > 1 and p.every_us <= p.down_us:
         raise ConfigError("scenario.every_us", p.every_us, f"is not above down_us = {p.down_us:g}", "raise it")
     begin = [round((p.at_us + turn * p.every_us) * _PS_PER_US) for turn in range(p.times)]
-    cable, took = _cable(fabric, p.link), round(p.down_us * _PS_PER_US)
-    return tuple((cable, start, start + took) for start in begin)
+    cable, down_ps = _cable(fabric, p.link), round(p.down_us * _PS_PER_US)
+    return tuple((cable, start, start + down_ps) for start in begin)
 
 
 def _cable(fabric: Graph, link: str) -> int:

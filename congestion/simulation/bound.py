@@ -1,8 +1,8 @@
-"""What no control law can be faster than: the most loaded link under the flows' paths, and chains of flows.
+"""Lower bound on completion time under any law: the most loaded link under the flows' paths, and chains of flows.
 
 A link must pass all that is routed over it, and not before it is there; a flow that waits for others cannot begin
 before these could end. The larger of the two, over all links and chains. Under ECMP paths are known, and ACKs take
-their share; where a packet may take several paths only a host's own link is sure to be passed. Left out: that flows
+their share; where a packet may take several paths only a host's own link is sure to be passed. Not covered: that flows
 which wait contend with each other, cuts of several links, and PFC frames: a schedule as short as this need not exist.
 """
 
@@ -57,7 +57,7 @@ def completion_bound_us(fabric: Graph, flows: FlowSet, settings: Settings) -> fl
 
 @dataclass(frozen=True, eq=False)
 class _Sizes:
-    """Of each flow: packets, and wire bytes of a full one, of the first, of the last, and of an ACK."""
+    """Sizes of each flow: packets, and wire bytes of a full one, of the first, of the last, and of an ACK."""
 
     packets: Ints
     full: float
@@ -104,7 +104,7 @@ class _Way:
 
 @dataclass(frozen=True, eq=False)
 class _Jobs:
-    """What links have to pass, of one shape: not before `release`, for `work`, and `tail` from there to the flow's end;
+    """Jobs of links, all of one shape: not before `release`, for `work`, and `tail` from there to the flow's end;
     ps."""
 
     link: Ints
@@ -121,14 +121,14 @@ def _latest(jobs: list[_Jobs]) -> float:
     order = np.lexsort((-release, link))
     order = order[link[order] != NO_LINK]
     most = 0.0
-    for mine in np.split(order, np.flatnonzero(np.diff(link[order])) + 1):
-        ends = release[mine] + np.cumsum(work[mine]) + np.minimum.accumulate(tail[mine])
+    for rows in np.split(order, np.flatnonzero(np.diff(link[order])) + 1):
+        ends = release[rows] + np.cumsum(work[rows]) + np.minimum.accumulate(tail[rows])
         most = max(most, float(ends.max()))
     return most
 
 
 def _starts(flows: FlowSet, arrival: Floats, ack: Floats) -> Floats:
-    """When each flow can begin at the earliest, ps: of what it waits for, its own sends to the ACK, others' arrive."""
+    """Earliest start of each flow, ps: of what it waits for, its own sends to the ACK, others' arrive."""
     start = flows.start_ps.astype(np.float64)
     if flows.waits_for is None:
         return start

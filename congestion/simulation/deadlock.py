@@ -40,14 +40,14 @@ def _came_by(state: State, row: int) -> set[int]:
     port = row * len(state.port) // max(len(state.lane), len(state.port))
     if not state.node["is_switch"][state.port["to"][state.port["peer"][port]]]:
         return set()  # a host's queue is of ACKs, which came by no port
-    found: set[int] = set()
+    ports: set[int] = set()
     place, tail = int(state.queue_head[row]), int(state.queue_tail[row])
     while place != tail:
-        found.add(int(state.entry["time"][place]))
+        ports.add(int(state.entry["time"][place]))
         place += 1
         if place % CHUNK == 0:
             place = int(state.following[place // CHUNK - 1]) * CHUNK
-    return found
+    return ports
 
 
 def _circle(after: dict[int, list[int]]) -> list[int]:

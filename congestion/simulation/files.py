@@ -2,8 +2,8 @@
 
 flow.txt is the number of flows, then `src dst priority dport bytes start` a line, the start in seconds. A .cm is `Nodes
 n`, `Connections n`, then `src->dst id n start ps size bytes` a line. Starts are kept as integer picoseconds, as
-written. A flow's priority is its class of traffic, where the settings have classes. Left out: htsim's triggers, which
-are refused.
+written. A flow's priority is its class of traffic, where the settings have classes. Not covered: htsim's triggers,
+which are refused.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class FlowSet:
 
     @property
     def first_ps(self) -> int:
-        """When the first flow starts; a flow that waits for others starts after them."""
+        """Start of the first flow, ps; a flow that waits for others starts after them."""
         if self.waits_for is None:
             return int(self.start_ps.min())
         return int(self.start_ps[np.diff(self.waits_for[0]) == 0].min())
 
 
 def nth_of_pair(src: Ints, dst: Ints) -> Ints:
-    """How many flows before each one have the same ends."""
+    """Count for each flow the earlier ones that have the same ends."""
     order = np.lexsort((dst, src))  # stable: a pair's flows stay in their order
     new = np.diff(src[order], prepend=-1) != 0
     new |= np.diff(dst[order], prepend=-1) != 0
@@ -141,14 +141,14 @@ def read_flows(path: Path, fabric: Graph) -> FlowSet:
 
 
 def cm_nodes(path: Path) -> int:
-    """How many hosts a .cm is for; htsim builds its fabric from that.
+    """Return the number of hosts that a .cm is for; htsim builds its fabric from that.
 
     Raises:
         ConfigError: the file cannot be read, or has no such line.
     """
-    for number, words in _cm_lines(path):
-        if words[0].lower() == "nodes":
-            return _whole(path, number, words[1] if len(words) == 2 else "", "nodes", _MOST_NODES, "--cm")
+    for number, fields in _cm_lines(path):
+        if fields[0].lower() == "nodes":
+            return _whole(path, number, fields[1] if len(fields) == 2 else "", "nodes", _MOST_NODES, "--cm")
     raise ConfigError("--cm", path, "has no line `Nodes n`", "give htsim's connection matrix")
 
 
@@ -160,11 +160,11 @@ def read_cm(path: Path, fabric: Graph) -> FlowSet:
     """
     rows: list[tuple[int, int, int, int, int]] = []
     promised: int | None = None
-    for number, words in _cm_lines(path):
-        if words[0].lower() == "connections":
-            promised = _whole(path, number, words[1] if len(words) == 2 else "", "connections", _MOST_NODES, "--cm")
-        elif words[0].lower() != "nodes":
-            rows.append(_connection(path, number, words, fabric))
+    for number, fields in _cm_lines(path):
+        if fields[0].lower() == "connections":
+            promised = _whole(path, number, fields[1] if len(fields) == 2 else "", "connections", _MOST_NODES, "--cm")
+        elif fields[0].lower() != "nodes":
+            rows.append(_connection(path, number, fields, fabric))
     if not rows:
         raise ConfigError("--cm", path, "holds no flows", "give at least one")
     if promised is not None and promised != len(rows):
@@ -180,11 +180,11 @@ def _cm_lines(path: Path) -> list[tuple[int, list[str]]]:
     return [(number, text.split()) for number, text in enumerate(lines, 1) if text.strip() and text.strip()[0] != "#"]
 
 
-def _connection(path: Path, number: int, words: list[str], fabric: Graph) -> tuple[int, int, int, int, int]:
-    text, hosts = " ".join(words), fabric.hosts
-    values = dict(zip(words[1::2], words[2::2], strict=False))
-    ends = words[0].split("->")
-    known = len(ends) == 2 and len(words) % 2 and values.keys() <= {"id", "start", "size"} and "size" in values
+def _connection(path: Path, number: int, fields: list[str], fabric: Graph) -> tuple[int, int, int, int, int]:
+    text, hosts = " ".join(fields), fabric.hosts
+    values = dict(zip(fields[1::2], fields[2::2], strict=False))
+    ends = fields[0].split("->")
+    known = len(ends) == 2 and len(fields) % 2 and values.keys() <= {"id", "start", "size"} and "size" in values
     if not known:
         raise _wrong(path, number, text, "is not understood", "write src->dst id n start ps size bytes", "--cm")
     for end in ends:
@@ -198,16 +198,16 @@ def _connection(path: Path, number: int, words: list[str], fabric: Graph) -> tup
 
 
 def _flow(path: Path, number: int, text: str, fabric: Graph) -> tuple[int, int, int, int, int, int]:
-    words = text.split()
-    if len(words) != 6:
-        raise _wrong(path, number, text, f"has {len(words)} words", "write src dst priority dport bytes start")
-    src, dst = (_host(path, number, word, fabric) for word in words[:2])
+    fields = text.split()
+    if len(fields) != 6:
+        raise _wrong(path, number, text, f"has {len(fields)} words", "write src dst priority dport bytes start")
+    src, dst = (_host(path, number, word, fabric) for word in fields[:2])
     if src == dst:
         raise _wrong(path, number, text, f"host {src} sends to itself", "leave such a flow out")
-    dport = _whole(path, number, words[3], "dport", _LAST_PORT)
-    num_bytes = _whole(path, number, words[4], "bytes", MOST_BYTES)
-    pg = _whole(path, number, words[2], "priority", MOST_CLASSES - 1, least=0)
-    return src, dst, num_bytes, _start(path, number, words[5]), dport, pg
+    dport = _whole(path, number, fields[3], "dport", _LAST_PORT)
+    num_bytes = _whole(path, number, fields[4], "bytes", MOST_BYTES)
+    pg = _whole(path, number, fields[2], "priority", MOST_CLASSES - 1, least=0)
+    return src, dst, num_bytes, _start(path, number, fields[5]), dport, pg
 
 
 def _host(path: Path, number: int, word: str, fabric: Graph) -> int:

@@ -24,7 +24,8 @@ Few flows. A window ends where it fills an idle path (`line_window`), C base: wh
 are that, equal with no loop, and the round trip is N base. What is left is the clock, y' = -y by what was a round trip
 ago, which is stable (1 < pi / 2).
 Drawn by `python -m congestion.simulation.page.fluid_page --out FILE.html`: phase plots from many starts.
-Left out: marks (one cut to the target, then a round trip without a further one, no loop), packets, other limits of W.
+Not covered: marks (one cut to the target, then a round trip without a further one, no loop), packets, other limits of
+W.
 """
 
 from __future__ import annotations

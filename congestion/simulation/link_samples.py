@@ -1,7 +1,7 @@
 """Links and tiers over time: utilisation, queues, and how far a tree of pauses has spread.
 
-A link is one direction of a cable, its tier the pair of heights that it joins, as in `measures.port_frame`. Left out:
-sums over all links (samples).
+A link is one direction of a cable, its tier the pair of heights that it joins, as in `measures.port_frame`. Not
+covered: sums over all links (samples).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a run is judged by: completion times against the ideal, goodput, fairness, queues, pauses, link by link.
+"""Measures of a run: completion times against the ideal, goodput, fairness, queues, pauses, link by link.
 
 The ideal of a flow is its time on its own path with nobody else there, at line rate, to the ACK of its last packet. A
 port is one direction of a cable, counted where it leaves. Counters, and spans of time, begin at the end of a run's
-warm-up where it has one, and at the first start else. Left out: series over time.
+warm-up where it has one, and at the first start else. Not covered: series over time.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
 
 
 def span_ps(outcome: Outcome) -> int:
-    """From where counters begin to the last end, or to where the run came if flows were left; at least 1."""
+    """Time from where counters begin to the last end, or to where the run came if flows were left; at least 1 ps."""
     ended = outcome.time_ps if (outcome.finish_ps < 0).any() else outcome.finish_ps.max()
     return max(int(ended) - outcome.since_ps, 1)
 
@@ -186,7 +186,7 @@ def summary(flows: pd.DataFrame, ports: pd.DataFrame, since_us: float | None = N
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:
-    """What a column's distribution is told by."""
+    """Summarise a column's distribution."""
     if not values:
         return dict.fromkeys(("min", "median", "p99", "p999", "max"))
     p99, p999 = (percentile(values, percent) for percent in (99, 99.9))

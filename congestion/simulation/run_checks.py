@@ -91,13 +91,17 @@ def lossless_note(fabric: Graph, outcome: Outcome, settings: Settings) -> str:
     packets = 2 * int(state.run["data_wire_bytes"][0]) + int(state.run["pfc_wire_bytes"][0])
     need, has = 2 * delay * int(kind["rate"]) // _BYTE_PS + packets, int(kind["headroom"])
     most = f"most ({int(drops[worst]):,}) of those that came over {name}"
-    told = f"PFC is on and the fabric dropped {int(drops.sum()):,} packets at {np.count_nonzero(drops)} ports, {most}; "
+    message = (
+        f"PFC is on and the fabric dropped {int(drops.sum()):,} packets at {np.count_nonzero(drops)} ports, {most}; "
+    )
     if len(state.watchdog) and settings.watchdog_action == "forward" and state.watchdog["storms"].any():
-        return f"{told}PFC watchdogs sent in spite of pauses (congestion.watchdog_action=forward)"
+        return f"{message}PFC watchdogs sent in spite of pauses (congestion.watchdog_action=forward)"
     if has < need:
-        return f"{told}headroom there is {has:,} B, until the sender stops {need:,} B can come: set headroom_bytes"
+        return f"{message}headroom there is {has:,} B, until the sender stops {need:,} B can come: set headroom_bytes"
     acks = " (with one class a pause does not stop ACKs)" if not settings.classes else ""
-    return f"{told}headroom of {has:,} B, enough for data ({need:,} B), ran full{acks}: raise congestion.headroom_bytes"
+    return (
+        f"{message}headroom of {has:,} B, enough for data ({need:,} B), ran full{acks}: raise congestion.headroom_bytes"
+    )
 
 
 def law_note(law: str, settings: Settings, state: State) -> str:
@@ -105,13 +109,13 @@ def law_note(law: str, settings: Settings, state: State) -> str:
     flow, notes = state.flow, []
     for number in sorted(set(flow["tuned"].tolist())):
         own = settings.of_class(number)
-        mine = flow["tuned"] == number
+        selected = flow["tuned"] == number
         name = settings.class_of(number).law or law
         if name != "swift":
             continue
-        hops = 0 if own.swift.htsim_quirks else flow["num_links"][mine].astype(np.int64) - 1
+        hops = 0 if own.swift.htsim_quirks else flow["num_links"][selected].astype(np.int64) - 1
         target = (own.swift.base_target_us + own.swift.hop_us * hops) * _PS_PER_US
-        idle = flow["base_rtt_ps"][mine]
+        idle = flow["base_rtt_ps"][selected]
         below = idle >= target
         if below.any():
             least = float((idle - own.swift.hop_us * hops * _PS_PER_US).max()) / _PS_PER_US
@@ -132,7 +136,7 @@ def open_flows(outcome: Outcome) -> dict[int, str]:
 
 
 def open_counts(reasons: Mapping[int, str]) -> dict[str, int]:
-    """How many flows are open for each kind of reason, the most frequent first."""
+    """Count the open flows of each kind of reason, the most frequent first."""
     return dict(Counter(reason.partition(":")[0] for reason in reasons.values()).most_common())
 
 

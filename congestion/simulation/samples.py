@@ -1,6 +1,6 @@
-"""What a run looked like over time: rates, queues and fairness at equal intervals of simulated time.
+"""Samples of a run over time: rates, queues and fairness at equal intervals of simulated time.
 
-Left out: single links (link_samples), and how it is drawn (simulate_page).
+Not covered: single links (link_samples), and how it is drawn (simulation.page).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Samples:
 
     @property
     def last(self) -> tuple[int, Ints | None]:
-        """When the last interval ended, and packets of each flow that were acknowledged then; None: all 0."""
+        """End of the last interval, and packets of each flow that were acknowledged then; None: all 0."""
         return self._time_ps, self._acked
 
     def begin(self, simulation: Simulation) -> None:
@@ -121,6 +121,6 @@ def interval_ps(least_us: float, state: State) -> int:
     It is no shorter than some full packets of the fastest link, and than the engine's own step.
     """
     shortest = max(_PACKETS * int(state.kind["tx_data"].min()), int(state.run["window"][0]))
-    wanted = max(least_us * _PS_PER_US / _INTERVALS, shortest)
-    power = 10 ** int(np.floor(np.log10(wanted)))
-    return int(next(digit for digit in _ROUND if digit * power >= wanted) * power)
+    least_ps = max(least_us * _PS_PER_US / _INTERVALS, shortest)
+    power = 10 ** int(np.floor(np.log10(least_ps)))
+    return int(next(digit for digit in _ROUND if digit * power >= least_ps) * power)

@@ -1,4 +1,4 @@
-"""What a simulation is told besides fabric and flows: switch, NIC and control laws, as named presets.
+"""Settings of a simulation besides fabric and flows: switch, NIC and control laws, as named presets.
 
 `ns3` and `ns3-paper` are HPCC's ns-3 simulator with two DCQCN parameter sets: fast timers, and those of the DCQCN paper
 (Zhu et al., SIGCOMM 2015). `htsim-roce` and `htsim-swift` have the packets of csg-htsim and its Swift. Rates and ECN
@@ -217,7 +217,7 @@ class Settings(Section):
         return own.model_copy(update={name: value for name, value in shared.items() if getattr(own, name) is None})
 
     def of_class(self, number: int) -> Settings:
-        """These settings with the laws' parameters as a class has them.
+        """Return these settings with the laws' parameters as a class has them.
 
         Raises:
             ConfigError: a parameter is unknown or breaks its rule.
@@ -286,9 +286,9 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
     if made.routing in ("spray", "hashed_ports") and not made.selective_repeat:
         rule = "has packets come out of order, which go-back-N sends again for ever"
         raise ConfigError("congestion.routing", made.routing, rule, "set congestion.selective_repeat=true too")
-    told = {one.partition("=")[0].removeprefix(_PREFIX) for one in overrides}
+    overridden = {one.partition("=")[0].removeprefix(_PREFIX) for one in overrides}
     for check in (_check_routing, _check_pfc, _check_watchdog):
-        check(made, told)
+        check(made, overridden)
     if made.selective_repeat and not made.timeout_us:
         raise ConfigError("congestion.selective_repeat", True, "finds losses by its timer", "set timeout_us above 0")
     _check_classes(made)
@@ -317,22 +317,22 @@ def _check_size(name: str, value: object) -> None:
         raise ConfigError(name, value, f"is not within {most:g}", "give a number that fits")
 
 
-def _check_routing(made: Settings, told: set[str]) -> None:
+def _check_routing(made: Settings, overridden: set[str]) -> None:
     """Refuse what would change nothing."""
     if made.routing == "spray":
-        for name in {"paths", "ecmp_hash", "ecmp_seed"} & told:
+        for name in {"paths", "ecmp_hash", "ecmp_seed"} & overridden:
             rule = "has no effect: routing=spray takes every port of the shortest paths, and hashes nothing"
             raise ConfigError(_PREFIX + name, getattr(made, name), rule, "leave it out, or set routing=hashed_ports")
-    if made.routing == "ecmp" and "paths" in told:
+    if made.routing == "ecmp" and "paths" in overridden:
         rule = "has no effect: routing=ecmp gives a flow one path"
         raise ConfigError("congestion.paths", made.paths, rule, "leave it out, or set routing=hashed_ports or flowlet")
 
 
-def _check_pfc(made: Settings, told: set[str]) -> None:
+def _check_pfc(made: Settings, overridden: set[str]) -> None:
     """Thresholds of lossless ingresses."""
     lossless = any(made.class_of(number).lossless for number in range(made.num_classes))
     for name in ("headroom_bytes", "pfc_alpha", "xoff_bytes", "xon_bytes", "watchdog_detection_us"):
-        if not lossless and name in told and getattr(made, name):
+        if not lossless and name in overridden and getattr(made, name):
             rule = "has no effect without PFC"
             raise ConfigError(_PREFIX + name, getattr(made, name), rule, "set congestion.pfc=true")
     if made.pfc_alpha and not (math.frexp(made.pfc_alpha)[0] == 0.5 and made.pfc_alpha >= 2**-8):
@@ -343,7 +343,7 @@ def _check_pfc(made: Settings, told: set[str]) -> None:
         raise ConfigError("congestion.xoff_bytes", made.xoff_bytes, rule, "leave one of them out")
     if made.xoff_bytes:
         _ordered("xon_bytes", made.xon_bytes, "xoff_bytes", made.xoff_bytes)
-    if made.headroom_bytes and "headroom_bdps" in told:
+    if made.headroom_bytes and "headroom_bdps" in overridden:
         rule = f"has no effect beside congestion.headroom_bytes = {made.headroom_bytes}"
         raise ConfigError("congestion.headroom_bdps", made.headroom_bdps, rule, "leave one of them out")
     for number, its in made.classes.items():
@@ -352,9 +352,9 @@ def _check_pfc(made: Settings, told: set[str]) -> None:
             raise ConfigError(f"{_PREFIX}classes.{number}.headroom_bdps", its.headroom_bdps, rule, "leave one out")
 
 
-def _check_watchdog(made: Settings, told: set[str]) -> None:
+def _check_watchdog(made: Settings, overridden: set[str]) -> None:
     if not made.watchdog_detection_us:
-        for name in sorted({"watchdog_restoration_us", "watchdog_action"} & told):
+        for name in sorted({"watchdog_restoration_us", "watchdog_action"} & overridden):
             rule = "has no effect without a watchdog"
             raise ConfigError(_PREFIX + name, getattr(made, name), rule, "set congestion.watchdog_detection_us")
     elif made.classes:
@@ -363,10 +363,10 @@ def _check_watchdog(made: Settings, told: set[str]) -> None:
 
 
 def _flat(tree: dict[str, Any], prefix: str = _PREFIX) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _EMPTY = ("entry", "following", "seen", "order", "counts", "busy", "due", "free"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: simulated time, packets acknowledged of all, link-hops, and seconds on the clock."""
+    """Progress of a run: simulated time, packets acknowledged of all, link-hops, and seconds on the clock."""
 
     time_ps: int
     done_packets: int
@@ -55,7 +55,7 @@ class Progress:
 
 
 class Baseline(NamedTuple):
-    """What counters showed at a warm-up's end: port (num_ports,) PORT, pause_ps and cause by port, the rest by flow."""
+    """Counters at a warm-up's end: port (num_ports,) PORT, pause_ps and cause by port, the rest by flow."""
 
     time_ps: int
     port: Rows
@@ -68,7 +68,7 @@ class Baseline(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What came out.
+    """Outcome of a run.
 
     Args:
         start_ps: when each flow began; of one that waits, once it is known; shape (num_flows,).
@@ -111,12 +111,12 @@ class Outcome:
 
     @property
     def warmup_ps(self) -> int:
-        """From the first start to where counters begin; 0 without a warm-up, or where the run did not get so far."""
+        """Time from the first start to where counters begin; 0 without a warm-up, or if the run did not get there."""
         return self.since_ps - self.first_ps
 
     @cached_property
     def open_flows(self) -> dict[int, str]:
-        """By flow that did not end, why; see `run_checks`."""
+        """Reason of each flow that did not end, by flow; see `run_checks`."""
         return open_flows(self)
 
     def to_json(self, fabric: Graph, flows: FlowSet) -> dict[str, Any]:
@@ -210,14 +210,14 @@ class Outcome:
 
 
 class Looker(Protocol):
-    """Who looks at a run at equal intervals: `congestion.simulation.samples.Samples`."""
+    """Observer of a run at equal intervals: `congestion.simulation.samples.Samples`."""
 
     @property
     def last(self) -> tuple[int, Ints | None]:
         """Time of the last look, ps, and packets of each flow that were acknowledged then; None: all 0."""
 
     def add(self, looks: Looks, mtu_bytes: int) -> None:
-        """Hear of the looks that follow the last one."""
+        """Add the looks that follow the last one."""
 
 
 class Simulation:
@@ -312,7 +312,7 @@ class Simulation:
         every_ps: int = NEVER,
         from_ps: int = 0,
     ) -> Outcome:
-        """On to the end, to `until_ps`, or until there are `enough`. A KeyboardInterrupt stops it there.
+        """Run to the end, to `until_ps`, or until there are `enough`. A KeyboardInterrupt stops it there.
 
         Where it was stopped, the outcome is what was measured until then, and is `interrupted`.
 
@@ -362,7 +362,7 @@ class Simulation:
             raise fault
 
     def run_on(self, by_ps: int) -> None:
-        """On by so much from when the next thing happens. A KeyboardInterrupt stops it there, as in `run`."""
+        """Run by so much from when the next thing happens. A KeyboardInterrupt stops it there, as in `run`."""
         try:
             self.advance(self._next_ps() + by_ps)
         except KeyboardInterrupt:
@@ -415,7 +415,7 @@ class Simulation:
         part.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Go on where `save` left off, bit for bit on the same kind of processor, with any number of threads.
+        """Resume where `save` left off, bit for bit on the same kind of processor, with any number of threads.
 
         Raises:
             ConfigError: the file cannot be read, or is of a run of other inputs or another warm-up.
@@ -445,7 +445,7 @@ class Simulation:
             raise ConfigError("--resume", path, rule, "give the same --warmup-us, or leave it out if none was given")
 
     def _counters(self) -> Baseline:
-        """As they stand, from the run's beginning."""
+        """Return the counters as they stand, from the run's beginning."""
         port, flow = self.state.port, self.state.flow
         lane = self.state.lane if len(self.state.lane) else port
         pause = lane["paused_ps"] + np.where(lane["paused"], self.time_ps - lane["paused_at"], 0)
@@ -455,7 +455,7 @@ class Simulation:
         return Baseline(self.time_ps, port.copy(), pause, cause, flow["resent"].copy(), unacked, cnps)
 
     def _warm_up_ps(self) -> int:
-        """When the warm-up ends; NEVER where it has ended, or there is none."""
+        """Return when the warm-up ends; NEVER where it has ended, or there is none."""
         return NEVER if self._warm_ps is None or self._before else self._warm_ps
 
     def _enough_ps(self) -> int:
@@ -485,7 +485,7 @@ class Simulation:
         return self._gpu.whole() if self._gpu else self.state
 
     def _run(self, until_ps: int) -> int:
-        """On to `until_ps`; when the next thing happens."""
+        """Run to `until_ps`; return when the next thing happens."""
         if self._gpu:
             begin = self._gpu.run(until_ps)
             self.state = self._gpu.state
@@ -507,7 +507,7 @@ class Simulation:
             self._looker.add(self._looks.read(), int(self.state.run["mtu_bytes"][0]))
 
     def _look(self, look: Looker, due_ps: int) -> None:
-        """What the engine looked at; and at the end of a run, or where the engine does not look, the run as it is."""
+        """Hand on what the engine looked at; and at the end, or where the engine does not look, the run as it is."""
         self._read_looks()
         if self._looks:
             due_ps = int(self._looks.plan["next"][0]) if self.completed else NEVER
@@ -517,7 +517,7 @@ class Simulation:
             look.add(look_at(self.state, self.time_ps, last_ps, before), int(self.state.run["mtu_bytes"][0]))
 
     def _next_ps(self) -> int:
-        """When the next thing happens, or the time it is."""
+        """Return when the next thing happens, or the time it is."""
         begin = min(int(self.state.next_time.min()), int(self.state.worker["soonest"].min()))
         return max(begin, self.time_ps) if begin < NEVER else self.time_ps
 

@@ -1,7 +1,7 @@
-"""What the arena decides by: paired ratios with bootstrap intervals, Holm's correction, Jain's index, the Pareto front.
+"""Statistics of the arena: paired ratios with bootstrap intervals, Holm's correction, Jain's index, the Pareto front.
 
 Two laws run under the same seeds, so that a seed's two results are a pair, and pairs are what is resampled. A median is
-`statistics.median`, a percentile `netlayer.percentile`. Left out: a model of how results are distributed.
+`statistics.median`, a percentile `netlayer.percentile`. Not covered: a model of how results are distributed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def paired_ratio(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Each p-value as it counts among all of them, in the order given (Holm, Scand. J. Statist. 1979)."""
+    """Adjust each p-value for the number of all of them, in the order given (Holm, Scand. J. Statist. 1979)."""
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         largest = max(largest, (len(p_values) - rank) * p_values[index])
@@ -99,7 +99,7 @@ def jain(rates: ArrayLike) -> float:
 
 
 def pareto_front(points: ArrayLike) -> NDArray[np.bool_]:
-    """Which of the points of shape (num_points, num_costs) no other beats: at most as large in all, less in one."""
+    """Mark the points of shape (num_points, num_costs) that no other beats: at most as large in all, less in one."""
     costs = np.asarray(points, dtype=float)
     no_more = (costs[:, None, :] <= costs[None, :, :]).all(axis=2)
     less = (costs[:, None, :] < costs[None, :, :]).any(axis=2)
@@ -107,23 +107,23 @@ def pareto_front(points: ArrayLike) -> NDArray[np.bool_]:
 
 
 def _values(name: str, values: ArrayLike) -> Floats:
-    found = np.asarray(values, dtype=float)
-    if found.ndim != 1 or not (np.isfinite(found) & (found >= 0)).all():
+    array = np.asarray(values, dtype=float)
+    if array.ndim != 1 or not (np.isfinite(array) & (array >= 0)).all():
         raise ValueError(f"{name}: needs one row of finite values of at least 0")
-    return found
+    return array
 
 
 @lru_cache(maxsize=4)
 def _weights(num_pairs: int, resamples: int, seed: int) -> Floats:
-    """How often each pair is drawn, over the number of pairs; shape (resamples, num_pairs)."""
+    """Draw how often each pair is resampled, over the number of pairs; shape (resamples, num_pairs)."""
     counts = np.random.default_rng(seed).multinomial(num_pairs, np.full(num_pairs, 1 / num_pairs), resamples)
     return counts / num_pairs
 
 
 def _ratio(weights: Floats, ours: Floats, theirs: Floats, of: Mean) -> Floats:
     if of == "geometric":
-        found: Any = np.exp(weights @ np.log(ours / theirs))
-        return np.asarray(found)
+        ratios: Any = np.exp(weights @ np.log(ours / theirs))
+        return np.asarray(ratios)
     above, below = weights @ ours, weights @ theirs
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where((above == 0) & (below == 0), 1.0, above / below)

@@ -12,8 +12,8 @@ before, and this run does not: those count that were over by then. A segment in 
 simulated with more repetitions, and whole in the end: under DCQCN a pipeline's micro-batches never repeat. Flows keep
 the numbers by which their marks would be drawn in the whole.
 
-Left out: computation between phases, and so its overlap; phases at once are written with +. Losses, adaptive routing,
-timers and classes of traffic, with which all is simulated.
+Not covered: computation between phases, and so its overlap; phases at once are written with +. Losses, adaptive
+routing, timers and classes of traffic, with which all is simulated.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SLICE_WINDOWS, _MOST_SLICES = 10, 2_000  # until a slice doubles
 
 @dataclass(frozen=True)
 class Segment:
-    """Phases at once (joined by +), so often in turn."""
+    """Phases at once (joined by +), this many times in turn."""
 
     phases: str
     repeats: int
@@ -84,12 +84,12 @@ class Repeated:
 
     @property
     def seen_ps(self) -> tuple[int, ...]:
-        """Those that a skipped one may be like; the first one takes over from another phase."""
+        """Times that a skipped repetition may be like; the first one takes over from another phase."""
         return self.took_ps[1:] or self.took_ps
 
     @property
     def each_ps(self) -> float:
-        """Of a repetition that is skipped, or would be."""
+        """Time of a repetition that is skipped, or would be."""
         return self.period_ps / self.period if self.period else sum(self.seen_ps) / len(self.seen_ps)
 
     @property
@@ -105,7 +105,7 @@ class Repeated:
         return whole + self.skipped * min(self.seen_ps), whole + self.skipped * max(self.seen_ps)
 
     def row(self) -> dict[str, Any]:
-        """For tables, in seconds."""
+        """Return a row for tables, in seconds."""
         low, high = self.bounds_ps
         return {
             "phases": self.segment.phases,
@@ -152,21 +152,21 @@ def step_of(job: JobConfig, bucket_bytes: int, micro_batches: int) -> tuple[Segm
     most = int(traffic.parameter_bytes(job).max())
     buckets = math.ceil(most / bucket_bytes) if bucket_bytes else 1
     in_step = schedule.micro_batches(job)
-    found = []
+    segments = []
     if job.parallel.dp > 1:
-        found += [Segment("all-gather", buckets)]
+        segments += [Segment("all-gather", buckets)]
     if job.parallel.pp > 1:
-        found += [Segment("pipeline", math.ceil(in_step / micro_batches) if micro_batches else 1)]
+        segments += [Segment("pipeline", math.ceil(in_step / micro_batches) if micro_batches else 1)]
     if job.parallel.dp > 1:
-        found += [Segment("reduce-scatter", buckets)]
-    if not found:
+        segments += [Segment("reduce-scatter", buckets)]
+    if not segments:
         rule = "sends nothing between servers, with dp and pp of 1"
         raise ConfigError("job.parallel", job.parallel.dp, rule, "give a job of several servers")
-    return tuple(found)
+    return tuple(segments)
 
 
 def phases_of(segments: Sequence[Segment], counts: Sequence[int]) -> str:
-    """What is simulated of them, each so often, as `scenario.phases` takes it."""
+    """Return what is simulated of the segments, each this many times, as `scenario.phases` takes it."""
     return ",".join(
         phase for one, count in zip(segments, counts, strict=True) for phase in [one.phases] * min(one.repeats, count)
     )
@@ -178,18 +178,18 @@ def numbers_of(segments: Sequence[Segment], counts: Sequence[int], num_flows: Se
     Args:
         num_flows: of a single repetition of each segment.
     """
-    found, first = [], 0
+    numbers, first = [], 0
     for segment, count, many in zip(segments, counts, num_flows, strict=True):
         last = count // 2
         repeats = np.r_[0 : count - last, segment.repeats - last : segment.repeats]
-        found.append((first + repeats[:, None] * many + np.arange(many)).ravel())
+        numbers.append((first + repeats[:, None] * many + np.arange(many)).ravel())
         first += segment.repeats * many
-    return np.concatenate(found)
+    return np.concatenate(numbers)
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What of a run tells whether it repeats itself, flows in the order of the phases.
+    """Record of a run by which to tell whether it repeats itself, flows in the order of the phases.
 
     Args:
         start_ps, finish_ps: of each flow.
@@ -209,7 +209,7 @@ def repeated(
     """The run of `phases_of` taken apart: what each repetition of each segment took, and whether they repeat."""
     if sum(count * many for count, many in zip(counts, num_flows, strict=True)) != len(seen.finish_ps):
         raise ValueError(f"{len(seen.finish_ps)} flows, not those of the segments")
-    found, first, before = [], 0, 0
+    parts, first, before = [], 0, 0
     for segment, count, many in zip(segments, counts, num_flows, strict=True):
         stop = first + count * many
         start, finish = (each[first:stop].reshape(count, many) for each in (seen.start_ps, seen.finish_ps))
@@ -220,9 +220,9 @@ def repeated(
         period = _period(start, finish, leaves, drawn) if seen.is_plain else (0, 0)
         middle = count // 2  # before, what came before may be under way, and behind, what comes next
         is_random = not seen.is_plain or _meets(drawn, int(start[middle].min()), int(finish[middle].max()))
-        found.append(Repeated(segment, took, *period, is_random))
+        parts.append(Repeated(segment, took, *period, is_random))
         first, before = stop, int(ends[-1])
-    return found
+    return parts
 
 
 def _period(start: Ints, finish: Ints, leaves: int, drawn: Ints) -> tuple[int, int]:
@@ -248,7 +248,7 @@ def _meets(intervals: Ints, begin: int, end: int) -> bool:
 
 
 def next_counts(parts: Sequence[Repeated], counts: Sequence[int], within: float) -> list[int] | None:
-    """How often each segment is to be simulated in the next run; None: what is skipped is known, or bound well enough.
+    """Return how often to simulate each segment next; None: what is skipped is known, or bound well enough.
 
     Args:
         within: share of the step by which it may differ from what is said, by what was seen; 0: it is to be known.
@@ -257,15 +257,15 @@ def next_counts(parts: Sequence[Repeated], counts: Sequence[int], within: float)
     low, high = (sum(one.bounds_ps[end] for one in parts) for end in (0, 1))
     if all(one.is_exact for one in parts) or max(high - total, total - low) <= within * total:
         return None
-    found = []
+    new_counts = []
     for one, count in zip(parts, counts, strict=True):
         more = count
         if not one.is_exact:
             more = count + one.skipped % one.period if one.period else _MORE * count
             if 2 * more > one.segment.repeats or (one.is_random and not one.period and count >= _ENOUGH):
                 more = one.segment.repeats
-        found.append(more)
-    return found
+        new_counts.append(more)
+    return new_counts
 
 
 def watch(simulation: Simulation, law: str, say: Callable[[Progress], None] | None = None) -> tuple[Outcome, Seen]:

@@ -1,6 +1,6 @@
 """Parameters x laws x seeds over one scenario, a run a task; or an optimiser's search in their place.
 
-Runs go to processes here, or to a Dask cluster by its address. Left out: the arena's frozen suite (arena), and laws
+Runs go to processes here, or to a Dask cluster by its address. Not covered: the arena's frozen suite (arena), and laws
 from files, which a process takes one of.
 """
 
@@ -47,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Best:
-    """What a search found: the profile, the objective's mean there and at the values it began with, a row a trial."""
+    """Result of a search: the profile, the objective's mean there and at the values it began with, a row a trial."""
 
     contender: Contender
     score: float
@@ -61,7 +61,7 @@ def seeds_of(text: str) -> list[int]:
 
 
 def points_of(point: Point, laws: Sequence[str], sets: Sequence[str], seeds: Sequence[int]) -> list[Point]:
-    """All combinations, seeds innermost; `sets` are `name=value[,value...]`."""
+    """Return all combinations, seeds innermost; `sets` are `name=value[,value...]`."""
     choices = [_values(one) for one in sets]
     return [
         replace(point, law=law, seed=seed, overrides=overrides)
@@ -88,18 +88,18 @@ def run_point(point: Point) -> Row:
     from congestion.simulation.settings import settings_of
     from congestion.simulation.simulate import simulate
 
-    mine = tuple(one for one in point.overrides if one.startswith(OURS))
-    others = [one for one in point.overrides if one not in mine]
-    settings = settings_of(point.preset, mine)
+    own_overrides = tuple(one for one in point.overrides if one.startswith(OURS))
+    others = [one for one in point.overrides if one not in own_overrides]
+    settings = settings_of(point.preset, own_overrides)
     case = build_scenario(point.scenario, others, point.seed, fabric=point.fabric, config=point.config)
     outcome = simulate(case.fabric, case.flows, settings, point.law, seed=point.seed, flaps=case.flaps)
     if outcome.interrupted:
         raise KeyboardInterrupt  # which the simulation took for a wish to see what there is
-    found = measures.summary(
+    summary = measures.summary(
         measures.flow_frame(case.fabric, case.flows, outcome), measures.port_frame(case.fabric, outcome)
     )
-    told = dict(one.split("=", 1) for one in point.overrides)
-    return {"cc": point.law, **told, "seed": point.seed, **found}
+    values = dict(one.split("=", 1) for one in point.overrides)
+    return {"cc": point.law, **values, "seed": point.seed, **summary}
 
 
 def run_sweep(
@@ -111,8 +111,8 @@ def run_sweep(
         ConfigError: a point cannot be run, no scheduler answers at `dask`, or Dask is not installed.
     """
     rows: dict[int, Row] = {}
-    with contextlib.closing(in_order_of_end(run_point, points, processes=processes, dask=dask)) as found:
-        for index, row in found:
+    with contextlib.closing(in_order_of_end(run_point, points, processes=processes, dask=dask)) as results:
+        for index, row in results:
             rows[index] = row
             if progress:
                 progress(len(rows), len(points), "")
@@ -120,7 +120,7 @@ def run_sweep(
 
 
 def ranges_in(sets: Sequence[str], law: str, preset: str) -> tuple[list[Range], tuple[str, ...]]:
-    """What is searched, `congestion.x=low..high`, and what is fixed; without a range all that the law and switch have.
+    """Return the ranges, `congestion.x=low..high`, and what is fixed; without a range all that the law and switch have.
 
     Raises:
         ConfigError: a range is of nothing that can be searched, has no ends in order or ends that are refused, or is
@@ -137,10 +137,10 @@ def ranges_in(sets: Sequence[str], law: str, preset: str) -> tuple[list[Range], 
             fixed.append(one)
             continue
         ranges.append(_range(name, text, one, known.get(name)))
-    taken = {one.partition("=")[0] for one in fixed}
-    ranges = ranges or [one for name, one in known.items() if name not in taken]
-    mine = (one for one in fixed if one.startswith(OURS))
-    contender = replace(contender, overrides=tuple(mine))
+    fixed_names = {one.partition("=")[0] for one in fixed}
+    ranges = ranges or [one for name, one in known.items() if name not in fixed_names]
+    own_overrides = (one for one in fixed if one.startswith(OURS))
+    contender = replace(contender, overrides=tuple(own_overrides))
     for end in ("low", "high"):
         contender.settings(*overrides_of({one.name: getattr(one, end) for one in ranges}))
     return ranges, tuple(fixed)
@@ -172,17 +172,17 @@ def optimise(
         for number in range(num_trials):
             trial = study.ask({one.name: one.distribution for one in ranges})
             chosen = overrides_of(trial.params)
-            told = replace(point, overrides=point.overrides + chosen)
-            rows = [one.result() for one in [submit(run_point, replace(told, seed=seed)) for seed in seeds]]
+            trial_point = replace(point, overrides=point.overrides + chosen)
+            rows = [one.result() for one in [submit(run_point, replace(trial_point, seed=seed)) for seed in seeds]]
             score = _mean(rows, objective)
             study.tell(trial, score, state=TrialState.FAIL if score is None else TrialState.COMPLETE)
             trials.append({"trial": number, **dict(one.split("=", 1) for one in chosen), objective: score})
             if progress:
                 progress(len(trials), num_trials, f"best {_best(trials, objective)}")
-    return _found(point, ranges, objective, trials)
+    return _best_of(point, ranges, objective, trials)
 
 
-def _found(point: Point, ranges: Sequence[Range], objective: str, trials: list[Row]) -> Best:
+def _best_of(point: Point, ranges: Sequence[Range], objective: str, trials: list[Row]) -> Best:
     best = _best(trials, objective)
     if best is None:
         raise CheckFailed(f"in none of {len(trials)} trials did all flows end")
@@ -199,7 +199,7 @@ def _best(trials: Sequence[Mapping[str, Any]], objective: str) -> float | None:
 
 
 def _mean(rows: Sequence[Row], objective: str) -> float | None:
-    """None where a flow did not end."""
+    """Return the mean of the objective; None where a flow did not end."""
     columns = [name for name, value in rows[0].items() if isinstance(value, int | float) and name != "seed"]
     if objective not in rows[0]:
         raise ConfigError("--optimise", objective, "is no column", f"give one of {', '.join(columns)}")
@@ -215,15 +215,15 @@ def _values(one: str) -> list[str]:
     return [f"{name}={value}" for value in text.split(",")]
 
 
-def _range(name: str, text: str, shown: str, known: Range | None) -> Range:
+def _range(name: str, text: str, override: str, known: Range | None) -> Range:
     low_text, _, high_text = text.partition("..")
     try:
         low, high = float(low_text), float(high_text)
     except ValueError as exc:
-        raise ConfigError("--set", shown, "is no range", "write congestion.x=low..high") from exc
+        raise ConfigError("--set", override, "is no range", "write congestion.x=low..high") from exc
     if not (known and 0 <= low < high):
         rule = "has no ends in order" if known else "is nothing that can be searched"
-        raise ConfigError("--set", shown, rule, "write congestion.x=low..high, of a number that is not 0 by default")
+        raise ConfigError("--set", override, rule, "write congestion.x=low..high, of a number that is not 0 by default")
     if isinstance(known.published, int):
         low, high = round(low), round(high)
     return Range(name, min(max(known.published, low), high), low, high)

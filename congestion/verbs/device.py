@@ -1,8 +1,8 @@
 """RDMA devices, their ports and addresses as the kernel shows them, and the library that drives them.
 
 Reading needs no library: all of it stands below /sys/class/infiniband. pyverbs is optional (Debian and Ubuntu package
-it as python3-pyverbs; what PyPI has does not build everywhere), so it is loaded where a queue pair is wanted. Left out:
-InfiniBand's subnet addresses, and ports beyond the first.
+it as python3-pyverbs; what PyPI has does not build everywhere), so it is loaded where a queue pair is wanted. Not
+covered: InfiniBand's subnet addresses, and ports beyond the first.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class Device:
             ConfigError: there is none.
         """
         if index is not None:
-            found = next((gid for gid in self.gids if gid.index == index), None)
-            if found is None:
+            entry = next((gid for gid in self.gids if gid.index == index), None)
+            if entry is None:
                 used = ", ".join(str(gid.index) for gid in self.gids) or "none"
                 raise ConfigError("gid_index", index, f"is empty on {self.name}", f"in use are {used}")
-            return found
+            return entry
         able = [gid for gid in self.gids if gid.kind == _ROCE_V2 and not gid.address.is_link_local]
         able.sort(key=lambda gid: (gid.address.ipv4_mapped is None, gid.index))
         if not able:
@@ -106,10 +106,10 @@ def find_device(name: str | None = None, sysfs: Path = SYSFS) -> Device:
         return _read(sysfs / name)
     if name is not None:
         raise ConfigError("device", name, "is not there", f"give one of {', '.join(names)}")
-    found = devices(sysfs)
-    active = [device for device in found if device.state == "ACTIVE"]
+    all_devices = devices(sysfs)
+    active = [device for device in all_devices if device.state == "ACTIVE"]
     if not active:
-        states = ", ".join(f"{one.name} is {one.state}" for one in found)
+        states = ", ".join(f"{one.name} is {one.state}" for one in all_devices)
         raise HardwareMissing(f"no RDMA device has an active port: {states}; connect a cable, or set the interface up")
     return active[0]
 
@@ -128,15 +128,15 @@ def load_pyverbs(module: str = "") -> ModuleType:
 
 def _read(path: Path) -> Device:
     port = path / "ports" / "1"
-    found = []
+    gids = []
     for entry in sorted((port / "gids").glob("*"), key=lambda entry: int(entry.name)):
         text = _text(entry)
         address = ipaddress.IPv6Address(text) if text and text != _UNUSED else _EMPTY
         if address != _EMPTY:
             kind, netdev = (_text(port / "gid_attrs" / about / entry.name) for about in ("types", "ndevs"))
-            found.append(Gid(int(entry.name), address, kind, netdev))
+            gids.append(Gid(int(entry.name), address, kind, netdev))
     state = _text(port / "state").partition(": ")[2]
-    return Device(path.name, state, _text(port / "rate"), _text(port / "link_layer"), tuple(found))
+    return Device(path.name, state, _text(port / "rate"), _text(port / "link_layer"), tuple(gids))
 
 
 def _text(path: Path) -> str:

@@ -106,9 +106,9 @@ class GpuMemory:
 
     def has_dma_buf(self) -> bool:
         """Whether the driver gives out descriptors of this GPU's memory."""
-        found = ctypes.c_int()
-        self._call("cuDeviceGetAttribute", ctypes.byref(found), _DMA_BUF_SUPPORTED, self._device)
-        return bool(found.value)
+        supported = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(supported), _DMA_BUF_SUPPORTED, self._device)
+        return bool(supported.value)
 
     def fill(self, data: bytes, offset: int) -> None:
         self._check(len(data), offset)
@@ -116,9 +116,9 @@ class GpuMemory:
 
     def read(self, num_bytes: int, offset: int) -> bytes:
         self._check(num_bytes, offset)
-        found = ctypes.create_string_buffer(num_bytes)
-        self._call("cuMemcpyDtoH_v2", found, self._at(offset), ctypes.c_size_t(num_bytes))
-        return found.raw
+        buffer = ctypes.create_string_buffer(num_bytes)
+        self._call("cuMemcpyDtoH_v2", buffer, self._at(offset), ctypes.c_size_t(num_bytes))
+        return buffer.raw
 
     def _at(self, offset: int) -> ctypes.c_uint64:
         return ctypes.c_uint64(self._pointer.value + offset)
@@ -132,8 +132,8 @@ class GpuMemory:
         if code:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorName(code, ctypes.byref(text))
-            said = (text.value or b"?").decode()
-            raise HardwareMissing(f"{name}: {said} ({code}); {_REMEDY}")
+            message = (text.value or b"?").decode()
+            raise HardwareMissing(f"{name}: {message} ({code}); {_REMEDY}")
 
 
 def _load_cuda() -> ctypes.CDLL:

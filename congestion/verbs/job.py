@@ -3,7 +3,7 @@
     python -m congestion.verbs.job '{"do": "look"}'
 
 For `netlayer accept`, whose workers would die with a driver that does. pyverbs mostly comes with the system's Python
-and not with the one that netlayer runs in, so the job goes on there where it must. Left out: what figures mean.
+and not with the one that netlayer runs in, so the job goes on there where it must. Not covered: what figures mean.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ def look(root: Path = Path("/")) -> Answer:
     sysfs = root / RDMA
     find_device(sysfs=sysfs)
     load_pyverbs("device")
-    found = devices(sysfs)
+    all_devices = devices(sysfs)
     # The inventory reads more than a soft device has, a thousand addresses among it, each by its way from the root.
-    cards = [device.name for device in found if (sysfs / device.name / "device").exists()]
+    cards = [device.name for device in all_devices if (sysfs / device.name / "device").exists()]
     known = take_inventory(Tree(root), Tools(host=False), cards)[0] if cards else []
     near = {one.name: [address for address, _ in one.gpus if _is_nvidia(root, address)] for one in known}
-    return {"devices": [_told(device, near.get(device.name)) for device in found]}
+    return {"devices": [_device_row(device, near.get(device.name)) for device in all_devices]}
 
 
-def _told(device: Device, gpus: list[str] | None) -> Answer:
+def _device_row(device: Device, gpus: list[str] | None) -> Answer:
     about = {"name": device.name, "rate": device.rate, "soft": gpus is None, "gpus": gpus or []}
     return {**about, "lacks": _lacks(device)}
 
 
 def _lacks(device: Device) -> str:
-    """Why it cannot be measured, with the remedy; empty where it can."""
+    """Return why it cannot be measured, with the remedy; empty where it can."""
     if device.state != "ACTIVE":
         return f"its port is {device.state or 'unknown'}; connect its cable, or set its interface up"
     if device.link_layer != "Ethernet":
@@ -87,7 +87,7 @@ def pair(source: str, target: str, plan: Mapping[str, Any], gpu: str | None = No
 
 def lend(host: str, device: str) -> Answer:
     """Serve one client; a line before that says at which port."""
-    return {"served": serve(host, 0, device, clients=1, ready=lambda port: _say({"port": port}))}
+    return {"served": serve(host, 0, device, clients=1, ready=lambda port: _print_line({"port": port}))}
 
 
 def remote(host: str, port: int, device: str, plan: Mapping[str, Any]) -> Answer:
@@ -104,19 +104,19 @@ def do(order: Mapping[str, Any]) -> Answer:
     Returns:
         with `error` where it did not work, and `guilty`: whether a NIC or link is to blame for it.
     """
-    given = dict(order)
+    arguments = dict(order)
     try:
-        return JOBS[given.pop("do")](**given)
+        return JOBS[arguments.pop("do")](**arguments)
     except (NetlayerError, OSError) as exc:
         return {"error": str(exc), "guilty": isinstance(exc, CheckFailed)}
 
 
-def _plan(given: Mapping[str, Any]) -> Plan:
-    fields = dict(given)
+def _plan(order: Mapping[str, Any]) -> Plan:
+    fields = dict(order)
     return Plan(settings=QpSettings(**fields.pop("settings", {})), **fields)
 
 
-def _say(answer: Answer) -> None:
+def _print_line(answer: Answer) -> None:
     sys.stdout.write(f"{json.dumps(answer)}\n")
     sys.stdout.flush()
 
@@ -138,7 +138,7 @@ def main() -> None:
     """Do what the first argument says."""
     if _MOVED not in sys.argv[2:] and devices():
         move(sys.argv[1])
-    _say(do(json.loads(sys.argv[1])))
+    _print_line(do(json.loads(sys.argv[1])))
 
 
 if __name__ == "__main__":

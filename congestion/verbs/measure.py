@@ -1,8 +1,8 @@
-"""What a NIC does between two of its queue pairs, measured with verbs: bandwidth and latency of WRITE and SEND.
+"""Measurement of a NIC between two of its queue pairs, with verbs: bandwidth and latency of WRITE and SEND.
 
 From a NIC to itself (its path to this host's memory), from one NIC of a host to another, and across hosts
-(`congestion.verbs.remote`). Everything that was moved is compared byte for byte before its time counts. Left out: more
-than one queue pair at a time, and a rate for small messages: Python posts them one by one.
+(`congestion.verbs.remote`). Everything that was moved is compared byte for byte before its time counts. Not covered:
+more than one queue pair at a time, and a rate for small messages: Python posts them one by one.
 
 Runs with the standard library and pyverbs alone.
 """
@@ -34,7 +34,7 @@ _NOISE_BYTES, _STRIDE = 1_048_573, 7_919
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """Plan of a measurement.
 
     Args:
         sizes: bytes of a message.
@@ -136,7 +136,7 @@ class Link:
         raise NotImplementedError
 
     def arrived(self, kind: Kind, size: int, count: int, seed: int) -> int:
-        """Once they are there: bytes in the receiver's slots that differ from `pattern(seed, size * count)`."""
+        """Wait for them; return bytes in the receiver's slots that differ from `pattern(seed, size * count)`."""
         raise NotImplementedError
 
     def post(self, kind: Kind, size: int, slot: int) -> None:
@@ -148,7 +148,7 @@ class Link:
 
 
 class _Local(Link):
-    """Both ends in this process."""
+    """Link with both ends in this process."""
 
     def __init__(self, sender: Endpoint, receiver: Endpoint, plan: Plan) -> None:
         super().__init__(sender, receiver.address, plan)
@@ -188,7 +188,7 @@ def _noise() -> bytes:
 
 
 def pattern(seed: int, num_bytes: int) -> bytes:
-    """The same bytes at both ends of a connection: noise that is longer than it is made, from a place of the seed's.
+    """Return bytes that both ends of a connection have alike: noise from a place that the seed gives.
 
     Its length is a prime, so that neither two slots nor two seeds in turn begin alike.
     """
@@ -196,11 +196,11 @@ def pattern(seed: int, num_bytes: int) -> bytes:
     return (_noise() * (2 + num_bytes // _NOISE_BYTES))[begin : begin + num_bytes]
 
 
-def wrong_bytes(got: bytes, wanted: bytes) -> int:
-    """How many differ; missing ones too."""
-    if got == wanted:
+def wrong_bytes(got: bytes, expected: bytes) -> int:
+    """Count the bytes that differ; missing ones too."""
+    if got == expected:
         return 0
-    return sum(a != b for a, b in zip(got, wanted, strict=False)) + abs(len(got) - len(wanted))
+    return sum(a != b for a, b in zip(got, expected, strict=False)) + abs(len(got) - len(expected))
 
 
 def _bandwidth(link: Link, kind: Kind, size: int) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _bandwidth(link: Link, kind: Kind, size: int) -> dict[str, Any]:
 
 
 def _latency(link: Link, kind: Kind, size: int) -> dict[str, Any]:
-    """From the post to its completion, which a WRITE and a SEND get with the receiver's ACK: a round trip."""
+    """Measure from the post to its completion, which a WRITE and a SEND get with the receiver's ACK: a round trip."""
     for warm in range(3):
         _window(link, kind, size, 1, seed=warm)
     times = [_window(link, kind, size, 1, seed=ping + 17) * 1e6 for ping in range(link.plan.pings)]

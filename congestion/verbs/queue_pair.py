@@ -1,7 +1,7 @@
 """A reliable queue pair with memory of its own: made, connected with chosen timers, and driven from Python.
 
 Each post and poll is a call into the kernel or the driver from Python, a few microseconds: latencies include them, and
-small messages say more about Python than about the NIC. Left out: UD and UC, shared queues, completion events.
+small messages say more about Python than about the NIC. Not covered: UD and UC, shared queues, completion events.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SUCCESS = 0
 
 @dataclass(frozen=True)
 class QpSettings:
-    """What a connection is made with. pyverbs and the driver take some numbers out of range; these are checked.
+    """Settings of a connection. pyverbs and the driver take some numbers out of range; these are checked.
 
     Args:
         timeout: exponent T of the local ACK timeout 4.096 us * 2^T; 0 is none.
@@ -81,16 +81,16 @@ class QpSettings:
             raise ValueError(f"udp_sport = {self.udp_sport!r}: 1..65535")
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> QpSettings:
-        """From what a peer sent.
+    def read(cls, values: Mapping[str, Any]) -> QpSettings:
+        """Read the settings that a peer sent.
 
         Raises:
             ValueError: an unknown name, or a number out of its range.
         """
-        unknown = set(given) - {field.name for field in fields(cls)}
+        unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
             raise ValueError(f"settings {', '.join(map(repr, sorted(unknown)))}: unknown")
-        return cls(**given)
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,7 +98,7 @@ class QpSettings:
 
 @dataclass(frozen=True)
 class Address:
-    """What a peer must know: queue pair, first sequence number, GID, and the memory that it may write to."""
+    """Address that a peer must know: queue pair, first sequence number, GID, and the memory that it may write to."""
 
     qpn: int
     psn: int
@@ -108,17 +108,17 @@ class Address:
     num_bytes: int
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Address:
-        """From what a peer sent.
+    def read(cls, values: Mapping[str, Any]) -> Address:
+        """Read the address that a peer sent.
 
         Raises:
             ValueError: a part is missing, is no such thing, or is out of its range.
         """
-        found = {field.name: given.get(field.name) for field in fields(cls)}
-        wrong = [name for name, value in found.items() if type(value) is not (str if name == "gid" else int)]
+        parts = {field.name: values.get(field.name) for field in fields(cls)}
+        wrong = [name for name, value in parts.items() if type(value) is not (str if name == "gid" else int)]
         if wrong:
             raise ValueError(f"address without {', '.join(wrong)}")
-        address = cls(**found)  # type: ignore[arg-type]
+        address = cls(**parts)  # type: ignore[arg-type]
         for name, (low, high) in _ADDRESS_LIMITS.items():
             value = getattr(address, name)
             if not low <= value <= high:
@@ -286,11 +286,11 @@ class Endpoint:
             raise ConfigError("udp_sport", sport, f"is refused ({exc})", "leave it out, or renew the firmware") from exc
 
     def timers(self) -> dict[str, int]:
-        """What the driver says that the queue pair has: timeout, retry_cnt, rnr_retry, min_rnr_timer."""
+        """Read back from the driver what the queue pair has: timeout, retry_cnt, rnr_retry, min_rnr_timer."""
         mask = self._enums.IBV_QP_TIMEOUT | self._enums.IBV_QP_RETRY_CNT | self._enums.IBV_QP_RNR_RETRY
-        found, _ = self._qp.query(mask | self._enums.IBV_QP_MIN_RNR_TIMER)
+        attributes, _ = self._qp.query(mask | self._enums.IBV_QP_MIN_RNR_TIMER)
         names = ("timeout", "retry_cnt", "rnr_retry", "min_rnr_timer")
-        return {name: int(getattr(found, name)) for name in names}
+        return {name: int(getattr(attributes, name)) for name in names}
 
     def write(self, remote: Address, num_bytes: int, offset: int, remote_offset: int) -> None:
         """Post an RDMA WRITE from our buffer into the peer's."""
@@ -321,24 +321,24 @@ class Endpoint:
         Raises:
             CheckFailed: one of them says that the queue pair went to error.
         """
-        count, found = self._cq.poll(16)
-        for one in found:
+        count, completions = self._cq.poll(16)
+        for one in completions:
             if one.status != _SUCCESS:
-                said = load_pyverbs("cq").cqe_status_to_str(one.status)
-                raise QpError(f"{self.device.name}: queue pair {self._qp.qp_num} went to error: {said}", one.status)
+                message = load_pyverbs("cq").cqe_status_to_str(one.status)
+                raise QpError(f"{self.device.name}: queue pair {self._qp.qp_num} went to error: {message}", one.status)
         return int(count)
 
     def wait(self, count: int, patience_s: float) -> None:
-        """Until that many completions came.
+        """Wait until that many completions came.
 
         Raises:
             CheckFailed: the queue pair went to error, or they did not come in time.
         """
         give_up = time.monotonic() + patience_s
         while count > 0:
-            found = self.poll()
-            count -= found
-            if not found:
+            num_done = self.poll()
+            count -= num_done
+            if not num_done:
                 if time.monotonic() > give_up:
                     raise CheckFailed(f"{self.device.name}: {count} completions did not come in {patience_s:g} s")
                 os.sched_yield()  # the peer may be waiting for this core

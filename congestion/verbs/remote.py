@@ -1,4 +1,4 @@
-"""The same measurements across hosts: a server lends its queue pair, a client measures; a socket carries addresses.
+"""Measurements across hosts: a server lends its queue pair, a client measures; a socket carries addresses.
 
 One line of JSON each way: the client's address and settings, the server's address, then orders (`expect`, `check`). The
 server takes one client after another, allocates no more than it was told, and believes nothing that it is sent. Left
@@ -34,11 +34,11 @@ class Wire:
         connection.settimeout(_PATIENCE_S)
         self._connection, self._left = connection, b""
 
-    def say(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self) -> dict[str, Any]:
-        """The next line.
+    def receive(self) -> dict[str, Any]:
+        """Return the next line.
 
         Raises:
             CheckFailed: the peer has gone, or sent what is no line of ours.
@@ -55,14 +55,14 @@ class Wire:
             self._left += more
         line, _, self._left = self._left.partition(b"\n")
         try:
-            found = json.loads(line)
+            message = json.loads(line)
         except (ValueError, RecursionError) as exc:
             raise CheckFailed(f"the peer sent no JSON ({exc})") from exc
-        if not isinstance(found, dict):
+        if not isinstance(message, dict):
             raise CheckFailed("the peer sent no JSON object")
-        if "error" in found:
-            raise CheckFailed(f"the peer says: {found['error']}")
-        return found
+        if "error" in message:
+            raise CheckFailed(f"the peer says: {message['error']}")
+        return message
 
 
 def serve(
@@ -128,12 +128,12 @@ def measure_remote(
         wire = Wire(connection)
         hello = {"netlayer": PROTOCOL, "settings": plan.settings.to_dict(), **_spell(sender.address)}
         try:
-            wire.say(hello)
-            answer = wire.hear()
+            wire.send(hello)
+            answer = wire.receive()
             link = _Remote(sender, plan, wire, Address.read(answer))
             about = {"path": "remote", "device": sender.device.name, "remote_device": str(answer.get("device"))}
             rows = measure(link, plan, {**about, "memory": sender.memory.kind, "server": host})
-            wire.say({"do": "end"})
+            wire.send({"do": "end"})
         except OSError as exc:
             raise CheckFailed(f"{host}:{port}: the connection broke ({exc})") from exc
         except ValueError as exc:
@@ -152,19 +152,19 @@ class _Remote(Link):
         sender.connect(remote, plan.settings)
 
     def expect(self, kind: Kind, size: int, count: int) -> None:
-        self._wire.say({"do": "expect", "kind": kind, "size": size, "count": count})
-        self._wire.hear()
+        self._wire.send({"do": "expect", "kind": kind, "size": size, "count": count})
+        self._wire.receive()
 
     def arrived(self, kind: Kind, size: int, count: int, seed: int) -> int:
-        self._wire.say({"do": "check", "kind": kind, "size": size, "count": count, "seed": seed})
-        wrong = self._wire.hear().get("wrong")
+        self._wire.send({"do": "check", "kind": kind, "size": size, "count": count, "seed": seed})
+        wrong = self._wire.receive().get("wrong")
         if type(wrong) is not int:
             raise CheckFailed("the server did not say how many bytes were wrong")
         return wrong
 
 
 def _serve_one(wire: Wire, device: str | None, most_bytes: int) -> None:
-    hello = wire.hear()
+    hello = wire.receive()
     if hello.get("netlayer") != PROTOCOL:
         raise ValueError(f"protocol {hello.get('netlayer')!r}: {PROTOCOL} is spoken here")
     remote, settings = Address.read(hello), QpSettings.read(_mapping(hello.get("settings")))
@@ -172,12 +172,12 @@ def _serve_one(wire: Wire, device: str | None, most_bytes: int) -> None:
         raise ValueError(f"num_bytes = {remote.num_bytes}: 1..{most_bytes}")
     with Endpoint(device, remote.num_bytes) as receiver:
         receiver.connect(remote, settings)
-        wire.say({**_spell(receiver.address), "device": receiver.device.name})
-        while (order := wire.hear()).get("do") != "end":
-            wire.say(_obey(receiver, order))
+        wire.send({**_spell(receiver.address), "device": receiver.device.name})
+        while (order := wire.receive()).get("do") != "end":
+            wire.send(_execute(receiver, order))
 
 
-def _obey(receiver: Endpoint, order: dict[str, Any]) -> dict[str, Any]:
+def _execute(receiver: Endpoint, order: dict[str, Any]) -> dict[str, Any]:
     kind, size, count = order.get("kind"), order.get("size"), order.get("count")
     if type(size) is not int or type(count) is not int or not 1 <= count <= MOST_POSTED:
         raise ValueError(f"{count!r} messages of {size!r} bytes: 1..{MOST_POSTED} messages")
@@ -197,7 +197,7 @@ def _obey(receiver: Endpoint, order: dict[str, Any]) -> dict[str, Any]:
 
 def _say_error(wire: Wire, error: Exception) -> None:
     try:
-        wire.say({"error": str(error)})
+        wire.send({"error": str(error)})
     except OSError:
         logger.debug("the client has gone before it could be told")
 
@@ -206,10 +206,10 @@ def _spell(address: Address) -> dict[str, Any]:
     return dict(vars(address))
 
 
-def _mapping(given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
         raise ValueError("settings: none were sent")
-    return given
+    return value
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -67,8 +67,8 @@ def test_a_law_that_wins_has_all_claims() -> None:
     rows = made_up()
     found = claims(rows, "hybrid")
     assert [claim.holds for claim in found] == [True, True, True]
-    assert "of the time of swift, the best rival" in found[0].words
-    assert "No worse in 99 of 99 cases" in found[2].words
+    assert "of the time of swift, the best rival" in found[0].sentence
+    assert "No worse in 99 of 99 cases" in found[2].sentence
     word, sentences = verdict(found, is_whole(rows))
     assert word == "PASS"
     assert sentences.startswith("3 of 3 claims hold. All-to-all completes in 0.9")
@@ -104,7 +104,7 @@ def test_where_nobody_pauses_no_pause_is_saved() -> None:
     laws = {law: (asked, elsewhere, 0.0) for law, (asked, elsewhere, _) in WINNING.items()}
     claim = claims(made_up(laws, FEW), "hybrid")[1]
     assert not claim.holds
-    assert "dcqcn never pauses" in claim.words
+    assert "dcqcn never pauses" in claim.sentence
 
 
 def test_a_rival_can_be_the_entrant() -> None:

@@ -187,7 +187,7 @@ def test_a_peer_that_talks_nonsense_is_a_failed_check(line):
         feeding = threading.Thread(target=lambda: (theirs.sendall(line), theirs.shutdown(socket.SHUT_WR)))
         feeding.start()
         with pytest.raises(CheckFailed):
-            Wire(ours).hear()
+            Wire(ours).receive()
         feeding.join()
 
 
@@ -196,9 +196,9 @@ def test_lines_that_come_in_pieces_and_together_are_told_apart():
     with ours, theirs:
         wire = Wire(ours)
         theirs.sendall(b'{"a": 1}\n{"b"')
-        assert wire.hear() == {"a": 1}
+        assert wire.receive() == {"a": 1}
         theirs.sendall(b": 2}\n")
-        assert wire.hear() == {"b": 2}
+        assert wire.receive() == {"b": 2}
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def test_a_server_tells_a_client_why_it_refuses(monkeypatch, hello, said, tmp_pa
     assert listening.wait(10)
     with socket.create_connection(("127.0.0.1", ports[0])) as client:
         wire = Wire(client)
-        wire.say(hello)
+        wire.send(hello)
         with pytest.raises(CheckFailed, match=said):
-            wire.hear()
+            wire.receive()
     serving.join(10)
     assert not serving.is_alive()
 

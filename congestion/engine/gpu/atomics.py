@@ -1,4 +1,4 @@
-"""What lanes that run at once share: here the plain operations of one thread, in `device` those of the GPU instead."""
+"""Operations on what lanes share: here the plain ones of one thread, in `device` those of the GPU instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the CPU's tables to the GPU's and back, so that a run can begin, be kept and go on with either."""
+"""Conversion of the CPU's tables to the GPU's and back, so that a run can begin, be kept and resume with either."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLACK = 64  # packets, beyond those of the least size at full rate
 
 
 def to_tables(s: State) -> tuple[Tables, int]:
-    """The same run for the GPU's steps; `s` is left as it is, but shares the tables that both have.
+    """Convert a run for the GPU's steps; `s` is left as it is, but shares the tables that both have.
 
     The second is how many free chunks a window needs to begin with.
     """
@@ -65,7 +65,7 @@ def _used(s: State) -> int:
 
 
 def _most_packets(s: State) -> tuple[Ints, Ints]:
-    """By kind of port, packets that its wire delivers in a window, and that are on it."""
+    """Count by kind of port the packets that its wire delivers in a window, and those that are on it."""
     kind, run = s.kind, s.run[0]
     least_bytes = min(int(run["ack_wire_bytes"]), int(s.flow["last_wire_bytes"].min()))
     shortest = least_bytes * 8 * 10**12 // kind["rate"]
@@ -86,15 +86,15 @@ def to_state(s: Tables, like: State) -> State:
     free[0, : num_chunks - num_lists] = np.arange(num_chunks - 1, num_lists - 1, -1)
     worker = aligned(1, tables.WORKER)
     worker["stop"], worker["soonest"], worker["num_free"] = num_nodes, NEVER, num_chunks - num_lists
-    came = aligned(num_ports, tables.CAME)
-    came["last"], came["began"] = s.wire["last"], s.wire["began"]
+    arrivals = aligned(num_ports, tables.CAME)
+    arrivals["last"], arrivals["began"] = s.wire["last"], s.wire["began"]
     made = like._replace(
         **{name: getattr(s, name) for name in SAME},
         wire_head=first[:num_ports].copy(),
         wire_tail=first[:num_ports].copy(),
         queue_head=first[num_ports:].copy(),
         queue_tail=first[num_ports:].copy(),
-        came=came,
+        came=arrivals,
         entry=aligned(num_chunks * CPU_CHUNK, tables.ENTRY),
         following=np.zeros(num_chunks, dtype=np.uint32),
         free=free,

@@ -38,7 +38,7 @@ from congestion.engine.tables import NEVER
 cuda: Any = _untyped
 cast(
     Any, _dispatcher
-).config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a small fabric has few blocks: no mistake that a user could mend
+).config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a small fabric has few blocks: no mistake that a user could fix
 _LANES = 32
 _ALL = 0xFFFFFFFF  # lanes
 
@@ -93,7 +93,7 @@ def _least_of_all(value):  # type: ignore[no-untyped-def]
 
 @cuda.jit(device=True)
 def _run_switch(s, warp, room, base, n, lane, end, parity):  # type: ignore[no-untyped-def]
-    """By a warp; the soonest that this lane knows of."""
+    """Run a switch's window by a warp; return the soonest event that this lane knows of."""
     _clear(s, room, base, n, lane, _LANES)
     cuda.syncwarp()
     num_bytes, frames, following = _take(s, room, base, n, lane, _LANES, end)
@@ -114,9 +114,9 @@ def _run_switch(s, warp, room, base, n, lane, end, parity):  # type: ignore[no-u
         cuda.syncwarp()
         soonest, sent = _run_ports(s, room, base, n, lane, _LANES, end, parity)
         cuda.syncwarp()
-        held = _sum_of_all(_settle(s, room, base, n, lane, _LANES))
+        shared = _sum_of_all(_settle(s, room, base, n, lane, _LANES))
         if lane == 0:
-            s.node[n].shared = held
+            s.node[n].shared = shared
     soonest = _least_of_all(min(soonest, following))
     if lane == 0:
         s.next_time[n] = soonest
@@ -126,7 +126,7 @@ def _run_switch(s, warp, room, base, n, lane, end, parity):  # type: ignore[no-u
 
 @cuda.jit(device=True)
 def _decide(s, until, reserve):  # type: ignore[no-untyped-def]
-    """By one thread, while all others wait: the next window's begin, or why there is none."""
+    """Decide by one thread, while all others wait: the next window's begin, or why there is none."""
     clock = s.clock
     begin = cuda.atomic.exch(clock, NEXT, NEVER)
     clock[BEGIN] = begin

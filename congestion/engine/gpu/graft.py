@@ -1,4 +1,4 @@
-"""The same function with other primitives beneath: how one source of rules serves the CPU and the GPU."""
+"""Recompilation of a function with other primitives beneath, so that one source of rules serves the CPU and the GPU."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _start_next, _expire = rules._start_next, rules._expire
 
 @kernel
 def run_host(s, n, end, parity):  # type: ignore[no-untyped-def]
-    """All that happens at host `n` before `end`; when the next thing does, there or where it has sent something."""
+    """Run all that happens at host `n` before `end`; return when the next event is, there or where it has sent to."""
     node = s.node[n]
     p = node.first_port
     wire = s.wire[p]

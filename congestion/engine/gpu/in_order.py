@@ -41,7 +41,7 @@ def rank(s, room, base, n, lane, lanes):  # type: ignore[no-untyped-def]
 
 @kernel
 def run_in_order(s, k, room, base, n, end):  # type: ignore[no-untyped-def]
-    """All events of the switch by one lane, as `engine.switch` has it; `s.due[k]` is the warp's."""
+    """Run all events of the switch by one lane, as `engine.switch` has it; `s.due[k]` is the warp's."""
     node, due = s.node[n], s.due[k]
     many = np.int64(node.num_ports)
     start, count = s.seen_from[node.first_port], np.int64(0)
@@ -75,7 +75,7 @@ def _start_of(s, p):  # type: ignore[no-untyped-def]
 
 @inlined
 def tell(s, n, lane, lanes, parity):  # type: ignore[no-untyped-def]
-    """After the events in order: when a port goes on here, and when what was sent arrives there."""
+    """Return, after the events in order, when a port goes on here, and when what was sent arrives there."""
     node = s.node[n]
     soonest, sent = NEVER, NEVER
     for place in range(lane, np.int64(node.num_ports), lanes):

@@ -34,7 +34,7 @@ def send_on(s, wire, time, word):  # type: ignore[no-untyped-def]
 
 @inlined
 def arrival_on(s, wire):  # type: ignore[no-untyped-def]
-    """When the next packet arrives, NEVER where none is known of; exact before the window's end."""
+    """Return when the next packet arrives, NEVER where none is known of; exact before the window's end."""
     time = s.ring[wire.first + wire.head].time
     return time if time else NEVER
 
@@ -65,7 +65,7 @@ def put(s, k, tail, time, word):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 @inlined
 def after(s, k, head):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Where a queue's head is once the entry there is taken."""
+    """Return where a queue's head is once the entry there is taken."""
     behind = np.uint32(head + np.uint32(1))
     if behind & _PLACES == 0:
         chunk = np.uint32(head >> _SHIFT)

@@ -18,7 +18,7 @@ from congestion.kernels.jit import entry, kernel
 
 
 def run_by_loops(state: State, until: int, lanes: int = 4, backwards: bool = False) -> tuple[State, int]:
-    """As `engine.run.run`, by the steps of the GPU."""
+    """Run as `engine.run.run`, by the steps of the GPU."""
     s, reserve = to_tables(state)
     room = np.zeros(room_of(int(s.node["num_ports"].max())), dtype=np.int32)
     while True:
@@ -62,7 +62,7 @@ def _run_switch(s, room, n, end, parity, lanes, turn):  # type: ignore[no-untype
     first, behind = (0, lanes) if turn > 0 else (lanes - 1, -1)
     for lane in range(first, behind, turn):
         switch.clear(s, room, 0, n, lane, lanes)
-    num_bytes, frames, soonest, near, held = 0, 0, NEVER, False, 0
+    num_bytes, frames, soonest, near, shared = 0, 0, NEVER, False, 0
     for lane in range(first, behind, turn):
         part = switch.take(s, room, 0, n, lane, lanes, end)
         num_bytes, frames, soonest = num_bytes + part[0], frames + part[1], min(soonest, part[2])
@@ -80,6 +80,6 @@ def _run_switch(s, room, n, end, parity, lanes, turn):  # type: ignore[no-untype
         for lane in range(first, behind, turn):
             soonest = min(soonest, switch.run_ports(s, room, 0, n, lane, lanes, end, parity)[0])
         for lane in range(first, behind, turn):
-            held += switch.settle(s, room, 0, n, lane, lanes)
-        s.node[n].shared = held
+            shared += switch.settle(s, room, 0, n, lane, lanes)
+        s.node[n].shared = shared
     s.next_time[n] = soonest

@@ -59,11 +59,11 @@ class GpuRun:
 
     @property
     def state(self) -> State:
-        """As of the last `run`; lists of packets apart, which stay on the GPU."""
+        """State after the last `run`; lists of packets apart, which stay on the GPU."""
         return self._like._replace(**{name: getattr(self._host, name) for name in SAME})
 
     def run(self, until: int) -> int:
-        """Let everything happen that begins before `until` ps; when the next thing would, NEVER: none.
+        """Run all that begins before `until` ps; return when the next event would be, NEVER: none.
 
         Raises:
             CheckFailed: a link held more packets than its rate and delay let it.
@@ -79,7 +79,7 @@ class GpuRun:
         return begin
 
     def whole(self) -> State:
-        """All of the run as the CPU's engine has it, to be kept or gone on with there."""
+        """Return the whole run as the CPU's engine has it, to be kept or resumed there."""
         for name in Tables._fields:
             if name not in _SCRATCH:
                 self._look(name)
@@ -107,8 +107,8 @@ class GpuRun:
     def _look(self, name: str) -> None:
         host = getattr(self._host, name)
         if host.size:
-            found = getattr(self._on_gpu, name).copy_to_host()
-            host[...] = found.view(host.dtype)
+            values = getattr(self._on_gpu, name).copy_to_host()
+            host[...] = values.view(host.dtype)
 
     def _make_room(self) -> None:
         cuda, old = _cuda(), self._on_gpu
@@ -152,10 +152,10 @@ def _cuda() -> Any:
             setattr(np, name, getattr(np, now))
     try:
         cuda: Any = importlib.import_module("numba.cuda")
-        found = cuda.is_available()
+        available = cuda.is_available()
     except ImportError as exc:
         raise HardwareMissing("--backend gpu needs numba-cuda: pip install 'netlayer[gpu]'") from exc
-    if not found:
+    if not available:
         raise HardwareMissing("--backend gpu needs an NVIDIA GPU and its driver; without the option the CPU does it")
     return cuda
 
@@ -165,7 +165,7 @@ def _empty(table: Rows) -> Any:
 
 
 def _aligned(table: Rows) -> Rows:
-    """The same rows as a type whose fields are known to be aligned, or each would be loaded byte by byte."""
+    """View rows as a type whose fields are known to be aligned, or each would be loaded byte by byte."""
     rows = table if table.size else np.zeros((1,) * table.ndim, table.dtype)
     if not table.dtype.names or table.dtype.isalignedstruct:
         return rows

@@ -10,7 +10,7 @@ from congestion.engine.tables import Ints, aligned
 
 
 def with_room(s: Tables, reserve: int) -> Tables:
-    """The same with more chunks; `s` is on the host."""
+    """Return the tables with more chunks; `s` is on the host."""
     many = len(s.following)
     more = more_chunks(many, reserve)
     entry, following = aligned(more * CHUNK, s.entry.dtype), np.zeros(more, dtype=np.uint32)
@@ -19,7 +19,7 @@ def with_room(s: Tables, reserve: int) -> Tables:
 
 
 def more_chunks(many: int, reserve: int) -> int:
-    """How many chunks there are next, after `many` were too few."""
+    """Number of chunks to have next, after `many` were too few."""
     return 2 * many + reserve
 
 

@@ -60,7 +60,7 @@ def clear(s, room, base, n, lane, lanes):  # type: ignore[no-untyped-def]
 
 @kernel
 def take(s, room, base, n, lane, lanes, end):  # type: ignore[no-untyped-def]
-    """What arrives in the window comes off the wires: its bytes, its PFC frames, and when the next packet comes."""
+    """Take what arrives in the window off the wires: its bytes, its PFC frames, and when the next packet comes."""
     node = s.node[n]
     many = np.int64(node.num_ports)
     first_place, step_by = lane, lanes
@@ -82,14 +82,14 @@ def _take_port(s, room, base, node, place, end):  # type: ignore[no-untyped-def]
     many = np.int64(node.num_ports)
     p = node.first_port + place
     wire, kind, at = s.wire[p], s.port[p].kind, s.seen_from[p]
-    came, num_bytes, frames = 0, 0, 0
+    count, num_bytes, frames = 0, 0, 0
     arrival = arrival_on(s, wire)
     while arrival < end:
         word = take_off(s, wire)
         size = size_of(s, word)
         _follow(wire, arrival, took(s, kind, word, size))
         if not is_lost(s, p, word, arrival):
-            seen = s.seen[at + came]
+            seen = s.seen[at + count]
             seen.time = arrival
             seen.began = wire.began
             seen.size = size
@@ -112,16 +112,16 @@ def _take_port(s, room, base, node, place, end):  # type: ignore[no-untyped-def]
                     seen.out = s.path[path_of(s, word), np.uint32(hop)]
             seen.word = word
             add(room, base + np.int64(seen.out - node.first_port), 1)
-            came += 1
+            count += 1
         arrival = arrival_on(s, wire)
-    room[base + 2 * many + place] = came
+    room[base + 2 * many + place] = count
     room[base + 3 * many + place] = num_bytes
     return num_bytes, frames, arrival
 
 
 @inlined
 def _least_loaded(s, room, base, node, f, now):  # type: ignore[no-untyped-def]
-    """As `engine.switch` has it, by our counts."""
+    """Choose a path as `engine.switch` does, by our counts."""
     run, last = s.run[0], s.flowlet
     if now - last[f, 1] > run.flowlet_gap:
         shortest, first_one = NEVER, drawn(run.seed, number_of(s, f), now) % run.num_paths
@@ -145,18 +145,18 @@ def look(s, room, base, n, lane, lanes, num_bytes, frames):  # type: ignore[no-u
     """
     node, run = s.node[n], s.run[0]
     many = np.int64(node.num_ports)
-    held = node.shared + num_bytes
-    free = max(node.pool_bytes - held, 0)
+    shared = node.shared + num_bytes
+    free = max(node.pool_bytes - shared, 0)
     near = np.int64(frames) + node.num_paused + node.num_frames
     if not run.pfc:
-        near += np.int64(held >= free >> node.max_shift)
+        near += np.int64(shared >= free >> node.max_shift)
     if run.pfc:
         for place in range(lane, many, lanes):
             ingress = s.port[node.first_port + place]
             worst = max(ingress.in_bytes - run.reserve_bytes, 0) + room[base + 3 * many + place]
             kind = s.kind[ingress.kind]
             near += np.int64(worst >= min(free << kind.lift >> kind.shift, run.xoff_bytes))
-        near += np.int64(held > node.pool_bytes)
+        near += np.int64(shared > node.pool_bytes)
         if has(s.features, "extras"):
             near += np.int64(run.watchdog_after != 0)
     begin = 0
@@ -171,7 +171,7 @@ def look(s, room, base, n, lane, lanes, num_bytes, frames):  # type: ignore[no-u
 
 @kernel
 def deal(s, room, base, n, lane, lanes):  # type: ignore[no-untyped-def]
-    """Each arrival to the port that it leaves by; in any order."""
+    """Deal each arrival to the port that it leaves by; in any order."""
     node = s.node[n]
     many = np.int64(node.num_ports)
     start = s.seen_from[node.first_port]
@@ -185,14 +185,14 @@ def deal(s, room, base, n, lane, lanes):  # type: ignore[no-untyped-def]
 
 @inlined
 def is_first(s, one, other):  # type: ignore[no-untyped-def]
-    """The order of two arrivals; those that the rules do not tell apart by their in-ports."""
-    mine, its = s.seen[one], s.seen[other]
-    return _is_before(mine, its) or (one < other and not _is_before(its, mine))
+    """Whether `one` is before `other`; arrivals that the rules do not tell apart go by their in-ports."""
+    a, b = s.seen[one], s.seen[other]
+    return _is_before(a, b) or (one < other and not _is_before(b, a))
 
 
 @kernel
 def run_ports(s, room, base, n, lane, lanes, end, parity):  # type: ignore[no-untyped-def]
-    """Each port on its own; when one goes on here, and when what was sent arrives there."""
+    """Run each port on its own; return when one goes on here, and when what was sent arrives there."""
     node = s.node[n]
     many = np.int64(node.num_ports)
     start, soonest, sent = s.seen_from[node.first_port], NEVER, NEVER
@@ -222,7 +222,7 @@ def _sort(s, begin, stop):  # type: ignore[no-untyped-def]
 
 @inlined
 def _run_port(s, room, grown, node, p, begin, stop, end):  # type: ignore[no-untyped-def]
-    """As `engine.switch` has it; `room[grown:]`: what each ingress holds more than at the window's beginning."""
+    """Run a port as `engine.switch` does; `room[grown:]`: what each ingress holds more than at the window's begin."""
     port, pfc = s.port[p], s.run[0].pfc
     for i in range(begin, stop):
         seen = s.seen[s.order[i]]
@@ -259,15 +259,15 @@ def _start_next(s, room, grown, node, p, port):  # type: ignore[no-untyped-def]
 
 @inlined
 def settle(s, room, base, n, lane, lanes):  # type: ignore[no-untyped-def]
-    """What the switch holds by ingress; and the part of it that is in the shared pool."""
+    """Settle what the switch holds by ingress; return the part of it that is in the shared pool."""
     node, run = s.node[n], s.run[0]
     many = np.int64(node.num_ports)
-    held = 0
+    shared = 0
     for place in range(lane, many, lanes):
         port = s.port[node.first_port + place]
         if run.pfc:
             port.in_bytes += room[base + 3 * many + place]
-            held += max(port.in_bytes - run.reserve_bytes, 0)
+            shared += max(port.in_bytes - run.reserve_bytes, 0)
         else:
-            held += port.queue_bytes
-    return held
+            shared += port.queue_bytes
+    return shared

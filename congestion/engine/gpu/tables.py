@@ -1,4 +1,4 @@
-"""What the GPU's steps take: the tables of `engine.tables`, but for lists and for what workers have to themselves."""
+"""Tables that the GPU's steps take: those of `engine.tables`, but for lists and what workers have to themselves."""
 
 from __future__ import annotations
 

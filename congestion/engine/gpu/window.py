@@ -1,4 +1,4 @@
-"""What a window asks of a node before it runs."""
+"""Queries of a window to a node before it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_due(s, n, parity, end):  # type: ignore[no-untyped-def]
 
 @inlined
 def first_due(s, n):  # type: ignore[no-untyped-def]
-    """When something happens at node `n`, by all that was sent there: before the first window, whose parity is 0."""
+    """Return the first event of node `n`, by all that was sent there: before the first window, whose parity is 0."""
     return min(_hear(s, n, 0), _hear(s, n, 1))
 
 

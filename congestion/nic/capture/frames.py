@@ -1,8 +1,8 @@
 """Frames of a capture file as offsets into its bytes: classic pcap and pcapng, of any byte order, gzipped or not.
 
 The file is mapped, not read, and frames are never copied: a million of them are found in about a second. A file that
-breaks off inside a frame gives what was there before, and says so. Left out: other capture formats, and pcapng blocks
-that hold no packet.
+ends inside a frame gives what was there before, and says so. Not covered: other capture formats, and pcapng
+blocks that hold no packet.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ def _load(path: Path) -> memoryview:
     with path.open("rb") as file:
         if file.read(2) == _GZIP:
             with gzip.open(path) as unzipped:
-                found = unzipped.read(_MOST_UNZIPPED_BYTES + 1)
-            if len(found) > _MOST_UNZIPPED_BYTES:
+                data = unzipped.read(_MOST_UNZIPPED_BYTES + 1)
+            if len(data) > _MOST_UNZIPPED_BYTES:
                 raise OSError(f"more than {_MOST_UNZIPPED_BYTES >> 30} GiB when unzipped")
-            return memoryview(found)
+            return memoryview(data)
         file.seek(0)
         try:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -127,7 +127,7 @@ def _read_pcap(raw: memoryview, endian: str, tick_ns: int) -> Frames:
 
 @dataclass(frozen=True)
 class _Interface:
-    """What a pcapng interface says of its packets: time is ticks * tick_ns / ticks_per_ns, + offset_ns."""
+    """Clock and link layer of a pcapng interface: time is ticks * tick_ns / ticks_per_ns, + offset_ns."""
 
     link: int
     snap_bytes: int

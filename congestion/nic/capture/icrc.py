@@ -40,20 +40,20 @@ def icrc(packet: bytes) -> int:
 
 
 def icrcs(data: Bytes, ip: Ints, ip_bytes: Ints, end: Ints) -> Ints:
-    """The same for many packets of one buffer.
+    """Compute the ICRC of many packets of one buffer.
 
     Args:
         ip: where each packet's IP header begins.
         ip_bytes: its length, 40 for IPv6.
         end: where the stored CRC begins.
     """
-    found = np.zeros(len(ip), dtype=np.int64)
+    crcs = np.zeros(len(ip), dtype=np.int64)
     for length in np.unique(ip_bytes):
         chosen = np.flatnonzero(ip_bytes == length)
         for first in range(0, len(chosen), _CHUNK):
             part = chosen[first : first + _CHUNK]
-            found[part] = _chunk(data, ip[part], int(length), end[part])
-    return found
+            crcs[part] = _chunk(data, ip[part], int(length), end[part])
+    return crcs
 
 
 def _chunk(data: Bytes, ip: Ints, ip_bytes: int, end: Ints) -> list[int]:

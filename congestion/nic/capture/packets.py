@@ -75,7 +75,7 @@ class AtomicETH(Packet):
 
 
 class AtomicAckETH(Packet):
-    """What stood there before."""
+    """Value at the target address before the atomic operation."""
 
     name = "AtomicAckETH"
     fields_desc = [LongField("before", 0)]  # noqa: RUF012  scapy's form
@@ -149,7 +149,7 @@ def _bind() -> None:
 
 
 def _guess(header: Any, payload: bytes) -> type[Packet]:
-    """What follows a header is said by the BTH two layers below it, which bindings do not look at."""
+    """Return the layer after a header by the opcode of the BTH below it, which scapy's bindings do not look at."""
     below = header.underlayer
     chain = _CHAINS.get(below.opcode, ()) if isinstance(below, BTH) else ()
     place = chain.index(type(header)) + 1 if type(header) in chain else len(chain)

@@ -1,8 +1,8 @@
-"""Which stream answers which: RC packets name the queue pair that they go to and never the one that they come from.
+"""Matching of streams that answer each other: RC packets name the queue pair they go to, never the one they come from.
 
 An answer carries the sequence number of a request of the other direction. Each votes for the stream in which a request
-of that number was last seen before it, and streams are matched by their votes, the most certain first. Left out: a QP
-whose answers are not in the capture; it stays alone.
+of that number was last seen before it, and streams are matched by their votes, the most certain first. Not covered: a
+QP whose answers are not in the capture; it stays alone.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ Ints = NDArray[np.int64]
 
 
 def pair_streams(packets: Packets, of_stream: Ints, ends: Sequence[tuple[int, int]]) -> list[int]:
-    """For each stream the one that answers it, or -1.
+    """Return for each stream the one that answers it, or -1.
 
     Args:
         of_stream: the stream of each packet.
         ends: source and destination of each stream, as the packets number them.
     """
-    found = [-1] * len(ends)
+    answer_of = [-1] * len(ends)
     requests, answers = np.flatnonzero(packets.is_request), np.flatnonzero(packets.syndrome >= 0)
     if not len(requests) or not len(answers):
-        return found
+        return answer_of
     votes = _votes(packets, of_stream, requests, answers)
     pairs, counts = np.unique(votes, axis=0, return_counts=True)
-    taken: set[int] = set()
+    matched: set[int] = set()
     for place in np.argsort(-counts, kind="stable").tolist():
         request, answer = pairs[place].tolist()
-        if found[request] < 0 and answer not in taken:
-            found[request] = answer
-            taken.add(answer)
-    _complete(found)
-    return found
+        if answer_of[request] < 0 and answer not in matched:
+            answer_of[request] = answer
+            matched.add(answer)
+    _complete(answer_of)
+    return answer_of
 
 
 def _votes(packets: Packets, of_stream: Ints, requests: Ints, answers: Ints) -> Ints:
@@ -59,8 +59,8 @@ def _votes(packets: Packets, of_stream: Ints, requests: Ints, answers: Ints) -> 
     return np.stack([of_stream[both[order[partner[same]]]], of_stream[both[order[places[same]]]]], axis=1)
 
 
-def _complete(found: list[int]) -> None:
-    """Who is answered by a stream answers it: a QP that only sends ACKs still has a queue pair number."""
-    for request, answer in enumerate(list(found)):
-        if answer >= 0 and found[answer] < 0:
-            found[answer] = request
+def _complete(answer_of: list[int]) -> None:
+    """Complete each pair from the other direction: a QP that only sends ACKs still has a queue pair number."""
+    for request, answer in enumerate(list(answer_of)):
+        if answer >= 0 and answer_of[answer] < 0:
+            answer_of[answer] = request

@@ -173,7 +173,7 @@ def parse(frames: Frames, *, check_icrc: bool = True) -> Packets:
 
 
 def _unread(frames: Frames, ip: Ints, ethertype: Ints, left: Ints) -> dict[str, int]:
-    """By kind, how many of the frames in `left` may carry RoCE and were not looked into; the most frequent first."""
+    """Count by kind the frames in `left` that may carry RoCE and were not looked into; the most frequent first."""
     data, at, stop = frames.data, ip[left], (frames.start + frames.captured)[left]
     kind_of, link = ethertype[left], frames.link[left]
     counts: dict[str, int] = {}
@@ -204,7 +204,7 @@ def _unread(frames: Frames, ip: Ints, ethertype: Ints, left: Ints) -> dict[str, 
 
 
 def _network(frames: Frames) -> tuple[Ints, Ints]:
-    """Where each frame's IP header should begin, and the EtherType before it; -1 where its link layer has none."""
+    """Return where each frame's IP header begins, and the EtherType before it; -1 where its link layer has none."""
     ip = np.full(len(frames), -1, dtype=np.int64)
     type_at = np.zeros(len(frames), dtype=np.int64)
     known = np.zeros(len(frames), dtype=bool)
@@ -223,23 +223,23 @@ def _network(frames: Frames) -> tuple[Ints, Ints]:
 
 def _check(data: Bytes, ip: Ints, ip_bytes: Ints, end: Ints, stop: Ints) -> Ints:
     """Whether each packet ends with the CRC that it should."""
-    found = np.full(len(ip), ICRC_UNKNOWN, dtype=np.int64)
+    checks = np.full(len(ip), ICRC_UNKNOWN, dtype=np.int64)
     there = np.flatnonzero(end <= stop)
     stored = _number(data, end[there] - 4, 4).astype(">u4").view("<u4").astype(np.int64)
     expected = icrcs(data, ip[there], ip_bytes[there], end[there] - ICRC_BYTES)
-    found[there] = np.where(stored == expected, ICRC_OK, ICRC_WRONG)
-    return found
+    checks[there] = np.where(stored == expected, ICRC_OK, ICRC_WRONG)
+    return checks
 
 
 def _addresses(data: Bytes, ip: Ints, four: Bools) -> tuple[tuple[str, ...], Ints, Ints]:
-    """Every address once as text, and which of them each packet goes from and to."""
+    """Return every address once as text, and which of them each packet goes from and to."""
     rows = np.zeros((2, len(ip), 16), dtype=np.uint8)
     rows[:, :, :12] = np.frombuffer(_MAPPED, dtype=np.uint8)
     for side, (at4, at6) in enumerate(((12, 8), (16, 24))):
         rows[side, four, 12:] = data[ip[four, None] + at4 + np.arange(4)]
         rows[side, ~four] = data[ip[~four, None] + at6 + np.arange(16)]
-    words = rows.reshape(-1, 16).view(">u8")
-    high, low = words[:, 0].astype(np.uint64), words[:, 1].astype(np.uint64)
+    halves = rows.reshape(-1, 16).view(">u8")
+    high, low = halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
     highs, high_of = np.unique(high, return_inverse=True)
     lows, low_of = np.unique(low, return_inverse=True)
     pairs, pair_of = np.unique(high_of * len(lows) + low_of, return_inverse=True)

@@ -1,9 +1,9 @@
-"""What became of each queue pair in a capture: retransmissions and their causes, round trips, marks, order.
+"""Analysis of each queue pair in a capture: retransmissions and their causes, round trips, marks, order.
 
 A stream is all that goes to one queue pair from one address: its requests are those of the peer that sends them, and
 the answers to them come in a stream of the other direction. No packet names its own queue pair, so the two are matched
-by their sequence numbers. Left out: what the capture did not see; times are those of the capture point, so that a round
-trip is one only in a capture taken at the requester.
+by their sequence numbers. Not covered: what the capture did not see; times are those of the capture point, so that a
+round trip is one only in a capture taken at the requester.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def analyse(packets: Packets, *, reorder_ns: int = REORDER_NS) -> list[dict[str,
     runs: list[dict[str, Any]] = []
     for number, stream in enumerate(streams):
         answer = streams[answers[number]] if answers[number] >= 0 else None
-        row, found = _stream_row(packets, stream, answer, reorder_ns)
+        row, stream_runs = _stream_row(packets, stream, answer, reorder_ns)
         rows.append({"table": "stream", "stream": number, **row})
-        runs.extend({"table": "retransmission", "stream": number, **run} for run in found)
+        runs.extend({"table": "retransmission", "stream": number, **run} for run in stream_runs)
     return rows + runs
 
 
@@ -155,7 +155,7 @@ def _messages(packets: Packets, others: Ints, order: _Order) -> int:
 
 
 def _order(packets: Packets, members: Ints, naks: Ints, reorder_ns: int) -> _Order:
-    """Which requests were sent again, and which came late: a request is neither, or one of the two."""
+    """Find requests that were sent again and those that came late: a request is neither, or one of the two."""
     if not len(members):
         none = np.zeros(0, dtype=bool)
         return _Order(members, packets.psn[members], none, none)
@@ -169,11 +169,11 @@ def _order(packets: Packets, members: Ints, naks: Ints, reorder_ns: int) -> _Ord
     opened = packets.time_ns[members[np.searchsorted(highest, psn[fills], side="right")]]
     soon = packets.time_ns[members[fills]] - opened <= reorder_ns
     late = np.zeros(len(psn), dtype=bool)
-    late[fills[soon & ~_asked(packets, members[fills], naks)]] = True
+    late[fills[soon & ~_was_requested(packets, members[fills], naks)]] = True
     return _Order(members, psn, behind & ~late, late)
 
 
-def _asked(packets: Packets, members: Ints, naks: Ints) -> Bools:
+def _was_requested(packets: Packets, members: Ints, naks: Ints) -> Bools:
     """Whether a NAK had asked for exactly this packet before it came."""
     if not len(naks):
         return np.zeros(len(members), dtype=bool)
@@ -194,13 +194,13 @@ def _unwrap(packets: Packets, members: Ints) -> Ints:
 
 
 def _runs(packets: Packets, order: _Order, naks: Ints) -> Iterator[dict[str, Any]]:
-    """Each time the sender went back: where to, how far, how long after it had last sent that, and why."""
+    """Yield each time the sender went back: where to, how far, how long after it had last sent that, and why."""
     goes_on = np.append(False, order.again[:-1] & (np.diff(order.psn) > 0))[: len(order.psn)]
     begins = np.flatnonzero(order.again & ~goes_on)
     if not len(begins):
         return
     counts = np.add.reduceat(order.again, begins, dtype=np.int64)
-    asked = _causes(packets, naks)
+    causes = _causes(packets, naks)
     last_sent: dict[int, int] = {}
     seen = 0
     psns, times = order.psn.tolist(), packets.time_ns[order.members].tolist()
@@ -215,26 +215,26 @@ def _runs(packets: Packets, order: _Order, naks: Ints) -> Iterator[dict[str, Any
             "time_s": times[begin] / 1e9,
             "packets": count,
             "waited_s": None if before is None else (times[begin] - before) / 1e9,
-            "cause": _cause(asked.get(psn, []), before, times[begin]),
+            "cause": _cause(causes.get(psn, []), before, times[begin]),
         }
 
 
 def _causes(packets: Packets, naks: Ints) -> dict[int, list[tuple[int, str]]]:
-    """By sequence number, when it was asked for, and why: it was missing, or the receiver had no buffer."""
-    found: dict[int, list[tuple[int, str]]] = {}
+    """Return for each sequence number when it was asked for and why: it was missing, or the receiver had no buffer."""
+    causes: dict[int, list[tuple[int, str]]] = {}
     for at, psn, syndrome in sorted(
         zip(packets.time_ns[naks].tolist(), packets.psn[naks].tolist(), packets.syndrome[naks].tolist(), strict=True)
     ):
-        found.setdefault(psn, []).append((at, "rnr" if syndrome >> 5 == _RNR else "nak"))
-    return found
+        causes.setdefault(psn, []).append((at, "rnr" if syndrome >> 5 == _RNR else "nak"))
+    return causes
 
 
-def _cause(asked: list[tuple[int, str]], before: int | None, now: int) -> str:
-    """The last that asked for the packet after it was sent before; a timer where nothing did."""
-    place = bisect.bisect_right(asked, now, key=lambda one: one[0]) - 1
-    if place < 0 or (before is not None and asked[place][0] < before):
+def _cause(causes: list[tuple[int, str]], before: int | None, now: int) -> str:
+    """Return the last cause that asked for the packet after it was sent before; a timeout where nothing did."""
+    place = bisect.bisect_right(causes, now, key=lambda one: one[0]) - 1
+    if place < 0 or (before is not None and causes[place][0] < before):
         return "timeout"
-    return asked[place][1]
+    return causes[place][1]
 
 
 def _replies(packets: Packets, replies: Ints) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def _replies(packets: Packets, replies: Ints) -> dict[str, Any]:
 
 
 def _round_trips(packets: Packets, order: _Order, replies: Ints) -> dict[str, Any]:
-    """From the request to the first ACK of its sequence number; not of requests that were sent more than once."""
+    """Statistics of the time from a request to the first ACK of its number; none of requests sent more than once."""
     keys = ("rtts", "rtt_least_us", "rtt_median_us", "rtt_p99_us")
     acks = replies[packets.syndrome[replies] >> 5 == 0]
     numbers, first, times_sent = np.unique(packets.psn[order.members], return_index=True, return_counts=True)
@@ -255,9 +255,9 @@ def _round_trips(packets: Packets, order: _Order, replies: Ints) -> dict[str, An
     at = np.minimum(np.searchsorted(numbers, acked), len(numbers) - 1)
     good = (numbers[at] == acked) & (times_sent[at] == 1)
     sent = packets.time_ns[order.members[first[at[good]]]]
-    took = np.sort(packets.time_ns[acks[first_ack[good]]] - sent) / 1e3
-    took = took[took >= 0]
-    if not len(took):
+    rtts_us = np.sort(packets.time_ns[acks[first_ack[good]]] - sent) / 1e3
+    rtts_us = rtts_us[rtts_us >= 0]
+    if not len(rtts_us):
         return dict(zip(keys, (0, None, None, None), strict=True))
-    p99 = float(took[-(-len(took) * 99 // 100) - 1])  # by nearest rank, as everywhere
-    return dict(zip(keys, (len(took), float(took[0]), float(np.median(took)), p99), strict=True))
+    p99 = float(rtts_us[-(-len(rtts_us) * 99 // 100) - 1])  # by nearest rank, as everywhere
+    return dict(zip(keys, (len(rtts_us), float(rtts_us[0]), float(np.median(rtts_us)), p99), strict=True))

@@ -45,27 +45,27 @@ def apply(options: HostOptions) -> None:
     if elsewhere(options, "apply"):
         return
     if not options.apply:
-        found, _tree, _tools = draw_plan(options)
-        give(options, summed(found) | {"applied": False})
+        host_plan, _tree, _tools = draw_plan(options)
+        give(options, summed(host_plan) | {"applied": False})
         if not alone(options):
-            print_plan(found)
+            print_plan(host_plan)
         print_note("nothing was changed: give --apply to do it")
         return
     draw, tree, tools = draw_with(options)
     done = apply_plan(draw, tree, tools, open_state(options), partial=options.partial)
-    found = done.plan
-    left = [*done.left, *(row for row in found.rows if not row.runs)]
-    idle = "nothing was changed" if left or found.cannots else "everything is as the profile wants it"
-    words = f"{count(len(done.rows), 'value')} changed" if done.rows else idle
+    host_plan = done.plan
+    left = [*done.left, *(row for row in host_plan.rows if not row.runs)]
+    idle = "nothing was changed" if left or host_plan.cannots else "everything is as the profile wants it"
+    summary = f"{count(len(done.rows), 'value')} changed" if done.rows else idle
     changed = [
         {"device": row.step.device, "name": row.step.name, "old": row.old, "new": row.step.new} for row in done.rows
     ]
-    give(options, {"profile": found.profile.name, "applied": True, "changed": changed, "summary": words})
+    give(options, {"profile": host_plan.profile.name, "applied": True, "changed": changed, "summary": summary})
     if not alone(options):
         for row in done.rows:
             click.echo(f"{row.step.device} {row.step.name}: {row.old or '-'} -> {row.step.value}")
-        click.echo(words)
-    print_left("left", found.cannots, left)
+        click.echo(summary)
+    print_left("left", host_plan.cannots, left)
     if done.rows:
         print_note("undo it with: netlayer nic rollback --apply")
 
@@ -102,13 +102,13 @@ def rollback(options: HostOptions) -> None:
         [] if journal is None else [entry for entry in reversed(journal.entries) if entry.kind in ("file", "tool")]
     )
     verb = "restored" if options.apply else "would be restored"
-    words = f"{count(len(entries) - len(failed), 'value')} {verb}" if journal else "there is no change to undo"
+    summary = f"{count(len(entries) - len(failed), 'value')} {verb}" if journal else "there is no change to undo"
     back = [{"target": " ".join([entry.target, *entry.fields]), "value": entry.old.strip()} for entry in entries]
-    give(options, {"applied": options.apply, "restored": back, "failed": failed, "summary": words})
+    give(options, {"applied": options.apply, "restored": back, "failed": failed, "summary": summary})
     if not alone(options):
         for row in back:
             click.echo(f"{row['target']}: {row['value']}")
-        click.echo(words)
+        click.echo(summary)
     for text in failed:
         print_note(f"not restored: {text}")
     if journal and was_rebooted(journal, tree):

@@ -44,9 +44,9 @@ def env(
     from netlayer.results import check_target, write_text
 
     check_target("--json", json_file)
-    found = nccl or nccl_env.installed_nccl()
-    release = found or nccl_env.NEWEST
-    if found is None:
+    known_release = nccl or nccl_env.installed_nccl()
+    release = known_release or nccl_env.NEWEST
+    if known_release is None:
         click.echo(f"note: no NCCL beside torch here: taken as {release}; --nccl says otherwise", err=True)
     settings = _settings(job, profile, overrides)
     choices = nccl_env.choose(os.environ, settings, release)
@@ -59,14 +59,14 @@ def env(
 
 def lines(choices: Sequence[Choice]) -> list[str]:
     """`export NAME=VALUE` with its reason above; a comment alone for what is not set. Any shell of POSIX reads it."""
-    found: list[str] = []
+    output: list[str] = []
     for choice in choices:
         if choice.action == "set" and choice.value is not None:
-            found += [f"# {_one_line(choice.why)}", f"export {choice.name}={shlex.quote(choice.value)}"]
+            output += [f"# {_one_line(choice.why)}", f"export {choice.name}={shlex.quote(choice.value)}"]
         else:
             value = f" = {choice.value}" if choice.action == "kept" else ""
-            found.append(f"# {choice.name}{_one_line(value)}: {choice.action}: {_one_line(choice.why)}")
-    return found
+            output.append(f"# {choice.name}{_one_line(value)}: {choice.action}: {_one_line(choice.why)}")
+    return output
 
 
 def _one_line(text: str) -> str:
@@ -80,13 +80,13 @@ def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) 
     from netlayer.config.file import load_config
     from netlayer.errors import ConfigError
 
-    words = []
+    assignments = []
     for word in overrides:
         name = word.partition("=")[0]
         if "." in name and not name.startswith(_SECTIONS):
             raise ConfigError("--set", word, f"has no effect here: only {PREFIX} is read", "leave it out")
-        words.append(word if "." in name else f"{PREFIX}.{word}")
-    settings = load_config(job, words, option="--job").job.nccl
+        assignments.append(word if "." in name else f"{PREFIX}.{word}")
+    settings = load_config(job, assignments, option="--job").job.nccl
     return filled_from(load_profile(profile), settings) if profile else settings
 
 

@@ -66,7 +66,7 @@ def fabric(
     out: Path | None,
     json_file: Path | None,
     verbose: int,
-    **asked: Any,
+    **options: Any,
 ) -> None:
     """Plan a profile for every host and switch of a cluster file. No host is asked, nothing is changed.
 
@@ -97,27 +97,27 @@ def fabric(
         rule = "holds an earlier plan, whose scripts could be taken for this one's"
         raise ConfigError("--out", out, rule, "give a new folder, or remove that one")
     cluster = load_config(cluster_file, overrides, option="--cluster").cluster
-    wanted = load_profile(profile)
-    hosts, wrong = _hosts(cluster, inventory_file, asked)
-    groups = plan_hosts(wanted, hosts)
+    nic_profile = load_profile(profile)
+    hosts, wrong = _hosts(cluster, inventory_file, options)
+    groups = plan_hosts(nic_profile, hosts)
     switches = group_switches(cluster) if form else []
-    files = {f"nics-{number}.sh": _script(group, number, wanted) for number, group in enumerate(groups, 1)}
+    files = {f"nics-{number}.sh": _script(group, number, nic_profile) for number, group in enumerate(groups, 1)}
     files |= {f"nics-{number}.hosts": "\n".join(one.hosts) + "\n" for number, one in enumerate(groups, 1)}
     files[_WRITES] = _csv(groups)
     configured = (
-        _switch_files(switches, wanted, cluster, form, _CABLE_M if cable_m is None else cable_m, chip or "")
+        _switch_files(switches, nic_profile, cluster, form, _CABLE_M if cable_m is None else cable_m, chip or "")
         if form
         else {}
     )
     files |= {name: text for name, (_, text) in configured.items()}
     if out:
         _write(out, files)
-    tree = _tree(wanted, cluster, groups, {name: one for name, (one, _) in configured.items()}, wrong)
+    tree = _tree(nic_profile, cluster, groups, {name: one for name, (one, _) in configured.items()}, wrong)
     if json_file:
         write_text(json_file, json.dumps(tree, indent=1) + "\n")
     if str(json_file) != "-":
         _print(groups, {name: one for name, (one, _) in configured.items()}, wrong)
-    _say(groups, switches, wanted, out)
+    _print_notes(groups, switches, nic_profile, out)
     if wrong:
         first = next(iter(wrong))
         rule = f"{count(len(wrong), 'host')} not as the cluster file says; first: {first}: {'; '.join(wrong[first])}"
@@ -125,7 +125,7 @@ def fabric(
 
 
 def _hosts(
-    cluster: ClusterConfig, inventory_file: Path | None, asked: dict[str, Any]
+    cluster: ClusterConfig, inventory_file: Path | None, options: dict[str, Any]
 ) -> tuple[dict[str, list[Device]], dict[str, list[str]]]:
     """The NICs of each host that are to be set, and what is wrong with hosts by the cluster file."""
     from congestion.nic.hosts.check import differences, of_fabric
@@ -136,24 +136,24 @@ def _hosts(
     from topology.fabric.plant import nic_name
 
     if inventory_file is None:
-        if asked["nic"] not in NICS:
-            raise ConfigError("--nic", asked["nic"], "says what hosts have", f"give one of {', '.join(NICS)}")
-        unknown = next((one for one in asked["tools"] if one not in TOOLS), None)
+        if options["nic"] not in NICS:
+            raise ConfigError("--nic", options["nic"], "says what hosts have", f"give one of {', '.join(NICS)}")
+        unknown = next((one for one in options["tools"] if one not in TOOLS), None)
         if unknown is not None:
             raise ConfigError("--tool", unknown, "is no program that sets NICs", f"give of {', '.join(TOOLS)}")
-        alike = assume_nics(cluster, asked["nic"], asked["surface"], asked["tools"], asked["names"])
+        alike = assume_nics(cluster, options["nic"], options["surface"], options["tools"], options["names"])
         return {nic_name(server, 1).partition("/")[0]: alike for server in range(cluster.servers)}, {}
-    given = next((name for name in ("nic", "surface", "tools", "names") if asked[name]), None)
-    if given is not None:
-        option = {"tools": "tool", "names": "device"}.get(given, given)
+    ignored = next((name for name in ("nic", "surface", "tools", "names") if options[name]), None)
+    if ignored is not None:
+        option = {"tools": "tool", "names": "device"}.get(ignored, ignored)
         raise ConfigError(f"--{option}", None, "has no effect with --inventory, which says it", "leave it out")
-    found = read_inventory(inventory_file)
-    answers = {host: devices for host, devices in found.items() if not isinstance(devices, str)}
-    wrong = {host: [f"no inventory: {said}"] for host, said in found.items() if isinstance(said, str)}
-    wrong |= {host: said for host, devices in answers.items() if (said := differences(devices, cluster))}
-    if len(found) != cluster.servers:
+    inventory = read_inventory(inventory_file)
+    answers = {host: devices for host, devices in inventory.items() if not isinstance(devices, str)}
+    wrong = {host: [f"no inventory: {reason}"] for host, reason in inventory.items() if isinstance(reason, str)}
+    wrong |= {host: reason for host, devices in answers.items() if (reason := differences(devices, cluster))}
+    if len(inventory) != cluster.servers:
         click.echo(
-            f"note: the inventory has {count(len(found), 'host')}, cluster.servers = {cluster.servers}", err=True
+            f"note: the inventory has {count(len(inventory), 'host')}, cluster.servers = {cluster.servers}", err=True
         )
     return {host: own for host, devices in answers.items() if (own := of_fabric(devices, cluster))}, wrong
 
@@ -180,15 +180,15 @@ def _csv(groups: Sequence[HostGroup]) -> str:
 def _switch_files(
     groups: Sequence[SwitchGroup], profile: Profile, cluster: ClusterConfig, form: Format, cable_m: int, chip: str
 ) -> dict[str, tuple[SwitchGroup, str]]:
-    """By file name: what is set alike, and how."""
+    """Return the switches and the text of each file, by file name."""
     from congestion.nic.profile.plan_switches import switch_file
 
-    found: dict[str, tuple[SwitchGroup, str]] = {}
+    files: dict[str, tuple[SwitchGroup, str]] = {}
     for group in groups:
-        same = sum(one.level == group.level for one, _ in found.values())
+        same = sum(one.level == group.level for one, _ in files.values())
         name = f"{form}-{group.level}{f'-{same + 1}' if same else ''}.{'json' if form == 'sonic' else 'txt'}"
-        found[name] = group, switch_file(group, profile, cluster, form, cable_m, chip)[0]
-    return found
+        files[name] = group, switch_file(group, profile, cluster, form, cable_m, chip)[0]
+    return files
 
 
 def _write(out: Path, files: dict[str, str]) -> None:
@@ -243,12 +243,14 @@ def _print(groups: Sequence[HostGroup], switches: dict[str, SwitchGroup], wrong:
         lines = [[_span(one.names), f"{len(one.names):,}", f"{len(one.ports)}", name] for name, one in switches.items()]
         print_table("Switches", ["switches", "count", "ports", "file"], lines)
     if wrong:
-        lines = [[host, "; ".join(said)] for host, said in wrong.items()]
+        lines = [[host, "; ".join(reasons)] for host, reasons in wrong.items()]
         print_table("Not as the cluster file says", ["host", "what"], lines)
 
 
-def _say(groups: Sequence[HostGroup], switches: Sequence[SwitchGroup], profile: Profile, out: Path | None) -> None:
-    """What to know, once."""
+def _print_notes(
+    groups: Sequence[HostGroup], switches: Sequence[SwitchGroup], profile: Profile, out: Path | None
+) -> None:
+    """Print the notes, each once."""
     from congestion.nic.profile.plan_fabric import DEVICE
     from congestion.nic.profile.plan_script import comment
     from netlayer.units import format_rate

@@ -1,4 +1,4 @@
-"""What the commands on a host's NICs share: options, opening the host, other hosts over ssh, JSON."""
+"""Shared parts of the commands on a host's NICs: options, opening the host, other hosts over ssh, JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STATE = Path("/var/lib/netlayer/nic")
 
 @dataclass(frozen=True)
 class HostOptions:
-    """What every one of these commands is told."""
+    """Options of each of these commands."""
 
     root: Path
     tools: Path | None
@@ -63,11 +63,11 @@ def of_host(command: Callable[..., None]) -> Callable[..., None]:
     )  # fmt: skip
 
     @functools.wraps(command)
-    def with_options(verbose: int, **given: Any) -> None:
+    def with_options(verbose: int, **values: Any) -> None:
         log.configure(verbose)
-        check_target("--json", given["json_file"])
-        extra = {name: given.pop(name) for name in tuple(given) if name not in HostOptions.__dataclass_fields__}
-        command(options=HostOptions(**given), **extra)
+        check_target("--json", values["json_file"])
+        extra = {name: values.pop(name) for name in tuple(values) if name not in HostOptions.__dataclass_fields__}
+        command(options=HostOptions(**values), **extra)
 
     for option in reversed(shared):
         option(with_options)
@@ -113,14 +113,14 @@ def draw_plan(options: HostOptions) -> tuple[Plan, Tree, Tools]:
 
 
 def draw_with(options: HostOptions) -> tuple[Callable[[], Plan], Tree, Tools]:
-    """What draws the plan up, from what is there at that moment."""
+    """Return a function that makes the plan from what is there at that moment, with the tree and the tools."""
     from congestion.nic.profile.file import load_profile
     from congestion.nic.profile.plan import make_plan
 
     assert options.profile is not None
-    wanted = load_profile(options.profile)
+    nic_profile = load_profile(options.profile)
     tree, tools, devices = open_devices(options)
-    return functools.partial(make_plan, wanted, devices, tree, tools), tree, tools
+    return functools.partial(make_plan, nic_profile, devices, tree, tools), tree, tools
 
 
 def open_state(options: HostOptions) -> State:
@@ -135,8 +135,8 @@ def open_state(options: HostOptions) -> State:
 
 def summed(plan: Plan) -> dict[str, Any]:
     changes = count(len(plan.changes), "change")
-    words = f"{changes}, {count(len(plan.cannots), 'thing')} cannot be had"
-    return plan.as_tree() | {"summary": words}
+    summary = f"{changes}, {count(len(plan.cannots), 'thing')} cannot be had"
+    return plan.as_tree() | {"summary": summary}
 
 
 def elsewhere(options: HostOptions, command: str, judge: Callable[[Any], list[str]] | None = None) -> bool:
@@ -151,23 +151,23 @@ def elsewhere(options: HostOptions, command: str, judge: Callable[[Any], list[st
     from topology.commands.printing import print_table
 
     hosts = read_hosts(options.ssh)
-    words, stdin = [*_split(options.remote), "nic", command, "--json", "-"], ""
+    arguments, stdin = [*_split(options.remote), "nic", command, "--json", "-"], ""
     if options.profile is not None:
         from congestion.nic.profile.file import parse_profile, read_profile
 
         stdin = read_profile(options.profile)
         parse_profile(stdin, options.profile)
-        words += ["--profile", "-"]
-    words += [] if options.root == Path("/") else ["--root", str(options.root)]
-    words += [part for name in options.devices for part in ("--device", name)]
-    words += ["--tools", str(options.tools)] if options.tools else []
-    words += ["--state", str(options.state)] if options.state else []
-    words += ["--apply"] * options.apply + ["--partial"] * options.partial
-    words += ["--force"] * options.force
-    outcomes = run_on(hosts, words, stdin, options.ssh_limit, options.ssh_command)
+        arguments += ["--profile", "-"]
+    arguments += [] if options.root == Path("/") else ["--root", str(options.root)]
+    arguments += [part for name in options.devices for part in ("--device", name)]
+    arguments += ["--tools", str(options.tools)] if options.tools else []
+    arguments += ["--state", str(options.state)] if options.state else []
+    arguments += ["--apply"] * options.apply + ["--partial"] * options.partial
+    arguments += ["--force"] * options.force
+    outcomes = run_on(hosts, arguments, stdin, options.ssh_limit, options.ssh_command)
     wrong = {one.host: judge(one.result) for one in outcomes if judge and not one.exit_code}
     results = {
-        one.host: {"exit_code": one.exit_code, "said": one.said, "result": one.result}
+        one.host: {"exit_code": one.exit_code, "said": one.message, "result": one.result}
         | ({"differs": wrong.get(one.host, [])} if judge else {})
         for one in outcomes
     }
@@ -175,7 +175,7 @@ def elsewhere(options: HostOptions, command: str, judge: Callable[[Any], list[st
     if not alone(options):
         rows = [
             [one.host, "differs" if wrong.get(one.host) else one.word, _summary(one.result) or "-",
-             "; ".join(wrong.get(one.host, [])) or (one.said if one.exit_code else "-")]
+             "; ".join(wrong.get(one.host, [])) or (one.message if one.exit_code else "-")]
             for one in outcomes
         ]  # fmt: skip
         print_table(f"netlayer nic {command}", ["host", "outcome", "result", "said"], rows)
@@ -191,12 +191,12 @@ def _split(remote: str) -> list[str]:
     from netlayer.errors import ConfigError
 
     try:
-        words = shlex.split(remote)
+        parts = shlex.split(remote)
     except ValueError as exc:
         raise ConfigError("--remote", remote, f"is no command ({exc})", "close its quotes") from exc
-    if not words:
+    if not parts:
         raise ConfigError("--remote", remote, "is no command", "give its name or path, such as netlayer")
-    return words
+    return parts
 
 
 def _summary(result: Any) -> str:

@@ -46,36 +46,36 @@ def inventory(options: HostOptions, cluster: Path | None) -> None:
     from congestion.nic.commands.shown import print_devices
     from netlayer.errors import CheckFailed
 
-    wanted = None
+    expected = None
     if cluster is not None:
         from netlayer.config.file import load_config
 
-        wanted = load_config(cluster, option="--cluster").cluster
-    if elsewhere(options, "inventory", _judge(wanted) if wanted else None):
+        expected = load_config(cluster, option="--cluster").cluster
+    if elsewhere(options, "inventory", _judge(expected) if expected else None):
         return
     _tree, _tools, devices = open_devices(options)
-    found = {"devices": [device.as_row() for device in devices], "summary": count(len(devices), "device")}
+    result = {"devices": [device.as_row() for device in devices], "summary": count(len(devices), "device")}
     wrong = []
-    if wanted:
+    if expected:
         from congestion.nic.hosts.check import differences
 
-        wrong = differences(devices, wanted)
-        found["differs"] = wrong
-    give(options, found)
+        wrong = differences(devices, expected)
+        result["differs"] = wrong
+    give(options, result)
     if not alone(options):
         print_devices(devices)
     if wrong:
         raise CheckFailed(f"not as the cluster file says: {'; '.join(wrong)}")
 
 
-def _judge(wanted: ClusterConfig) -> Callable[[Any], list[str]]:
-    """What a host's inventory, as it came over ssh, differs in from the cluster file."""
+def _judge(expected: ClusterConfig) -> Callable[[Any], list[str]]:
+    """Return a function that compares a host's inventory, as it came over ssh, with the cluster file."""
     from congestion.nic.hosts.check import differences
     from congestion.nic.hosts.inventory_file import RELEASE, devices_of
 
     def judge(result: Any) -> list[str]:
         try:
-            return differences(devices_of(result), wanted)
+            return differences(devices_of(result), expected)
         except ValueError as exc:
             return [f"its inventory {exc}: {RELEASE}"]
 
@@ -103,12 +103,12 @@ def plan(options: HostOptions, script: bool) -> None:
         raise click.UsageError("--script prints one host's script to stdout: not with --ssh or --json -")
     if elsewhere(options, "plan"):
         return
-    found, _tree, _tools = draw_plan(options)
-    give(options, summed(found))
+    host_plan, _tree, _tools = draw_plan(options)
+    give(options, summed(host_plan))
     if script:
-        click.echo(to_script(found, f"profile {found.profile.name}, plan of {options.root}"), nl=False)
+        click.echo(to_script(host_plan, f"profile {host_plan.profile.name}, plan of {options.root}"), nl=False)
     elif not alone(options):
-        print_plan(found)
+        print_plan(host_plan)
 
 
 @click.command()
@@ -130,25 +130,25 @@ def verify(options: HostOptions) -> None:
 
     if elsewhere(options, "verify"):
         return
-    found, _tree, _tools = draw_plan(options)
-    unread = [row for row in found.unknown if row.runs]
-    wrong = [*found.differences, *unread]
-    skipped = [row for row in found.unknown if not row.runs]
-    checked = len(found.rows) - len(skipped) - len(unread)
-    words = f"{len(found.differences)} of {count(checked, 'value')} differ"
-    words += f", {len(unread)} could not be read" if unread else ""
-    give(options, summed(found) | {"summary": words})
+    host_plan, _tree, _tools = draw_plan(options)
+    unread = [row for row in host_plan.unknown if row.runs]
+    wrong = [*host_plan.differences, *unread]
+    skipped = [row for row in host_plan.unknown if not row.runs]
+    checked = len(host_plan.rows) - len(skipped) - len(unread)
+    text = f"{len(host_plan.differences)} of {count(checked, 'value')} differ"
+    text += f", {len(unread)} could not be read" if unread else ""
+    give(options, summed(host_plan) | {"summary": text})
     if not alone(options):
         print_differences(wrong)
-    print_left("not checked", found.cannots, skipped)
+    print_left("not checked", host_plan.cannots, skipped)
     if wrong:
         first = wrong[0]
         raise CheckFailed(
-            f"{words}; first: {first.step.device} {first.step.name}: {first.old or first.unknown}, not {first.step.new}"
+            f"{text}; first: {first.step.device} {first.step.name}: {first.old or first.unknown}, not {first.step.new}"
         )
-    if found.cannots and not options.partial:
-        one = found.cannots[0]
-        more = count(len(found.cannots), "thing")
-        rule = f"{words}, but {more} of the profile cannot be had; first: {one.device} {one.what}: {one.why}"
+    if host_plan.cannots and not options.partial:
+        one = host_plan.cannots[0]
+        more = count(len(host_plan.cannots), "thing")
+        rule = f"{text}, but {more} of the profile cannot be had; first: {one.device} {one.what}: {one.why}"
         raise CheckFailed(f"{rule}; nearest: {one.nearest}; or give --partial")
-    click.echo(words, err=alone(options))
+    click.echo(text, err=alone(options))

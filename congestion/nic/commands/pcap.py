@@ -136,8 +136,8 @@ def _print(rows: Sequence[dict[str, Any]], top: int) -> None:
     runs = [row for row in rows if row["table"] == "retransmission"]
     if runs:
         begin = min(row["first_s"] for row in streams)
-        shown = [{**row, "time_s": row["time_s"] - begin} for row in runs[:top]]
-        print_rows(_title("retransmissions", runs, top), shown, _RUN)
+        first_runs = [{**row, "time_s": row["time_s"] - begin} for row in runs[:top]]
+        print_rows(_title("retransmissions", runs, top), first_runs, _RUN)
 
 
 def _title(name: str, rows: Sequence[Any], top: int) -> str:

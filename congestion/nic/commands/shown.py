@@ -67,7 +67,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def print_differences(rows: Sequence[Row]) -> None:
-    """What is not as the profile wants it."""
+    """Print what is not as the profile wants it."""
     lines = [
         [row.step.device, row.step.name, row.old or "?", row.step.new, row.step.unit, row.step.surface] for row in rows
     ]
@@ -79,7 +79,7 @@ def print_note(text: str) -> None:
 
 
 def print_left(verb: str, cannots: Sequence[Cannot], rows: Sequence[Row]) -> None:
-    """What was not done or looked at, and why: one line for what several devices have alike."""
+    """Print what was not done or looked at, and why: one line for what several devices have alike."""
     why: dict[tuple[str, str], list[str]] = {}
     for cannot in cannots:
         why.setdefault((cannot.device, cannot.why), []).append(cannot.what)
@@ -97,12 +97,12 @@ def to_script(plan: Plan, title: str) -> str:
 
     Undone is as `rollback` does it: the last change first, then what drivers must be told, then folders that were made.
     """
-    lines, undo, told = [_SCRIPT_HEAD.format(title=printable(title)) + FUNCTIONS], list[list[str]](), list[str]()
+    lines, undo, triggers = [_SCRIPT_HEAD.format(title=printable(title)) + FUNCTIONS], list[list[str]](), list[str]()
     made: list[str] = []
     for row in plan.changes_there:
         step = row.step
-        words = f"{step.device} {step.name}: {row.old or '?'} -> {step.value}: {step.reason}"
-        lines.append(f"# {printable(words)}")
+        summary = f"{step.device} {step.name}: {row.old or '?'} -> {step.value}: {step.reason}"
+        lines.append(f"# {printable(summary)}")
         if step.warning:
             lines.append(f"#   {printable(step.warning)}")
         if isinstance(step, FileStep):
@@ -113,12 +113,12 @@ def to_script(plan: Plan, title: str) -> str:
             undo.append([] if row.to_come else _put_back(plan, row.old, step))
         elif isinstance(step, TriggerStep):
             lines.append(f"printf '1\\n' > {shlex.quote('/' + step.path)}")
-            told += [] if step.group in made else [f"printf '1\\n' > {shlex.quote('/' + step.path)}"]
+            triggers += [] if step.group in made else [f"printf '1\\n' > {shlex.quote('/' + step.path)}"]
         elif isinstance(step, ToolStep) and step.setting is not None:
             lines.append(f"run {shlex.join(step.setting.change(row.old or '0', step.new))}")
             undo.append([shlex.join(step.setting.change(step.new, row.old)) if row.old else f"UNKNOWN {step.name}"])
     back = [line for together in reversed(undo) for line in together]
-    back += [*told, *(f"rmdir {shlex.quote('/' + group)}" for group in reversed(made))]
+    back += [*triggers, *(f"rmdir {shlex.quote('/' + group)}" for group in reversed(made))]
     lines += ["", "# To undo:", *(f"#   {line}" for line in back)]
     return "\n".join(lines) + "\n"
 
@@ -131,7 +131,7 @@ def _put_back(plan: Plan, old: str | None, step: FileStep) -> list[str]:
 
 
 def _warnings(plan: Plan) -> list[str]:
-    """Each warning once, with what it is about."""
+    """Return each warning once, with what it is about."""
     about: dict[str, list[str]] = {}
     for row in plan.rows:
         if row.step.warning and row.differs:

@@ -47,7 +47,7 @@ def switch(
     rate: str,
     out: Path | None,
     json_file: Path | None,
-    **asked: Any,
+    **options: Any,
 ) -> None:
     """Write what a switch must be set to, so that it treats packets as the NICs of a profile mark them.
 
@@ -83,16 +83,16 @@ def switch(
     tree = _base(base)
     names = [name.strip() for name in ports.split(",")] if ports else sorted(tree["PORT"], key=_natural) if tree else []
     check_ports(names, form)
-    wanted = load_profile(profile)
-    chip, room = _headroom(asked, form, tree, names, rate_bps) if wanted.pfc.priorities else ("", None)
+    nic_profile = load_profile(profile)
+    chip, room = _headroom(options, form, tree, names, rate_bps) if nic_profile.pfc.priorities else ("", None)
     plan = plan_switch(
-        wanted,
+        nic_profile,
         names,
         rate_bps=rate_bps,
-        cable_m=asked["cable_m"],
-        mtu_bytes=asked["mtu"],
-        hash_seed=asked["hash_seed"],
-        hash_offset=asked["hash_offset"],
+        cable_m=options["cable_m"],
+        mtu_bytes=options["mtu"],
+        hash_seed=options["hash_seed"],
+        hash_offset=options["hash_offset"],
         room=room,
         chip=chip,
     )
@@ -123,7 +123,7 @@ def _base(path: Path | None) -> dict[str, Any]:
 
 
 def _headroom(
-    asked: dict[str, Any], form: Format, tree: dict[str, Any], names: list[str], rate_bps: int
+    options: dict[str, Any], form: Format, tree: dict[str, Any], names: list[str], rate_bps: int
 ) -> tuple[str, Headroom | None]:
     """The chip's name and what it needs; none where nobody named the chip and the system needs no number."""
     from congestion.nic.switches.buffers import find_headroom, own_headroom, unknown_chip
@@ -132,31 +132,31 @@ def _headroom(
     from congestion.nic.switches.sonic import lanes_of, platform_of
     from netlayer.errors import ConfigError
 
-    own, cell, name = asked["headroom_bytes"], asked["cell_bytes"], asked["chip"]
-    frame = asked["mtu"] + ETHERNET_BYTES
-    check_cable_and_mtu(asked["cable_m"], asked["mtu"])
+    own, cell, name = options["headroom_bytes"], options["cell_bytes"], options["chip"]
+    frame = options["mtu"] + ETHERNET_BYTES
+    check_cable_and_mtu(options["cable_m"], options["mtu"])
     if (own is None) != (cell is None):
-        given, lacks = ("--cell-bytes", "--headroom-bytes") if own is None else ("--headroom-bytes", "--cell-bytes")
-        raise ConfigError(given, own or cell, f"says nothing without {lacks}", "give both, or --chip")
+        option, lacks = ("--cell-bytes", "--headroom-bytes") if own is None else ("--headroom-bytes", "--cell-bytes")
+        raise ConfigError(option, own or cell, f"says nothing without {lacks}", "give both, or --chip")
     if own is not None:
         return name or "", own_headroom(own, cell, frame)
     platform = platform_of(tree)
-    found = find_chip(platform) if platform else None
-    if name and found and found.name != name:
-        rule = f"is not the chip of {platform} in --base, which is {found.name}"
+    platform_chip = find_chip(platform) if platform else None
+    if name and platform_chip and platform_chip.name != name:
+        rule = f"is not the chip of {platform} in --base, which is {platform_chip.name}"
         raise ConfigError("--chip", name, rule, "leave --chip out, or give the base of that switch")
-    chip = CHIPS[name] if name else found
+    chip = CHIPS[name] if name else platform_chip
     if chip is None:
         if form == "sonic" and platform:
             raise unknown_chip("--base", platform, "is a platform whose switch chip is not known here")
         if form == "sonic":
             raise unknown_chip("--chip", None, "is missing: PFC headroom differs from chip to chip")
         return "", None
-    return chip.name, find_headroom(chip, rate_bps, asked["cable_m"], frame, lanes=lanes_of(tree, names))
+    return chip.name, find_headroom(chip, rate_bps, options["cable_m"], frame, lanes=lanes_of(tree, names))
 
 
 def _with_notes(plan: SwitchPlan, form: Format, tree: dict[str, Any]) -> SwitchPlan:
-    """What must be known of this form, and of the base."""
+    """Add the notes on this form, and on the base."""
     from dataclasses import replace
 
     from congestion.nic.switches.sonic import is_traditional, notes_on
@@ -180,7 +180,7 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def _files(plan: SwitchPlan, form: Format, tree: dict[str, Any]) -> dict[str, str]:
-    """What to write, by file name."""
+    """Return the text of each file, by file name."""
     from congestion.nic.switches import sonic as switch_sonic
     from congestion.nic.switches import text as switch_text
 

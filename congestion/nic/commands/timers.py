@@ -103,11 +103,11 @@ def _print(solution: Solution, rows: Sequence[Row]) -> None:
 
     advice = solution.advice
     print_rows(f"predicted: R = {advice.retry_cnt}, a flap of {duration(solution.flap_s)}", rows, _TABLE)
-    found = "never (it does not give up)" if solution.row()["error_s"] is None else duration(advice.error_s)
+    detection = "never (it does not give up)" if solution.row()["error_s"] is None else duration(advice.error_s)
     click.echo(
         f"T = {advice.timeout}: outlives {duration(advice.lower_s)} on any NIC; {solution.nic} finds a dead path"
     )
-    click.echo(f"after: {found}. As {solution.nic} was measured, T = {advice.nic_timeout} is enough.")
+    click.echo(f"after: {detection}. As {solution.nic} was measured, T = {advice.nic_timeout} is enough.")
     verdict = "is enough too, and slower to find a dead path" if solution.preset > advice.timeout else "is the same"
     if solution.preset < advice.timeout:
         verdict = "is not enough on every NIC with that margin"

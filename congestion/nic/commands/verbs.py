@@ -82,11 +82,11 @@ def list_devices() -> None:
     from congestion.verbs.device import devices, find_device
 
     find_device()
-    found = devices()
-    _print("devices", [{**vars(one), "netdev": one.netdev} for one in found], _DEVICE)
+    all_devices = devices()
+    _print("devices", [{**vars(one), "netdev": one.netdev} for one in all_devices], _DEVICE)
     gids = [
         {"device": one.name, "gid": str(gid.index), "address": gid.ip, "kind": gid.kind}
-        for one in found
+        for one in all_devices
         for gid in one.gids
     ]
     _print("\naddresses", gids, {"device": "device", **_GID})
@@ -96,7 +96,7 @@ def list_devices() -> None:
 @click.option("--device", help="Sends [default: the first that is active].")
 @click.option("--to", "target", help="Receives [default: the same device].")
 @_plan_options
-def pair(device: str | None, target: str | None, json_file: Path | None, gpu: int | None, **asked: Any) -> None:
+def pair(device: str | None, target: str | None, json_file: Path | None, gpu: int | None, **options: Any) -> None:
     """Measure from one device of this host to another, or to itself.
 
     A bandwidth is of windows of messages; a latency is from the post to its completion, one message at a time, a round
@@ -111,8 +111,8 @@ def pair(device: str | None, target: str | None, json_file: Path | None, gpu: in
     from congestion.verbs.measure import measure_pair
 
     started = _begin(json_file)
-    rows = measure_pair(device, target, _plan(asked), gpu=gpu)
-    _keep(json_file, rows, started, {"device": device, "to": target, "gpu": gpu, **asked})
+    rows = measure_pair(device, target, _plan(options), gpu=gpu)
+    _keep(json_file, rows, started, {"device": device, "to": target, "gpu": gpu, **options})
 
 
 @verbs.command()
@@ -150,7 +150,7 @@ def serve(listen: str, device: str | None, clients: int | None) -> None:
 @click.argument("server")
 @click.option("--device", help="Sends [default: the first that is active].")
 @_plan_options
-def run(server: str, device: str | None, json_file: Path | None, gpu: int | None, **asked: Any) -> None:
+def run(server: str, device: str | None, json_file: Path | None, gpu: int | None, **options: Any) -> None:
     """Measure from a device of this host to SERVER (ADDRESS or ADDRESS:PORT), where `verbs serve` runs.
 
     \b
@@ -163,8 +163,8 @@ def run(server: str, device: str | None, json_file: Path | None, gpu: int | None
 
     started = _begin(json_file)
     host, port = _address("SERVER", server)
-    rows = measure_remote(host, port, device, _plan(asked), gpu=gpu)
-    _keep(json_file, rows, started, {"server": server, "device": device, "gpu": gpu, **asked})
+    rows = measure_remote(host, port, device, _plan(options), gpu=gpu)
+    _keep(json_file, rows, started, {"server": server, "device": device, "gpu": gpu, **options})
 
 
 def main() -> None:
@@ -174,7 +174,7 @@ def main() -> None:
     cli.run(verbs, "python -m congestion.nic.commands.verbs")
 
 
-def _plan(asked: dict[str, Any]) -> Any:
+def _plan(options: dict[str, Any]) -> Any:
     from congestion.verbs.measure import KINDS, Plan
     from congestion.verbs.queue_pair import QpSettings
     from netlayer.units import parse_size
@@ -182,10 +182,10 @@ def _plan(asked: dict[str, Any]) -> Any:
     names = ("timeout", "retry_cnt", "traffic_class", "flow_label", "udp_sport")
     counts = ("messages", "window", "repeats", "pings")
     try:
-        sizes = [parse_size(size) for size in asked["sizes"]]
-        settings = QpSettings(mtu=int(asked["mtu"]), **{name: asked[name] for name in names})
-        kinds = asked["kinds"] or KINDS
-        return Plan(sizes=sizes, kinds=kinds, settings=settings, **{name: asked[name] for name in counts})
+        sizes = [parse_size(size) for size in options["sizes"]]
+        settings = QpSettings(mtu=int(options["mtu"]), **{name: options[name] for name in names})
+        kinds = options["kinds"] or KINDS
+        return Plan(sizes=sizes, kinds=kinds, settings=settings, **{name: options[name] for name in counts})
     except ValueError as exc:
         raise ConfigError("options", None, str(exc), "see --help") from exc
 

@@ -50,7 +50,7 @@ _COLUMNS = {
 @click.option("--replay", type=_PATH, metavar="LOG", help="Look at a kept log in place of NICs.")
 @click.option("--out", type=_PATH, help="Folder for log, record and report [default: ./runs/nic-watch-<UTC>/].")
 @click.option("--json", "json_file", type=_PATH, help="Also write the record here; - is stdout.")
-def watch(**asked: Any) -> None:
+def watch(**options: Any) -> None:
     """Watch the counters of all RDMA NICs: storms of PFC and ECN, link flaps, retransmissions, silent and slow NICs.
 
     Every RDMA device is named, with what no counter of it tells. Alarms go to stderr as they are told. Ctrl-C ends it
@@ -67,23 +67,23 @@ def watch(**asked: Any) -> None:
     from netlayer.command import open_run
     from netlayer.results import check_target, utc_now
 
-    check_target("--json", asked["json_file"])
-    limits = _limits(asked["overrides"])
-    _refuse_without_effect(asked)
+    check_target("--json", options["json_file"])
+    limits = _limits(options["overrides"])
+    _refuse_without_effect(options)
     started = utc_now()
-    if asked["replay"]:
-        log, detector = _replay(asked["replay"], limits)
-        with _output(asked["out"]) as folder:
-            _finish(log, detector, limits, folder, started, asked, {})
+    if options["replay"]:
+        log, detector = _replay(options["replay"], limits)
+        with _output(options["out"]) as folder:
+            _finish(log, detector, limits, folder, started, options, {})
     else:
-        with open_run(asked["out"], "nic-watch") as folder:
-            log, detector, done = _sample(asked, limits, folder)
-            _finish(log, detector, limits, folder, started, asked, done)
+        with open_run(options["out"], "nic-watch") as folder:
+            log, detector, done = _sample(options, limits, folder)
+            _finish(log, detector, limits, folder, started, options, done)
     _judge(detector.events)
 
 
 def _replay(path: Path, limits: Thresholds) -> tuple[Log, Detector]:
-    """What alarms look at, through the detector, file by file."""
+    """Run a log through the detector, file by file; return the rows that alarms look at, and the detector."""
     from congestion.nic.counters.detect import Detector
     from congestion.nic.counters.log import load_log, log_parts
     from congestion.nic.counters.sampler import slow_every
@@ -119,7 +119,7 @@ def _looked_at(part: Log, before: int, step: int) -> Ints:
     return np.flatnonzero(due | (part.values[:, slow] != MISSING).any(axis=1))
 
 
-def _sample(asked: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Log, Detector, dict[str, Any]]:
+def _sample(options: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Log, Detector, dict[str, Any]]:
     """Sample until the end that was asked for, or until somebody stops it."""
     from congestion.nic.counters import catalogue as counters
     from congestion.nic.counters.detect import Detector
@@ -127,23 +127,23 @@ def _sample(asked: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Lo
     from congestion.nic.counters.reader import Reader
     from congestion.nic.counters.sampler import Sampled, sample, slow_every
 
-    root, period_ms = asked["root"], asked["period_ms"]
-    found = counters.find_counters(root, asked["devices"], everything=asked["all_counters"])
-    source = asked["source"] or ("measured" if root.resolve() == Path("/") else "simulated")
+    root, period_ms = options["root"], options["period_ms"]
+    nic_counters = counters.find_counters(root, options["devices"], everything=options["all_counters"])
+    source = options["source"] or ("measured" if root.resolve() == Path("/") else "simulated")
     period_ns = round(period_ms * 1e6)
-    num = None if asked["seconds"] is None else max(2, round(asked["seconds"] * 1e9 / period_ns) + 1)
+    num = None if options["seconds"] is None else max(2, round(options["seconds"] * 1e9 / period_ns) + 1)
     done = Sampled()
     with (
-        Reader(found, counters.find_ethtool(root, asked["devices"])) as reader,
+        Reader(nic_counters, counters.find_ethtool(root, options["devices"])) as reader,
         contextlib.ExitStack() as stack,
     ):
         detector = Detector(reader.columns, limits)
-        serve = _server(asked["prometheus"], detector, reader, stack)
+        serve = _server(options["prometheus"], detector, reader, stack)
         about = {"source": source, "period_ms": period_ms, "host": socket.gethostname()}
         writer = LogWriter(folder / "log", reader.columns, about)
         stack.callback(writer.close)
         every = slow_every(period_ns)
-        covered = _coverage(counters.find_ports(root, asked["devices"]), reader, detector)
+        covered = _coverage(counters.find_ports(root, options["devices"]), reader, detector)
         _say_begin(reader, covered, root)
 
         def take(time_ns: Ints, values: Ints, is_whole: bool) -> None:
@@ -161,13 +161,13 @@ def _sample(asked: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[Lo
     figures = {
         "devices": [row["port"] for row in covered],
         "not_read": left,
-        "samples": done.taken,
+        "samples": done.num_samples,
         "left_out": done.left_out,
         "cpu_share": round(done.cpu_share, 5),
         **late_s,
     }
-    said = f"{done.taken} samples, {done.left_out} left out, {done.cpu_share:.2%} of a core"
-    click.echo(f"{said}; log: {folder / 'log'}", err=True)
+    summary = f"{done.num_samples} samples, {done.left_out} left out, {done.cpu_share:.2%} of a core"
+    click.echo(f"{summary}; log: {folder / 'log'}", err=True)
     return log, detector, figures
 
 
@@ -205,7 +205,7 @@ def _finish(
     limits: Thresholds,
     folder: Path | None,
     started: str,
-    asked: dict[str, Any],
+    options: dict[str, Any],
     figures: dict[str, Any],
 ) -> None:
     """Record, page and table."""
@@ -223,7 +223,7 @@ def _finish(
         started_utc=started,
         ended_utc=utc_now(),
         arguments={
-            **{key: str(asked[key] or "") for key in ("root", "replay", "out")},
+            **{key: str(options[key] or "") for key in ("root", "replay", "out")},
             "period_ms": log.about.get("period_ms"),
             "limits": limits.model_dump(mode="json"),
             "step_s": detector.step_s,
@@ -238,9 +238,9 @@ def _finish(
 
         record.save(folder / "records")
         click.echo(f"report: {build_page(log, events, limits, detector.step_s).write(folder)}", err=True)
-    if asked["json_file"]:
-        write_text(asked["json_file"], record.to_json())
-    if str(asked["json_file"]) != "-":
+    if options["json_file"]:
+        write_text(options["json_file"], record.to_json())
+    if str(options["json_file"]) != "-":
         print_rows(f"{record.source}: alarms in {log.num_samples} samples", rows, _COLUMNS)
 
 
@@ -248,8 +248,8 @@ def _judge(events: Sequence[Event]) -> None:
     from netlayer.errors import CheckFailed
 
     if events:
-        told = ", ".join(dict.fromkeys(f"{event.kind} on {event.port}" for event in events))
-        raise CheckFailed(f"{len(events)} alarm{'s' * (len(events) > 1)}: {told}")
+        alarms = ", ".join(dict.fromkeys(f"{event.kind} on {event.port}" for event in events))
+        raise CheckFailed(f"{len(events)} alarm{'s' * (len(events) > 1)}: {alarms}")
 
 
 @contextlib.contextmanager
@@ -272,13 +272,13 @@ def _limits(overrides: Sequence[str]) -> Thresholds:
     return build_section(Thresholds, dict(read_override(word, "pause_share=0.3") for word in overrides), "--set ")
 
 
-def _refuse_without_effect(asked: dict[str, Any]) -> None:
+def _refuse_without_effect(options: dict[str, Any]) -> None:
     from topology.commands.records import refuse_without_effect, was_given
 
     live = ("root", "period_ms", "devices", "all_counters", "seconds", "prometheus", "source")
     names = {"devices": "device"}
     refuse_without_effect(
-        (f"--{names.get(name, name).replace('_', '-')}", bool(asked["replay"]) and was_given(name), "on a kept log")
+        (f"--{names.get(name, name).replace('_', '-')}", bool(options["replay"]) and was_given(name), "on a kept log")
         for name in live
     )
 

@@ -1,10 +1,10 @@
-"""Which counters RDMA NICs have: hw_counters and port counters of sysfs, statistics of ethtool.
+"""Counters that RDMA NICs have: hw_counters and port counters of sysfs, statistics of ethtool.
 
 A column is `<device>/<port>/<counter>`. `port_xmit_data` and `port_rcv_data`, which count four bytes at a time, become
 `xmit_bytes` and `rcv_bytes`, and what another driver counts under another name gets mlx5's. Fast counters are read at
 every sample, the others five times a second at most: a NIC answers many of them through its firmware. All paths are
-walked below the root (`congestion.nic.hosts.tree`), and a name that is none is left out. Left out, too: counters of
-single queue pairs.
+walked below the root (`congestion.nic.hosts.tree`), and a name that is none is left out. Not covered either: counters
+of single queue pairs.
 
 Names: Linux, drivers/infiniband/hw/bnxt_re/hw_counters.c (of 6.x, and as renamed in 2025), irdma/verbs.c and the names
 that irdma out of tree gives the same counters, ionic/ionic_hw_stats.c (which asks the firmware for them: those of
@@ -109,16 +109,16 @@ def find_counters(root: Path, devices: Iterable[str] = (), *, everything: bool =
     unknown = sorted(set(devices) - set(present))
     if unknown:
         raise HardwareMissing(f"--device {unknown[0]}: there is none; {folder} has {', '.join(present)}")
-    found: dict[str, Counter] = {}  # what stands in both folders, or under two names, is one counter
+    counters: dict[str, Counter] = {}  # what stands in both folders, or under two names, is one counter
     for device in _devices(tree, devices):
         for port in _ports(tree, device):
             for kind in ("counters", "hw_counters"):
                 below = f"{RDMA}/{device}/ports/{port}/{kind}"
                 for counter in _of_folder(tree, below, f"{device}/{port}", everything):
-                    found.setdefault(counter.column, counter)
-    if not found:
+                    counters.setdefault(counter.column, counter)
+    if not counters:
         raise HardwareMissing(f"{folder}: no port of {', '.join(present)} has counters; it needs Linux 4.8 or later")
-    return list(found.values())
+    return list(counters.values())
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ class Port:
 def find_ports(root: Path, devices: Iterable[str] = ()) -> list[Port]:
     """Every port of the RDMA devices below `root`, with counters or without."""
     tree = Tree(root)
-    found = []
+    ports = []
     for device in _devices(tree, devices):
         driver = (tree.real(f"{RDMA}/{device}/device/driver") or ("",))[-1]
         for number in _ports(tree, device) or [""]:
             layer = tree.text(f"{RDMA}/{device}/ports/{number}/link_layer") if number else None
-            found.append(Port(device, number, driver, layer or ""))
-    return found
+            ports.append(Port(device, number, driver, layer or ""))
+    return ports
 
 
 def find_ethtool(root: Path, devices: Iterable[str] = ()) -> list[Ethtool]:
@@ -166,7 +166,7 @@ def find_netdevs(tree: Tree, devices: Iterable[str] = ()) -> dict[str, str]:
 
     A PCI device may have several: of its other port, and those that stand for virtual functions.
     """
-    found: dict[str, str] = {}
+    netdevs: dict[str, str] = {}
     for device in _devices(tree, devices):
         own = [name for name in tree.names(f"{RDMA}/{device}/device/net") if is_name(name)]
         named = {port: _of_gids(tree, f"{RDMA}/{device}/ports/{port}", own) for port in _ports(tree, device)}
@@ -174,15 +174,15 @@ def find_netdevs(tree: Tree, devices: Iterable[str] = ()) -> dict[str, str]:
         for port, netdev in named.items():
             chosen = netdev or (left[0] if len(left) == 1 and len(named) == len(own) else None)
             if chosen:
-                found[f"{device}/{port}"] = chosen
+                netdevs[f"{device}/{port}"] = chosen
             elif own:
                 logger.warning("%s/%s: which of %s is its interface cannot be told", device, port, ", ".join(own))
-    return found
+    return netdevs
 
 
-def _devices(tree: Tree, wanted: Iterable[str]) -> list[str]:
-    """Those of `wanted`, all where it is empty."""
-    names, only = tree.names(RDMA), set(wanted)
+def _devices(tree: Tree, requested: Iterable[str]) -> list[str]:
+    """Return those of `requested`, all where it is empty."""
+    names, only = tree.names(RDMA), set(requested)
     for name in names:
         if not is_name(name):
             logger.warning("%r is no name of a device: left out", name)

@@ -1,7 +1,7 @@
-"""What counters say is wrong: storms of PFC and ECN, link flaps, retransmissions, and NICs that fall silent or slow.
+"""Detection of faults by counters: PFC and ECN storms, link flaps, retransmissions, and NICs that fall silent or slow.
 
 Every rule looks at one sample after another and needs two of them at most, but for what is told by the step (`slow`,
-`stalled`). An episode is one event, however long. Left out: why.
+`stalled`). An episode is one event, however long. Not covered: why.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROWS = tuple(
 
 
 class Thresholds(Section):
-    """From where on a signal is an alarm."""
+    """Limits past which a signal is an alarm."""
 
     pause_share: float = Field(0.1, gt=0, le=1, description="PFC storm: share of the time that a port is paused")
     pause_frames_per_s: float = Field(20_000, gt=0, description="the same, of a NIC that counts frames alone")
@@ -99,7 +99,7 @@ class _Rule:
     def update(
         self, ports: Sequence[str], time_ns: int, bad: Bools, fresh: Bools, figure: Floats, limit: float
     ) -> list[Event]:
-        """The next sample; the episodes that it makes certain."""
+        """Take the next sample; return the episodes that it makes certain."""
         if self.idle and not bad.any():  # nearly always
             return []
         bad = bad & fresh
@@ -113,13 +113,13 @@ class _Rule:
         self.quiet[bad] = 0
         good = fresh & ~bad
         self.quiet[good] += 1
-        found = [self._found(int(port), ports, time_ns, limit) for port in np.flatnonzero(bad)]
+        events = [self._note_bad(int(port), ports, time_ns, limit) for port in np.flatnonzero(bad)]
         for port in np.flatnonzero(good):
             self._calm(int(port))
         self.idle = not self.open and not self.streak.any()
-        return [event for event in found if event is not None]
+        return [event for event in events if event is not None]
 
-    def _found(self, port: int, ports: Sequence[str], time_ns: int, limit: float) -> Event | None:
+    def _note_bad(self, port: int, ports: Sequence[str], time_ns: int, limit: float) -> Event | None:
         worst = float(self.worst[port])
         known = self.open.get(port)
         if known is not None:
@@ -193,15 +193,15 @@ class Detector:
         return self._period_s if self.pattern.period else None
 
     def update(self, time_ns: int, values: Sequence[int] | Ints) -> list[Event]:
-        """One sample; what it makes certain."""
+        """Take one sample; return the episodes that it makes certain."""
         self.signals.update(time_ns / 1e9, values)
         if self._last_ns is None:
             self._last_ns = self._bin_ns = time_ns
             return []
-        found = [*self._each_alone(time_ns), *self._traffic(time_ns)]
+        events = [*self._each_alone(time_ns), *self._traffic(time_ns)]
         self._last_ns = time_ns
-        self.events += found
-        return found
+        self.events += events
+        return events
 
     def _each_alone(self, time_ns: int) -> list[Event]:
         """Storms and losses, which a port shows by itself: all at once, for nearly always there is none."""
@@ -210,32 +210,32 @@ class Detector:
         return [
             event
             for place, rule in enumerate(_ALONE)
-            for event in self._told(
+            for event in self._update(
                 rule, time_ns, self._bad[place], self._fresh[place], self._figures[place], float(self._limits[place])
             )
         ]
 
     def _look_at_each(self) -> bool:
-        """Fill the figures of _ALONE; whether one is bad."""
+        """Fill the figures of _ALONE; return whether one is bad."""
         signals, arrays = self.signals, (self._limits, self._figures, self._bad, self._fresh)
-        found: bool = _of_each(_ROWS, signals.rate, signals.count, signals.fresh, self._frames_alone, *arrays)
-        return found
+        any_bad: bool = _of_each(_ROWS, signals.rate, signals.count, signals.fresh, self._frames_alone, *arrays)
+        return any_bad
 
     def _traffic(self, time_ns: int) -> list[Event]:
-        """By the other ports at once, and by the step."""
+        """Compare each port's traffic with the other ports' at once, and with its own step."""
         traffic, gone = self.signals.get("traffic"), self.signals.unreadable("traffic")
         rate = np.where(gone, 0.0, traffic.rate)
         self._usual = np.maximum(self._usual * _DECAY, rate)
         fresh = traffic.fresh | gone
         middle, members = self._members(rate)
         limit = self.limits.silent_share
-        found: list[Event] = []
+        events: list[Event] = []
         if middle:  # between bursts nobody is told from anybody
             share = rate / middle
-            found = self._told("silent", time_ns, members & (share < limit), fresh, share, limit)
+            events = self._update("silent", time_ns, members & (share < limit), fresh, share, limit)
         for port in self._rules["silent"].open:  # whose steps are short for as long as one of them holds the silence
             self._excused_ns[port] = time_ns + round(1.5e9 * self._period_s)
-        return [*found, *self._stalled(time_ns, float(rate.sum())), *self._by_step(time_ns, traffic.count)]
+        return [*events, *self._stalled(time_ns, float(rate.sum())), *self._by_step(time_ns, traffic.count)]
 
     def _members(self, rate: Floats) -> tuple[float, Bools]:
         """The middle port's traffic and who is held against it: none where too few move data, or hardly any."""
@@ -255,7 +255,7 @@ class Detector:
         return self._of_all("stalled", time_ns, since_s >= limit, since_s, limit)
 
     def _by_step(self, time_ns: int, moved: Floats) -> list[Event]:
-        """Once in a tenth of a second: a step is longer."""
+        """Look for slow steps, once in a tenth of a second: a step is longer."""
         self._moved += moved
         since_ns = time_ns - self._bin_ns
         if since_ns < _BIN_NS:
@@ -271,10 +271,10 @@ class Detector:
         limit = self.limits.slow_share
         below, ratio, common = self.pattern.below(limit), self.pattern.ratio, self.pattern.common
         below &= self._excused_ns < time_ns
-        slow = self._told("slow", time_ns, below, self._everyone, ratio, limit)
+        slow = self._update("slow", time_ns, below, self._everyone, ratio, limit)
         return [*slow, *self._of_all("all-slow", time_ns, 0.05 < common < limit, common, limit)]
 
-    def _told(self, rule: str, time_ns: int, bad: Bools, fresh: Bools, figure: Floats, limit: float) -> list[Event]:
+    def _update(self, rule: str, time_ns: int, bad: Bools, fresh: Bools, figure: Floats, limit: float) -> list[Event]:
         return self._rules[rule].update(self.ports, time_ns, bad, fresh, figure, limit)
 
     def _of_all(self, rule: str, time_ns: int, bad: bool, figure: float, limit: float) -> list[Event]:
@@ -287,9 +287,9 @@ class Detector:
 
 @entry
 def _of_each(rows, rate, count, seen, frames_alone, limits, figures, bad, fresh):  # type: ignore[no-untyped-def]
-    """The figure of each rule of _ALONE, and where it is bad; shape (rules, ports). Whether it is anywhere."""
+    """Fill the figure of each rule of _ALONE, and where it is bad; shape (rules, ports). Return whether any is."""
     pause, frames, packets, marked, downs, timeouts, resent = rows
-    found = False
+    any_bad = False
     for port in range(frames_alone.size):
         enough = rate[packets, port] >= _LEAST_PACKETS_PER_S
         figures[0, port], fresh[0, port] = rate[pause, port] / 1e6, seen[pause, port]  # it counts microseconds
@@ -302,8 +302,8 @@ def _of_each(rows, rate, count, seen, frames_alone, limits, figures, bad, fresh)
         figures[5, port], fresh[5, port] = rate[resent, port], seen[resent, port]
         for rule in range(limits.size):
             bad[rule, port] = figures[rule, port] >= limits[rule]
-            found |= bad[rule, port]
-    return found
+            any_bad |= bad[rule, port]
+    return any_bad
 
 
 def _middle(values: Floats) -> float:

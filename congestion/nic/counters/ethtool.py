@@ -1,7 +1,7 @@
 """Statistics of a network interface as `ethtool -S` prints them, asked of the kernel by the same ioctl.
 
 Layouts: include/uapi/linux/ethtool.h (ethtool_sset_info, ethtool_gstrings, ethtool_stats). The names are read once, the
-numbers with one call a sample. Left out: the netlink interface, which has no statistics of a driver's own.
+numbers with one call a sample. Not covered: the netlink interface, which has no statistics of a driver's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The last sample for Prometheus: every counter as it stands, the rates that alarms are told by, and the alarms.
 
 An HTTP server of prometheus_client on the loopback interface unless another address is given: it knows no password.
-Left out: pushing.
+Not covered: pushing.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Exporter(Collector):
         return server.server_port, stop
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing ahead of the first sample: what there is depends on the NICs."""
+        """Describe nothing ahead of the first sample: what there is depends on the NICs."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        """What Prometheus asks for."""
+        """Yield the metrics for Prometheus."""
         counts = CounterMetricFamily(
             "netlayer_nic_counter", "a counter of the NIC; data in bytes", labels=["device", "port", "counter"]
         )

@@ -50,7 +50,7 @@ class Log:
 
     @property
     def num_samples(self) -> int:
-        """Of the whole log."""
+        """Number of samples in the whole log."""
         return len(self.time_ns) if self.whole is None else self.whole
 
 
@@ -196,7 +196,7 @@ def _table(file: Path) -> pa.Table:
 
 
 def _about(file: Path, table: pa.Table) -> dict[str, Any]:
-    """What the writer noted of the log.
+    """Return the writer's notes on the log.
 
     Raises:
         ConfigError: it is no JSON object.

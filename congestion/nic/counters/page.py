@@ -1,6 +1,6 @@
 """The page of `netlayer nic watch`: what each NIC moved, its marks and pauses, and what was told of them.
 
-Every sentence is computed from the log. Left out: single samples; a point is the mean of a stretch.
+Every sentence is computed from the log. Not covered: single samples; a point is the mean of a stretch.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A training job repeats itself step by step, and so does what its NICs move: MegaScale (NSDI'24, section 4.2) takes a
 decline of RDMA traffic for a sign before any error. What a port moves in any window of one period is the same wherever
 the window lies; it is held against the port's own past and, which we add, the other ports: a step that is slower for
-all is no NIC's fault. Left out: which part of a step it was.
+all is no NIC's fault. Not covered: which part of a step it was.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Pattern:
         """Find the period, or a better one: what was seen first may have been too short to hold a whole step."""
         if self.period is not None and not self.common > 1 - _PAUSED:
             return
-        found = find_period(np.diff(self._cumulated[: self._num].sum(axis=1)))
-        if found is not None and (self.period is None or abs(found - self.period) > _SAME * self.period):
-            self.period = found
+        period = find_period(np.diff(self._cumulated[: self._num].sum(axis=1)))
+        if period is not None and (self.period is None or abs(period - self.period) > _SAME * self.period):
+            self.period = period
             self._usual.clear()
 
     def _judge(self, window: Floats) -> bool:

@@ -3,7 +3,7 @@
 Between two readings of the slow counters a compiled loop waits, reads and parses: at a hundred samples a second Python
 itself, called back from sleep, would cost more than the readings. It holds no lock of Python's, makes no object, and a
 signal ends it early. Values are what the files say at that moment: a pread at 0 of a file of sysfs asks the driver
-again. Left out: RDMA netlink, which gives a port's hw_counters, but not its port counters, by one call.
+again. Not covered: RDMA netlink, which gives a port's hw_counters, but not its port counters, by one call.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _sleep: Any = types.ExternalFunction("clock_nanosleep", types.int32(types.int32,
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """When samples are due: the k-th at `start_ns` + k * `period_ns` of the monotonic clock."""
+    """Times at which samples are due: the k-th at `start_ns` + k * `period_ns` of the monotonic clock."""
 
     start_ns: int
     period_ns: int
 
     def next_tick(self, tick: int, now_ns: int) -> int:
-        """What follows `tick`, and is not yet due."""
+        """Return the first tick after `tick` that is not yet due."""
         return max(tick + 1, (now_ns - self.start_ns) // self.period_ns + 1)
 
 
@@ -122,11 +122,11 @@ class Reader:
         """
         arrays = self._handles, self._scales, self._num_fast, self._text, self._timespec
         into_arrays = into.time_ns, into.values, into.late_us
-        taken, tick = _take(schedule.start_ns, schedule.period_ns, tick, num, *arrays, *into_arrays)
-        if self._ethtool and num and taken == num:
+        num_taken, tick = _take(schedule.start_ns, schedule.period_ns, tick, num, *arrays, *into_arrays)
+        if self._ethtool and num and num_taken == num:
             numbers = [number for statistics in self._ethtool for number in statistics.read()]
-            into.values[taken - 1, len(self._open) :] = numbers
-        return taken, tick
+            into.values[num_taken - 1, len(self._open) :] = numbers
+        return num_taken, tick
 
 
 @kernel

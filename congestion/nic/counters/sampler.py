@@ -21,7 +21,7 @@ Sink = Callable[[Ints, Ints, bool], None]
 
 
 class Readable(Protocol):
-    """What is sampled: `Reader`, or a test's own."""
+    """Source of samples: `Reader`, or a test's own."""
 
     columns: list[str]
 
@@ -30,16 +30,16 @@ class Readable(Protocol):
 
 @dataclass
 class Sampled:
-    """What a run of the sampler did; true after each stretch.
+    """Figures of a run of the sampler; true after each stretch.
 
     Args:
-        taken: samples.
+        num_samples: taken.
         left_out: samples that were due while an earlier one was still being read or written.
         cpu_s: of the whole process, over the run.
         late_us: how many samples began so many microseconds after they were due; shape (NUM_LATE,).
     """
 
-    taken: int = 0
+    num_samples: int = 0
     left_out: int = 0
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -47,16 +47,16 @@ class Sampled:
 
     @property
     def cpu_share(self) -> float:
-        """Of one core."""
+        """CPU time of the whole process as a share of one core."""
         return self.cpu_s / self.wall_s if self.wall_s else 0.0
 
     def late_at(self, share: float) -> float:
-        """How late that share of the samples was at most, in seconds, rounded up to a microsecond."""
+        """Return how late that share of the samples was at most, in seconds, rounded up to a microsecond."""
         return (int(np.searchsorted(np.cumsum(self.late_us), share * self.late_us.sum())) + 1) / 1e6
 
 
 def slow_every(period_ns: int) -> int:
-    """How many samples there are from one reading of the slow counters to the next."""
+    """Return the number of samples from one reading of the slow counters to the next."""
     return max(1, min(SLOW_EVERY, SLOW_PERIOD_NS // period_ns))
 
 
@@ -91,15 +91,15 @@ def sample(
     schedule, cpu_s = Schedule(clock(), period_ns), time.process_time()
     epoch_ns = time.time_ns() - schedule.start_ns
     tick = 0
-    while (num_samples is None or done.taken < num_samples) and not stopped():
-        num = every - (done.taken - 1) % every if done.taken else 1
-        num = num if num_samples is None else min(num, num_samples - done.taken)
-        taken, tick = reader.read(schedule, tick, num, room)
-        done.taken += taken
-        done.left_out = tick - done.taken
-        if taken:
-            done.wall_s = (int(room.time_ns[taken - 1]) - schedule.start_ns) / 1e9
-            sink(room.time_ns[:taken] + epoch_ns, room.values[:taken], taken == num)
+    while (num_samples is None or done.num_samples < num_samples) and not stopped():
+        num = every - (done.num_samples - 1) % every if done.num_samples else 1
+        num = num if num_samples is None else min(num, num_samples - done.num_samples)
+        num_taken, tick = reader.read(schedule, tick, num, room)
+        done.num_samples += num_taken
+        done.left_out = tick - done.num_samples
+        if num_taken:
+            done.wall_s = (int(room.time_ns[num_taken - 1]) - schedule.start_ns) / 1e9
+            sink(room.time_ns[:num_taken] + epoch_ns, room.values[:num_taken], num_taken == num)
             tick = schedule.next_tick(tick - 1, clock())
         done.cpu_s = time.process_time() - cpu_s
     return done

@@ -1,7 +1,7 @@
-"""From counters to signals: rates of each port, whichever counters its NIC has, sample by sample.
+"""Conversion of counters into signals: rates of each port, whichever counters its NIC has, sample by sample.
 
 A counter that goes back was reset: that one interval is left out. A slow counter's rate holds until it is read again;
-`fresh` tells which were. Left out: what a rate means; see `counters_detect`.
+`fresh` tells which were. Not covered: what a rate means; see `counters.detect`.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class Signals:
         self.update(0.0, self._last)  # compiles, which no sample should wait for; nothing was read
 
     def has(self, kind: str) -> Bools:
-        """Which ports have counters of that signal; shape (ports,)."""
-        found: Bools = self._has[self._row[kind]]
-        return found
+        """Return which ports have counters of that signal; shape (ports,)."""
+        mask: Bools = self._has[self._row[kind]]
+        return mask
 
     def missing(self, port: str) -> list[str]:
-        """What cannot be told of a port, for want of counters."""
+        """Name what cannot be told of a port, for want of counters."""
         if port not in self.ports:
             return ["anything"]
         has = dict(zip(KINDS, self._has[:, self.ports.index(port)].tolist(), strict=True))
@@ -127,13 +127,13 @@ class Signals:
     def unreadable(self, kind: str) -> Bools:
         """Ports that have the counters and gave none of them at this sample."""
         row = self._row[kind]
-        found: Bools = self._has[row] & ~self._read[row]
-        return found
+        mask: Bools = self._has[row] & ~self._read[row]
+        return mask
 
 
 @entry
 def _of_columns(time_s, values, last, last_s, rate, count, fresh, read):  # type: ignore[no-untyped-def]
-    """What each counter did since it was read before."""
+    """Compute each counter's rate and count since it was read before."""
     for place in range(values.size):
         value, before = values[place], last[place]
         read[place] = value != MISSING
@@ -149,7 +149,7 @@ def _of_columns(time_s, values, last, last_s, rate, count, fresh, read):  # type
 def _of_ports(  # type: ignore[no-untyped-def]
     places, largest, column_rate, column_count, column_fresh, column_read, rate, count, fresh, read
 ):
-    """From columns to kinds and ports; each number is stored once, whole, for who reads it meanwhile."""
+    """Fold columns into kinds and ports; each number is stored once, whole, for who reads it meanwhile."""
     kinds, ports, width = places.shape
     for kind in range(kinds):
         for port in range(ports):
@@ -171,10 +171,10 @@ def _of_ports(  # type: ignore[no-untyped-def]
 
 
 def _places(ports: Sequence[str], names: Sequence[tuple[str, str]], pattern: str) -> NDArray[np.intp]:
-    """Where each port's counters stand, padded with the place that is never read; shape (ports, most counters)."""
-    found = [
+    """Return where each port's counters stand, padded with a place that is never read; shape (ports, most counters)."""
+    places = [
         [place for place, (owner, name) in enumerate(names) if owner == port and re.fullmatch(pattern, name)]
         for port in ports
     ]
-    width = max(1, *map(len, found)) if found else 1
-    return np.array([row + [len(names)] * (width - len(row)) for row in found], dtype=np.intp).reshape(-1, width)
+    width = max(1, *map(len, places)) if places else 1
+    return np.array([row + [len(names)] * (width - len(row)) for row in places], dtype=np.intp).reshape(-1, width)

@@ -1,6 +1,6 @@
 """Made-up counter logs: the periodic traffic of a training job on one server's NICs, and faults planted in it.
 
-For tests, and for who wants to see what detection says. Such a log says `simulated` in each of its files. Left out:
+For tests, and for who wants to see what detection says. Such a log says `simulated` in each of its files. Not covered:
 any fabric (the simulator is `congestion.simulation.simulate`): bursts have a fixed shape, and a fault touches its own
 NIC alone.
 """
@@ -148,8 +148,8 @@ def _nic(
 
 
 def _during(fault: Fault, time_s: Floats) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = (time_s >= fault.at_s) & (time_s < fault.at_s + fault.for_s)
-    return found
+    mask: NDArray[np.bool_] = (time_s >= fault.at_s) & (time_s < fault.at_s + fault.for_s)
+    return mask
 
 
 def _with(faults: Sequence[Fault], kind: Kind, time_s: Floats, usual: Floats, planted: Floats) -> Floats:

@@ -1,7 +1,7 @@
 """Whether a host has the NICs that the cluster file says: how many, and how fast.
 
 A host may have more RDMA devices than those of the fabric (storage, management): what counts is how many run at the
-fabric's rate. Left out: GPUs, and to which ToR a NIC is wired (`netlayer topology probe`).
+fabric's rate. Not covered: GPUs, and to which ToR a NIC is wired (`netlayer topology probe`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ def of_fabric(devices: Sequence[Device], cluster: ClusterConfig) -> list[Device]
 
 
 def differences(devices: Sequence[Device], cluster: ClusterConfig) -> list[str]:
-    """What is not as the cluster file says, in words; empty where all is."""
-    good, wanted = len(of_fabric(devices, cluster)), cluster.nics_per_server
-    if good == wanted:
+    """Describe what is not as the cluster file says; empty where all is."""
+    good, expected = len(of_fabric(devices, cluster)), cluster.nics_per_server
+    if good == expected:
         return []
-    counted = f"{good} of {wanted}" if good < wanted else f"{good}, not {wanted}"
-    words = [f"NICs at {format_rate(cluster.nic_bps)}: {counted}"]
-    if good < wanted:
-        words += [f"{one.name}: {wrong}" for one in devices if (wrong := _wrong(one, cluster))]
-    return words
+    counted = f"{good} of {expected}" if good < expected else f"{good}, not {expected}"
+    messages = [f"NICs at {format_rate(cluster.nic_bps)}: {counted}"]
+    if good < expected:
+        messages += [f"{one.name}: {wrong}" for one in devices if (wrong := _wrong(one, cluster))]
+    return messages
 
 
 def _wrong(device: Device, cluster: ClusterConfig) -> str:
-    """Why it is none of the fabric's; empty where it is one."""
+    """Return why it is none of the fabric's; empty where it is one."""
     if device.vendor == "soft":
         return "a software device"
     if not device.roce:

@@ -1,4 +1,4 @@
-"""The same command on many hosts over ssh: argument lists, a time limit each, one table of what came of it.
+"""Execution of a command on many hosts over ssh: argument lists, a time limit each, one table of outcomes.
 
 The remote side's words are quoted for the shell that sshd starts, the profile travels on stdin. Keys, users and jump
 hosts are ssh's own configuration. A host that does not answer within its limit may still be at work: its journal tells.
@@ -27,23 +27,23 @@ _LATE, _UNREACHABLE = 124, 255
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one host.
+    """Outcome of one host.
 
     Args:
         exit_code: of its command; 255: ssh did not get there, 124: no answer in time.
         result: what it wrote as JSON; None where that is none.
-        said: its last line on stderr.
+        message: its last line on stderr.
     """
 
     host: str
     exit_code: int
     result: Any
-    said: str
+    message: str
 
     @property
     def word(self) -> str:
-        words = {0: "good", 1: "failed", 2: "refused", 3: "no hardware", _LATE: "late", _UNREACHABLE: "unreachable"}
-        return words.get(self.exit_code, f"exit code {self.exit_code}")
+        texts = {0: "good", 1: "failed", 2: "refused", 3: "no hardware", _LATE: "late", _UNREACHABLE: "unreachable"}
+        return texts.get(self.exit_code, f"exit code {self.exit_code}")
 
 
 def is_host(text: str) -> bool:
@@ -69,8 +69,10 @@ def read_hosts(text: str) -> list[str]:
     return hosts
 
 
-def run_on(hosts: Sequence[str], words: Sequence[str], stdin: str, limit_s: float, ssh: str = "ssh") -> list[Outcome]:
-    """Run `words` on every host, some at once. Returns one outcome a host, in their order.
+def run_on(
+    hosts: Sequence[str], arguments: Sequence[str], stdin: str, limit_s: float, ssh: str = "ssh"
+) -> list[Outcome]:
+    """Run `arguments` on every host, some at once. Returns one outcome a host, in their order.
 
     Args:
         ssh: the command that reaches a host, with its options.
@@ -86,7 +88,7 @@ def run_on(hosts: Sequence[str], words: Sequence[str], stdin: str, limit_s: floa
     lock = threading.Lock()
 
     def ask(host: str) -> Outcome:
-        command = [*reach, "-o", "BatchMode=yes", "--", host, shlex.join(words)]
+        command = [*reach, "-o", "BatchMode=yes", "--", host, shlex.join(arguments)]
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -97,7 +99,7 @@ def run_on(hosts: Sequence[str], words: Sequence[str], stdin: str, limit_s: floa
         with lock:
             running.add(process)
         try:
-            printed, said = process.communicate(stdin, timeout=limit_s)
+            printed, errors = process.communicate(stdin, timeout=limit_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -106,7 +108,7 @@ def run_on(hosts: Sequence[str], words: Sequence[str], stdin: str, limit_s: floa
             with lock:
                 running.discard(process)
         return Outcome(
-            host, process.returncode, _parse(printed), printable((said.strip().splitlines() or [""])[-1])[:300]
+            host, process.returncode, _parse(printed), printable((errors.strip().splitlines() or [""])[-1])[:300]
         )
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:

@@ -1,8 +1,8 @@
 """Every RDMA device of a host, read from sysfs, debugfs and configfs: what it is, where it sits, how it can be set.
 
 Names that come out of files (network devices, PCI addresses) go into paths and arguments later, so one that is no such
-name is not believed. Distances to GPUs are those of the PCI tree, in the words of `nvidia-smi topo -m`. Left out: links
-and counters (`netlayer nic watch`), queue pairs.
+name is not believed. Distances to GPUs are those of the PCI tree, in the words of `nvidia-smi topo -m`. Not covered:
+links and counters (`netlayer nic watch`), queue pairs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Device:
 
     @property
     def port_suffix(self) -> str:
-        """Of mlxconfig's keys: a function is a port."""
+        """Suffix of mlxconfig's keys: a function is a port."""
         return f"_P{int(self.pci[-1]) % 2 + 1}" if self.pci else "_P1"
 
     def has(self, surface: str) -> bool:
@@ -192,19 +192,19 @@ def _rate(text: str) -> int:
 
 
 def _gids(tree: Tree, port: str) -> tuple[Gid, ...]:
-    found: list[Gid] = []
+    gids: list[Gid] = []
     for index in sorted(int(name) for name in tree.names(f"{port}/gids") if re.fullmatch(r"\d{1,4}", name)):
         gid = tree.text(f"{port}/gids/{index}") or ""
-        if not gid or gid == _NO_GID or len(found) == _MOST_GIDS:
+        if not gid or gid == _NO_GID or len(gids) == _MOST_GIDS:
             continue
         netdev = tree.text(f"{port}/gid_attrs/ndevs/{index}") or ""
         kind = tree.text(f"{port}/gid_attrs/types/{index}")
-        found.append(Gid(index, _plain(gid), _plain(kind), netdev if is_name(netdev) else ""))
-    return tuple(found)
+        gids.append(Gid(index, _plain(gid), _plain(kind), netdev if is_name(netdev) else ""))
+    return tuple(gids)
 
 
 def _netdev(tree: Tree, base: str, gids: Sequence[Gid]) -> str:
-    """Of the first GID; else the device's own, else that below a soft one."""
+    """Return the network device of the first GID; else the device's own, else that below a soft one."""
     named = [gid.netdev for gid in gids if gid.netdev]
     own = [name for name in tree.names(f"{base}/device/net") if is_name(name)]
     parent = tree.text(f"{base}/parent") or ""
@@ -214,7 +214,7 @@ def _netdev(tree: Tree, base: str, gids: Sequence[Gid]) -> str:
 def _surfaces(
     tree: Tree, tools: Tools, name: str, vendor: str, pci: str, netdev: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which ways to set it are there, and which only root can say."""
+    """Return the ways to set it that are there, and those of which only root can say."""
     ways = {
         "rdma-cm": ("", CM_CONFIG),
         "mlx5-debugfs": ("nvidia", pci and f"{MLX5_DEBUG}/{pci}/cc_params"),
@@ -223,24 +223,24 @@ def _surfaces(
         "bnxt-debugfs": ("broadcom", pci and f"{BNXT_DEBUG}/{pci}/cc_config"),
         "irdma-configfs": ("intel", IRDMA_CONFIG),
     }
-    found, closed = [], []
+    present, closed = [], []
     for surface, (owner, path) in ways.items():
         try:
             if path and owner in ("", vendor) and tree.is_folder(path):
-                found.append(surface)
+                present.append(surface)
         except PermissionError:
             closed.append(surface)
     try:
         if vendor == "amd" and ionic_folder(tree, name, pci):
-            found.append("ionic-dcqcn")
+            present.append("ionic-dcqcn")
     except PermissionError:
         closed.append("ionic-dcqcn")
     names = [*(_TOOLS if vendor != "soft" else ()), *(_NVIDIAS_TOOLS if vendor == "nvidia" else ())]
-    return (*found, *(tool for tool in names if tools.find(tool))), tuple(closed)
+    return (*present, *(tool for tool in names if tools.find(tool))), tuple(closed)
 
 
 def ionic_folder(tree: Tree, name: str, pci: str) -> str:
-    """Where AMD's driver keeps its DCQCN profiles: in debugfs, or with the device in older ones; empty: nowhere."""
+    """Return AMD's folder of DCQCN profiles: in debugfs, or with the device in older drivers; empty: none."""
     below = f"{IONIC_DEBUG}/{pci}"
     folders = [f"{RDMA}/{name}"]
     for inner in tree.names(below) if pci else []:
@@ -250,12 +250,12 @@ def ionic_folder(tree: Tree, name: str, pci: str) -> str:
 
 def _find_gpus(tree: Tree) -> dict[str, tuple[str, ...]]:
     """The way to each GPU, by address."""
-    found = {}
+    paths = {}
     for address in tree.names("sys/bus/pci/devices"):
         kind = tree.text(f"sys/bus/pci/devices/{address}/class") or "" if is_pci(address) else ""
         if kind.startswith(_GPU_CLASSES):
-            found[address] = tree.real(f"sys/bus/pci/devices/{address}")
-    return found
+            paths[address] = tree.real(f"sys/bus/pci/devices/{address}")
+    return paths
 
 
 def _nearest(
@@ -270,10 +270,10 @@ def _nearest(
 
 
 def _level(way: tuple[str, ...], other: tuple[str, ...], same_node: bool) -> str:
-    """How far two PCI devices are from each other, by what their ways share."""
+    """Return the distance of two PCI devices, by what their ways share."""
     shared = 0
-    for mine, its in zip(way[:-1], other[:-1], strict=False):
-        if mine != its:
+    for name_a, name_b in zip(way[:-1], other[:-1], strict=False):
+        if name_a != name_b:
             break
         shared += 1
     common = way[:shared]

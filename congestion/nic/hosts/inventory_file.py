@@ -42,12 +42,12 @@ def read_inventory(path: Path) -> dict[str, list[Device] | str]:
         hosts = {path.stem: {"result": tree}}
     if not isinstance(hosts, dict) or not hosts or not all(isinstance(one, dict) for one in hosts.values()):
         raise ConfigError("--inventory", path, "has no hosts", _REMEDY)
-    found: dict[str, list[Device] | str] = {}
+    devices: dict[str, list[Device] | str] = {}
     for host, row in hosts.items():
         try:
             if not is_host(host):
                 raise ValueError("is no host's name")
-            found[host] = (
+            devices[host] = (
                 printable(str(row.get("said") or "no answer"))
                 if row.get("result") is None
                 else devices_of(row["result"])
@@ -55,10 +55,10 @@ def read_inventory(path: Path) -> dict[str, list[Device] | str]:
         except NoInventory as exc:
             if one_host:
                 raise ConfigError("--inventory", path, str(exc), _REMEDY) from exc
-            found[host] = f"its answer {exc}: {RELEASE}"
+            devices[host] = f"its answer {exc}: {RELEASE}"
         except ValueError as exc:
             raise ConfigError("--inventory", path, f"host {host!r}: {exc}", _REMEDY) from exc
-    return found
+    return devices
 
 
 def devices_of(result: Any) -> list[Device]:

@@ -2,7 +2,7 @@
 
 Every path is walked name by name from the root's own descriptor, so that neither `..`, nor a symbolic link, nor a name
 swapped in between leads out of it: a way out is refused, not clipped. What is written must be a regular file with one
-name. Left out: what the files mean.
+name. Not covered: what the files mean.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Tree:
     Args:
         root: an existing folder.
         live: the files are a kernel's: writes have effects, folders of configfs fill themselves. Else they are bytes.
-            Left out, it is so where the root is this machine's (`is_host`).
+            None: so where the root is this machine's (`is_host`).
 
     Raises:
         ConfigError: the root is no folder, or, of any method, a path leads out of it or is no regular file.
@@ -41,7 +41,7 @@ class Tree:
         self.live = self.is_host if live is None else live
 
     def names(self, path: str) -> list[str]:
-        """What a folder holds, sorted; nothing where there is no such folder.
+        """List a folder's names, sorted; none where there is no such folder.
 
         Raises:
             PermissionError: it may not be read.
@@ -60,7 +60,7 @@ class Tree:
         return self._mode(path, stat.S_ISDIR)
 
     def is_file(self, path: str) -> bool:
-        """As `is_folder`."""
+        """Whether the path is a file; errors as `is_folder`."""
         return self._mode(path, stat.S_ISREG)
 
     def text(self, path: str) -> str | None:
@@ -138,10 +138,10 @@ class Tree:
     @contextlib.contextmanager
     def _opened(self, path: str, flags: int, *, regular: bool = False, alone: bool = False) -> Iterator[int]:
         with self._reached(path) as reached:
-            found = os.fstat(reached)
-            if regular and not stat.S_ISREG(found.st_mode):
+            status = os.fstat(reached)
+            if regular and not stat.S_ISREG(status.st_mode):
                 raise ConfigError("--root", path, "is no regular file", _REMEDY)
-            if alone and found.st_nlink != 1:
+            if alone and status.st_nlink != 1:
                 raise ConfigError("--root", path, "is a file with a second name (hard link)", _REMEDY)
             fd = os.open(f"/proc/self/fd/{reached}", flags | os.O_CLOEXEC)
         try:
@@ -176,7 +176,7 @@ class Tree:
 
 
 class _Way:
-    """How far a walk has come: a descriptor for the root and for each name below it."""
+    """Progress of a walk: a descriptor for the root and for each name below it."""
 
     def __init__(self, root: Path) -> None:
         self.stack = [os.open(root, os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY)]

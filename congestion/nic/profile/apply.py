@@ -1,7 +1,7 @@
 """Make a plan so, or not at all: journal first, each write read back, all undone at the first that does not hold.
 
 A process that dies at any instant leaves a journal that `roll_back` undoes. Values are checked against their documented
-range before the first write. Left out: firmware resets, which some changes need to take effect; the plan says which.
+range before the first write. Not covered: firmware resets, which some changes need to take effect; the plan says which.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from congestion.nic.hosts.tree import Tree
-from congestion.nic.profile.draft import Said, read_once, row_now
+from congestion.nic.profile.draft import Answers, read_once, row_now
 from congestion.nic.profile.journal import Entry, Journal, State, new_journal
 from congestion.nic.profile.plan import Plan
 from congestion.nic.profile.restore import bytes_of, restore_all, words_of
@@ -26,7 +26,7 @@ _BY_HAND = "the journal stays open; look at the device, then run `netlayer nic r
 
 @dataclass(frozen=True)
 class Applied:
-    """What was changed, and what was left as it was because it could not be had or read.
+    """Rows that were changed, and rows left as they were because they could not be had or read.
 
     Args:
         plan: which was made so.
@@ -48,7 +48,7 @@ def apply_plan(draw: Callable[[], Plan], tree: Tree, tools: Tools, state: State,
         ConfigError: something cannot be had or read, or an earlier change is open. Nothing was written.
         CheckFailed: a write was refused or did not hold. Everything is as it was, unless the message says otherwise.
     """
-    with state.held() as lock, tools.holding(lock):
+    with state.locked() as lock, tools.holding(lock):
         state.refuse_open()
         plan = draw()
         if plan.cannots and not partial:
@@ -82,7 +82,7 @@ def roll_back(
         ConfigError: the journal is of another root.
         CheckFailed: something could not be restored; the rest was.
     """
-    with state.held() as lock, tools.holding(lock):
+    with state.locked() as lock, tools.holding(lock):
         journal = state.find_open() or state.last_applied()
         if journal is None:
             return None
@@ -106,8 +106,8 @@ def was_rebooted(journal: Journal, tree: Tree) -> bool:
 
 
 def _groups_to_make(tree: Tree, rows: Sequence[Row]) -> list[str]:
-    wanted = [row.step.group for row in rows if isinstance(row.step, FileStep) and row.step.group]
-    return [group for group in dict.fromkeys(wanted) if not tree.is_folder(group)]
+    groups = [row.step.group for row in rows if isinstance(row.step, FileStep) and row.step.group]
+    return [group for group in dict.fromkeys(groups) if not tree.is_folder(group)]
 
 
 def _readable(rows: Sequence[Row], groups: Sequence[str], partial: bool) -> tuple[list[Row], tuple[Row, ...]]:
@@ -143,10 +143,10 @@ def _change(plan: Plan, rows: list[Row], groups: list[str], tree: Tree, tools: T
         for row in rows:
             doing = f"{row.step.device} {row.step.name}"
             _do(row.step, row, tree, tools)
-        said: Said = {}
+        answers: Answers = {}
         for row in rows:  # a later write may have changed an earlier one's value
             doing = f"{row.step.device} {row.step.name}"
-            _read_back(row.step, tree, tools, said)
+            _read_back(row.step, tree, tools, answers)
         state.close("applied")
     except BaseException as exc:
         with uninterrupted():
@@ -162,7 +162,7 @@ def _change(plan: Plan, rows: list[Row], groups: list[str], tree: Tree, tools: T
 
 def _look_again(rows: Sequence[Row], tree: Tree, tools: Tools) -> list[Row]:
     """The rows once their folders are made: those that differ."""
-    found = []
+    differing = []
     for row in rows:
         now = row_now(tree, tools, row.step) if row.old is None else row
         if now is None:
@@ -170,8 +170,8 @@ def _look_again(rows: Sequence[Row], tree: Tree, tools: Tools) -> list[Row]:
         if now.old is None and not isinstance(now.step, TriggerStep):
             raise CheckFailed(f"its old value is not known ({now.unknown})")
         if now.differs:
-            found.append(now)
-    return found
+            differing.append(now)
+    return differing
 
 
 def _entries(rows: Sequence[Row], tree: Tree) -> list[Entry]:
@@ -188,9 +188,9 @@ def _entry(row: Row, tree: Tree) -> Entry:
     assert isinstance(step, ToolStep)
     assert step.setting is not None
     assert row.old is not None
-    given = [getattr(step.setting, one.name) for one in dataclasses.fields(step.setting)]
+    values = [getattr(step.setting, one.name) for one in dataclasses.fields(step.setting)]
     undo = step.setting.change(step.new, row.old)
-    return Entry("tool", step.setting.kind, row.old, step.new, given, undo=undo)
+    return Entry("tool", step.setting.kind, row.old, step.new, values, undo=undo)
 
 
 def _do(step: Step, row: Row, tree: Tree, tools: Tools) -> None:
@@ -207,19 +207,19 @@ def _do(step: Step, row: Row, tree: Tree, tools: Tools) -> None:
     _read_back(step, tree, tools, {})
 
 
-def _read_back(step: Step, tree: Tree, tools: Tools, said: Said) -> None:
+def _read_back(step: Step, tree: Tree, tools: Tools, answers: Answers) -> None:
     """
     Raises:
         CheckFailed: it does not say what was written.
     """
     if isinstance(step, FileStep):
-        found = tree.read(step.path).decode(errors="replace").strip()
-        if not same_number(found, step.new):
-            raise CheckFailed(f"{step.new} was written, {found[:40]!r} is read back")
+        present = tree.read(step.path).decode(errors="replace").strip()
+        if not same_number(present, step.new):
+            raise CheckFailed(f"{step.new} was written, {present[:40]!r} is read back")
     elif isinstance(step, ToolStep):
-        found = read_once(tools, step, said)
-        if found != step.new:
-            raise CheckFailed(f"{step.new} was set, {found} is read back")
+        present = read_once(tools, step, answers)
+        if present != step.new:
+            raise CheckFailed(f"{step.new} was set, {present} is read back")
 
 
 def _boot(tree: Tree) -> str:

@@ -1,4 +1,4 @@
-"""A plan while it is drawn up for one device: steps beside what is there, what cannot be had, and what to know."""
+"""A plan while it is drawn up for one device: steps and what is there, what cannot be had, and what to know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from congestion.nic.profile.steps import FileStep, Row, Step, ToolStep, TriggerS
 from congestion.nic.vendors.tool_settings import NONE, ToolSetting
 from congestion.nic.vendors.tools import ToolFailed, Tools
 
-Said = dict[tuple[str, ...], str | ToolFailed]
+Answers = dict[tuple[str, ...], str | ToolFailed]
 """What programs answered, by their arguments."""
 
 
@@ -28,13 +28,13 @@ class Cannot:
 
 @dataclass
 class Draft:
-    """What surfaces write into; each method adds one thing."""
+    """Plan of one device while surfaces write into it; each method adds one thing."""
 
     profile: Profile
     device: Device
     tree: Tree
     tools: Tools
-    said: Said = field(default_factory=dict)
+    answers: Answers = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     cannots: list[Cannot] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -86,16 +86,16 @@ class Draft:
         """A program's setting that shall be `value`; one that reads as none, on firmware without it, cannot be had."""
         step = ToolStep(self.device.name, setting.tool, name, value, unit, reason, warning, setting, allowed)
         step.check()
-        row = tool_row(self.tools, step, self.said)
+        row = tool_row(self.tools, step, self.answers)
         if row.old == NONE and setting.kind == "mlxreg":
             self.cannot(name, "this firmware does not have it", "a newer firmware, or leave it out of the profile")
         else:
             self.rows.append(row)
 
     def present(self, setting: ToolSetting) -> str | None:
-        """What a program's setting is now; None where it cannot be read here."""
+        """Return a program's setting as it is now; None where it cannot be read here."""
         step = ToolStep(self.device.name, setting.tool, setting.kind, "", "", "", "", setting)
-        return tool_row(self.tools, step, self.said).old
+        return tool_row(self.tools, step, self.answers).old
 
     def cannot(self, what: str, why: str, nearest: str) -> None:
         self.cannots.append(Cannot(self.device.name, what, why, nearest))
@@ -109,7 +109,7 @@ class Draft:
 
 
 def file_row(tree: Tree, step: FileStep) -> Row | None:
-    """A file's step beside what it holds; None where the kernel lacks the file."""
+    """A file's step and what the file holds; None where the kernel lacks the file."""
     try:
         if step.group and not tree.is_folder(step.group):
             return Row(step, None, f"known once /{step.group} is made", to_come=True)
@@ -123,17 +123,17 @@ def file_row(tree: Tree, step: FileStep) -> Row | None:
     return Row(step, None, "holds no number") if number is None else Row(step, str(number))
 
 
-def tool_row(tools: Tools, step: ToolStep, said: Said) -> Row:
-    """A program's step beside what it prints."""
+def tool_row(tools: Tools, step: ToolStep, answers: Answers) -> Row:
+    """Return a program's step and what the program prints."""
     if not tools.runs:
         return Row(step, None, "not run under --root", runs=False)
     try:
-        return Row(step, read_once(tools, step, said))
+        return Row(step, read_once(tools, step, answers))
     except ToolFailed as exc:
         return Row(step, None, str(exc))
 
 
-def read_once(tools: Tools, step: ToolStep, said: Said) -> str:
+def read_once(tools: Tools, step: ToolStep, answers: Answers) -> str:
     """A program's setting; one that has answered this question before is not asked again.
 
     Raises:
@@ -141,19 +141,19 @@ def read_once(tools: Tools, step: ToolStep, said: Said) -> str:
     """
     assert step.setting is not None
     query = tuple(step.setting.query())
-    if query not in said:
+    if query not in answers:
         try:
-            said[query] = tools.run(query)
+            answers[query] = tools.run(query)
         except ToolFailed as exc:
-            said[query] = exc
-    answer = said[query]
+            answers[query] = exc
+    answer = answers[query]
     if isinstance(answer, ToolFailed):
         raise answer
     return step.setting.parse(answer)
 
 
 def row_now(tree: Tree, tools: Tools, step: Step) -> Row | None:
-    """A step beside what is there now."""
+    """A step and what is there now."""
     if isinstance(step, FileStep):
         return file_row(tree, step)
     if isinstance(step, ToolStep):

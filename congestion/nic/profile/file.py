@@ -1,8 +1,8 @@
-"""What the end points of a fabric shall be set to: a TOML file, checked against the documented ranges as it is loaded.
+"""Settings for the end points of a fabric: a TOML file, checked against the documented ranges when it is loaded.
 
 A profile says nothing about one vendor: `plan` turns it into what the NIC at hand takes. DCQCN's parameters, and keys
 without a default, are left alone on the NIC where they are left out here. The former keep the names that NICs give
-them, so their units stand in `parameters` and not in the key. Left out: addresses, firmware images, VLANs.
+them, so their units stand in `parameters` and not in the key. Not covered: addresses, firmware images, VLANs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ELSEWHERE = {
 
 
 class TrafficSection(Section):
-    """How RDMA packets are marked."""
+    """Marking of RDMA packets."""
 
     dscp: Dscp = Field(26, description="DSCP of RDMA packets")
     priority: Priority = Field(3, description="priority, and traffic class, that the DSCP maps to")
@@ -60,7 +60,7 @@ class CnpSection(Section):
 
 
 class RetransmissionSection(Section):
-    """What a sender does without an answer. The first two are the queue pair's: NCCL sets them, no NIC file does."""
+    """Behaviour of a sender without an answer. The first two are the queue pair's: NCCL sets them, no NIC file does."""
 
     timeout: int = Field(18, ge=1, le=31, description="exponent T of 4.096 us x 2^T; NCCL_IB_TIMEOUT")
     retry_cnt: int = Field(7, ge=0, le=7, description="retries; NCCL_IB_RETRY_CNT")
@@ -73,7 +73,7 @@ class RetransmissionSection(Section):
 
 
 class FirmwareSection(Section):
-    """What survives a reset."""
+    """Settings that survive a reset."""
 
     persist: bool = Field(False, description="also write DCQCN's parameters into the firmware's configuration")
     user_programmable_cc: bool | None = Field(None, description="algorithms of one's own (USER_PROGRAMMABLE_CC)")
@@ -97,7 +97,7 @@ class PpccSection(Section):
 
 
 class SwitchSection(Section):
-    """Where switches mark; plans for switches read it, plans for NICs do not."""
+    """Thresholds at which switches mark; plans for switches read it, plans for NICs do not."""
 
     kmin_bytes: int | None = Field(None, ge=0, le=2**30, description="queue at which marking begins")
     kmax_bytes: int | None = Field(None, ge=0, le=2**30, description="queue above which every packet is marked")
@@ -130,10 +130,10 @@ class Profile(Section):
 
     @field_validator("dcqcn", mode="before")
     @classmethod
-    def _in_range(cls, given: object) -> object:
-        if not isinstance(given, dict):
-            return given
-        return {name: _checked(name, value) for name, value in given.items()}
+    def _in_range(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return {name: _checked(name, value) for name, value in values.items()}
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
@@ -165,7 +165,7 @@ class Profile(Section):
 
     @property
     def laws(self) -> tuple[Law, ...]:
-        """In the order in which they are wanted."""
+        """Return the laws in the order in which they are tried."""
         return (self.law, self.fallback) if self.fallback else (self.law,)
 
 
@@ -235,15 +235,15 @@ def _translate(error: ErrorDetails) -> ConfigError:
             assert isinstance(inner, type)
             section = inner
         return ConfigError(field, None, "unknown key", _nearest(names[-1], list(section.model_fields)))
-    words = error["msg"].replace("Input should be ", "must be ").replace("String should ", "must ")
-    words = words.replace("a valid dictionary or instance of", "a table of keys:").replace(
+    message = error["msg"].replace("Input should be ", "must be ").replace("String should ", "must ")
+    message = message.replace("a valid dictionary or instance of", "a table of keys:").replace(
         "dictionary", "table of keys"
     )
-    return ConfigError(field, error["input"], words, "correct the value")
+    return ConfigError(field, error["input"], message, "correct the value")
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """What was meant: a key of the same section, else one of another section."""
+    """Suggest the key that was meant: one of the same section, else one of another section."""
     if name in _ELSEWHERE:
         return f"it is {_ELSEWHERE[name]} here"
     same = [path for path in _paths(Profile) if path.rpartition(".")[2] == name]

@@ -1,4 +1,4 @@
-"""What a change found before it wrote: kept on disk before the first write, so that any death can be undone.
+"""Old values of a change: kept on disk before the first write, so that any death can be undone.
 
 One journal is open at most: `open.json` in the state folder. It is written aside, synced and moved there, so that it is
 whole or absent; a change that ended well renames it to `applied-N.json`, one that was undone to `undone-N.json`. What
@@ -81,7 +81,7 @@ class State:
         self.folder = folder
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[int]:
+    def locked(self) -> Iterator[int]:
         """One change at a time: the lock's descriptor, which goes with this process and those that inherit it.
 
         Raises:
@@ -111,9 +111,9 @@ class State:
         Raises:
             ConfigError: a change was begun and not ended.
         """
-        found = self.find_open()
-        if found is not None:
-            rule = f"holds a change of {found.started_utc} ({found.profile}) that did not end"
+        journal = self.find_open()
+        if journal is not None:
+            rule = f"holds a change of {journal.started_utc} ({journal.profile}) that did not end"
             raise ConfigError("--state", self.folder / _OPEN, rule, _ROLLBACK)
 
     def write(self, journal: Journal) -> None:
@@ -158,7 +158,7 @@ class State:
         return journal
 
     def last_applied(self) -> Journal | None:
-        """What `reopen` would take."""
+        """Return the journal that `reopen` would take."""
         numbers = [number for number in self._numbers() if (self.folder / f"applied-{number}.json").exists()]
         return _load(self.folder / f"applied-{max(numbers)}.json") if numbers else None
 
@@ -198,13 +198,13 @@ def new_journal(root: Path, profile: str, entries: list[Entry], boot: str = "") 
     return Journal(str(root), profile, utc_now(), entries, boot=boot)
 
 
-def _refuse_others(path: Path, found: os.stat_result) -> None:
+def _refuse_others(path: Path, status: os.stat_result) -> None:
     """
     Raises:
         ConfigError: another user owns it or may write it.
     """
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        rule = f"may be written by others (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        rule = f"may be written by others (owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o})"
         remedy = "look at who wrote it; then give a folder of your own, or chown it and chmod go-w"
         raise ConfigError("--state", path, rule, remedy)
 

@@ -2,7 +2,7 @@
 
 Names and meanings: `drivers/infiniband/hw/mlx5/cong.c` of Linux and NVIDIA's page "DCQCN CC Parameters" (DOCA 3.4).
 Ranges: that page and the field widths of mstflint's `mlxconfig_host.db`, whichever is narrower. AMD's: `dcqcn_attrs` of
-the ionic RDMA driver. Left out: what a value does to flows (the simulator's `congestion.dcqcn` says that).
+the ionic RDMA driver. Not covered: what a value does to flows (the simulator's `congestion.dcqcn` says that).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a profile to what exactly is written on each device, beside what is there: the plan, which changes nothing.
+"""Plan of a profile: what exactly is written on each device, next to what is there. It changes nothing.
 
 What a NIC cannot do stands in the plan with what comes nearest. Root is not needed, but for old values that only root
 may read.
@@ -12,7 +12,7 @@ from typing import Any
 
 from congestion.nic.hosts.inventory import Device
 from congestion.nic.hosts.tree import Tree
-from congestion.nic.profile.draft import Cannot, Draft, Said
+from congestion.nic.profile.draft import Answers, Cannot, Draft
 from congestion.nic.profile.file import Law, Profile
 from congestion.nic.profile.steps import FileStep, Row, ToolStep, TriggerStep
 from congestion.nic.vendors import (
@@ -40,12 +40,12 @@ class Plan:
 
     @property
     def changes(self) -> list[Row]:
-        """What is to be done here: rows that differ, and triggers of groups in which one does."""
+        """Rows to change here: rows that differ, and triggers of groups in which one does."""
         return _changes([row for row in self.rows if row.runs])
 
     @property
     def changes_there(self) -> list[Row]:
-        """What is to be done on the host itself: those too that cannot be done here."""
+        """Rows to change on the host itself: those too that cannot be changed here."""
         return _changes(self.rows)
 
     @property
@@ -70,17 +70,17 @@ class Plan:
 
 
 def _changes(rows: Sequence[Row]) -> list[Row]:
-    wanted = [row for row in rows if row.differs and not isinstance(row.step, TriggerStep)]
-    groups = {row.step.group for row in wanted if isinstance(row.step, FileStep)}
+    differing = [row for row in rows if row.differs and not isinstance(row.step, TriggerStep)]
+    groups = {row.step.group for row in differing if isinstance(row.step, FileStep)}
     return [
-        row for row in rows if row in wanted or (isinstance(row.step, TriggerStep) and row.step.group in groups)
+        row for row in rows if row in differing or (isinstance(row.step, TriggerStep) and row.step.group in groups)
     ]  # fmt: skip
 
 
 def row_tree(row: Row) -> dict[str, Any]:
     """A row as JSON values: a program's change as its arguments."""
     step = row.step
-    shown: dict[str, Any] = {
+    values: dict[str, Any] = {
         "device": step.device,
         "surface": step.surface,
         "name": step.name,
@@ -94,9 +94,9 @@ def row_tree(row: Row) -> dict[str, Any]:
     }
     if isinstance(step, ToolStep):
         assert step.setting is not None
-        return shown | {"arguments": step.setting.change(row.old or "0", step.new), "query": step.setting.query()}
+        return values | {"arguments": step.setting.change(row.old or "0", step.new), "query": step.setting.query()}
     assert isinstance(step, FileStep | TriggerStep)
-    return shown | {"path": f"/{step.path}"}
+    return values | {"path": f"/{step.path}"}
 
 
 def make_plan(profile: Profile, devices: Sequence[Device], tree: Tree, tools: Tools) -> Plan:
@@ -105,9 +105,9 @@ def make_plan(profile: Profile, devices: Sequence[Device], tree: Tree, tools: To
         ConfigError: a path leads out of the tree, or a value is out of the range of the device's way.
     """
     drafts = []
-    said: Said = {}
+    answers: Answers = {}
     for device in devices:
-        draft = Draft(profile, device, tree, tools, said)
+        draft = Draft(profile, device, tree, tools, answers)
         drafts.append(draft)
         if device.roce:
             _draw(draft)
@@ -127,19 +127,21 @@ def _draw(draft: Draft) -> None:
     draw_qos(draft)
     draw_tos(draft)
     law = _draw_law(draft)
-    wanted = draft.profile.retransmission
+    retransmission = draft.profile.retransmission
     if draft.device.vendor == "nvidia":
         surface_nvidia_programmable.draw_programmable(draft, law)
         surface_nvidia.draw_retransmission(draft)
     else:
-        asked = [name for name, value in wanted.model_dump().items() if isinstance(value, bool)]
-        asked += surface_nvidia_programmable.asked_switches(draft) + ["ppcc"] * bool(draft.profile.ppcc)
-        if asked:
-            draft.cannot(", ".join(asked), "only NVIDIA's firmware has these switches", "what the NIC does by itself")
+        switches = [name for name, value in retransmission.model_dump().items() if isinstance(value, bool)]
+        switches += surface_nvidia_programmable.asked_switches(draft) + ["ppcc"] * bool(draft.profile.ppcc)
+        if switches:
+            draft.cannot(
+                ", ".join(switches), "only NVIDIA's firmware has these switches", "what the NIC does by itself"
+            )
     tos = draft.profile.traffic.tos
     draft.note(
         f"retransmission.timeout and retry_cnt belong to queue pairs, so does their TOS: NCCL_IB_TIMEOUT="
-        f"{wanted.timeout} NCCL_IB_RETRY_CNT={wanted.retry_cnt} NCCL_IB_TC={tos} (netlayer nic env)"
+        f"{retransmission.timeout} NCCL_IB_RETRY_CNT={retransmission.retry_cnt} NCCL_IB_TC={tos} (netlayer nic env)"
     )
 
 

@@ -1,7 +1,7 @@
 """A profile on all hosts of a fabric without asking any: NICs, and hosts, that are alike are planned once.
 
 What only the host knows (PCI addresses, network devices) stands in a plan by the names `PCI` to `NETDEV` below, which
-the script for the host fills in; what a file or a program would say stays unknown. Left out: AMD, whose driver keeps
+the script for the host fills in; what a file or a program would say stays unknown. Not covered: AMD, whose driver keeps
 its profiles in a folder that only the host knows.
 """
 
@@ -58,7 +58,7 @@ class HostGroup:
 
     @property
     def writes(self) -> dict[str, int]:
-        """By device."""
+        """Number of values to write, by device."""
         return {name: len(one.plan.changes) for one in self.nics for name in one.names}
 
 
@@ -120,10 +120,10 @@ def assume_nics(
     if way is not None and way not in _WAYS[vendor]:
         raise ConfigError("--surface", way, f"is none of {nic}", f"give {' or '.join(_WAYS[vendor])}")
     way, numbers = way or _WAYS[vendor][0], range(cluster.nics_per_server)
-    given = names or (_NAMES[vendor],)
+    patterns = names or (_NAMES[vendor],)
     all_names = [
         name
-        for text in given
+        for text in patterns
         for name in ([text.replace("{}", str(one)) for one in numbers] if "{}" in text else [text])
     ]
     wrong = next((name for name in all_names if not is_name(name)), None)
@@ -131,7 +131,7 @@ def assume_nics(
         raise ConfigError("--device", wrong, "is no name of a device", "give one such as mlx5_0, or a pattern mlx5_{}")
     if len(set(all_names)) != cluster.nics_per_server:
         rule = f"are {len(set(all_names))} names, cluster.nics_per_server = {cluster.nics_per_server}"
-        raise ConfigError("--device", ", ".join(given), rule, "name each NIC, or all by a pattern such as mlx5_{}")
+        raise ConfigError("--device", ", ".join(patterns), rule, "name each NIC, or all by a pattern such as mlx5_{}")
     own = tuple(programs) or _PROGRAMS.get(vendor, _PROGRAMS_OF_ALL)
     own += ("mlnx_qos",) if way == "ofed-ecn" and not programs else ()
     return [
@@ -160,11 +160,11 @@ def plan_hosts(profile: Profile, hosts: Mapping[str, Sequence[Device]]) -> list[
             kinds.setdefault(_kind(device), []).append(device.name)
         groups.setdefault(tuple((tuple(names), kind) for kind, names in kinds.items()), []).append(host)
     plans = {kind: _plan(profile, kind) for key in groups for _, kind in key}
-    found = [
+    host_groups = [
         HostGroup(tuple(group), tuple(Alike(names, plans[kind]) for names, kind in key))
         for key, group in groups.items()
     ]
-    return sorted(found, key=lambda one: -len(one.hosts))
+    return sorted(host_groups, key=lambda one: -len(one.hosts))
 
 
 def _kind(device: Device) -> Device:

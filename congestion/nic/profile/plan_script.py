@@ -1,8 +1,8 @@
 """The plan of hosts that were not asked as a script for each of them, which finds out there what the plan left open.
 
 It looks at every NIC (vendor, model, rate) and for every program before the first write, says what each file and
-program said before, reads files back, and stops at the first fault. Left out: the way back, which `netlayer nic apply`
-has.
+program said before, reads files back, and stops at the first fault. Not covered: the way back, which `netlayer nic
+apply` has.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _look(nics: Alike) -> str:
 
 
 def _writes(nics: Alike) -> Iterator[str]:
-    asked, made = set[str](), set[str]()
+    queries, made = set[str](), set[str]()
     for row in nics.plan.changes:
         step = row.step
         yield f"# {comment(f'{step.name} = {step.value}: {step.reason}')}"
@@ -86,9 +86,9 @@ def _writes(nics: Alike) -> Iterator[str]:
         if isinstance(step, ToolStep):
             assert step.setting is not None
             query = shell_words(step.setting.query())
-            if query not in asked:
+            if query not in queries:
                 yield f"before {query}"
-            asked.add(query)
+            queries.add(query)
             yield f"run {shell_words(step.setting.change('0', step.new))}"
         elif isinstance(step, FileStep):
             if row.to_come and step.group not in made:
@@ -127,14 +127,14 @@ def as_tree(nics: Alike) -> dict[str, Any]:
     steps = []
     for row in plan.changes:
         step = row.step
-        told: dict[str, Any] = {"surface": step.surface, "name": step.name, "new": step.new, "unit": step.unit}
-        told |= {"reason": step.reason, "warning": comment(step.warning)}
+        fields: dict[str, Any] = {"surface": step.surface, "name": step.name, "new": step.new, "unit": step.unit}
+        fields |= {"reason": step.reason, "warning": comment(step.warning)}
         if isinstance(step, ToolStep):
             assert step.setting is not None
-            told["run"] = shell_words(step.setting.change("0", step.new))
+            fields["run"] = shell_words(step.setting.change("0", step.new))
         else:
             assert isinstance(step, FileStep | TriggerStep)
-            told["path"] = shell_path(step.path)
-        steps.append(told)
+            fields["path"] = shell_path(step.path)
+        steps.append(fields)
     cannot = [{"what": one.what, "why": comment(one.why), "nearest": comment(one.nearest)} for one in plan.cannots]
     return {"devices": list(nics.names), "steps": steps, "cannot": cannot}

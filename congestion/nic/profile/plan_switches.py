@@ -1,7 +1,7 @@
 """The switches of a cluster file by what is set on them alike: those of a level whose ports have the same rates.
 
-Ports get the names that each system gives them by number: a fabric's own may differ, which is said. Left out: seeds and
-offsets of ECMP, which `netlayer topology cure` searches and `netlayer nic switch` writes.
+Ports get the names that each system gives them by number: a fabric's own may differ, which is said. Not covered: seeds
+and offsets of ECMP, which `netlayer topology cure` searches and `netlayer nic switch` writes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def group_switches(cluster: ClusterConfig) -> list[SwitchGroup]:
 def switch_file(
     group: SwitchGroup, profile: Profile, cluster: ClusterConfig, form: Format, cable_m: int, chip: str = ""
 ) -> tuple[str, SwitchPlan]:
-    """What to configure on a group's switches, and the plan of its fastest ports.
+    """Return the configuration of a group's switches, and the plan of its fastest ports.
 
     Args:
         chip: of the switches; empty where it is not known, which SONiC's tables of a lossless fabric do not do without.

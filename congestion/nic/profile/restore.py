@@ -1,7 +1,7 @@
 """Bring back what a journal holds: the last change first, everything written, then everything read back.
 
-What another hand has set since is told from what a change wrote by the journal's new values. Left out: what becomes of
-the journal, which `apply` decides.
+What another hand has set since is told from what a change wrote by the journal's new values. Not covered: what becomes
+of the journal, which `apply` decides.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ def _name(entry: Entry) -> str:
 
 def _changed_since(entries: Sequence[Entry], tree: Tree, tools: Tools, failed: list[str]) -> list[Entry]:
     """Entries whose value is neither the old one nor ours."""
-    found = []
+    changed = []
     for entry in entries:
         try:
             present = _foreign(entry, tree, tools)
         except (OSError, ToolFailed, ConfigError):
             continue  # restoring it will say why
         if present:
-            found.append(entry)
-            words = f"changed since by another hand: {printable(present)[:40]} (--force to bring back the old value)"
-            failed.append(f"{_name(entry)}: {words}")
-    return found
+            changed.append(entry)
+            message = f"changed since by another hand: {printable(present)[:40]} (--force to bring back the old value)"
+            failed.append(f"{_name(entry)}: {message}")
+    return changed
 
 
 def _foreign(entry: Entry, tree: Tree, tools: Tools) -> str:
@@ -98,14 +98,14 @@ def _check_restored(entry: Entry, tree: Tree, tools: Tools) -> None:
         CheckFailed: it does not say what was written back.
     """
     if entry.kind == "tool":
-        found = entry.setting.read(tools)
-        if found != entry.old:
-            raise CheckFailed(f"{entry.old} was set back, {found} is read")
+        present = entry.setting.read(tools)
+        if present != entry.old:
+            raise CheckFailed(f"{entry.old} was set back, {present} is read")
         return
     for path, old in _old(entry):
-        found = bytes_of(tree, path)
-        if found.strip() != old.strip():
-            raise CheckFailed(f"{old.strip()!r} was written back, {found.strip()!r} is read")
+        present = bytes_of(tree, path)
+        if present.strip() != old.strip():
+            raise CheckFailed(f"{old.strip()!r} was written back, {present.strip()!r} is read")
 
 
 def _old(entry: Entry) -> list[tuple[str, str]]:
@@ -118,12 +118,12 @@ def _remove(folder: str, tree: Tree) -> None:
 
 
 def bytes_of(tree: Tree, path: str) -> str:
-    """What a file holds, as journals keep it."""
+    """Return a file's contents as journals keep them."""
     return tree.read(path).decode("latin-1")
 
 
 def words_of(exc: BaseException) -> str:
-    """What went wrong, for a person."""
+    """Describe an error for a person."""
     if isinstance(exc, OSError):
         return exc.strerror or str(exc)
     return "interrupted" if isinstance(exc, KeyboardInterrupt) else str(exc)

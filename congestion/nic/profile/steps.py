@@ -10,7 +10,7 @@ from netlayer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Step:
-    """What all have.
+    """Fields that all steps have.
 
     Args:
         device: the RDMA device it is for.
@@ -98,7 +98,7 @@ class ToolStep(Step):
 
 @dataclass(frozen=True)
 class Row:
-    """A step beside what is there now.
+    """A step and what is there now.
 
     Args:
         old: the value now, as it is shown; None where it is not known.
@@ -126,9 +126,9 @@ class Row:
         return ("unknown" if self.old is None else "change") if self.differs else "same"
 
 
-def same_number(text: str, wanted: str) -> bool:
-    """Whether a file's text means the number wanted: `0x1` is 1."""
-    return number_in(text) == number_in(wanted) is not None
+def same_number(text: str, expected: str) -> bool:
+    """Whether a file's text means the expected number: `0x1` is 1."""
+    return number_in(text) == number_in(expected) is not None
 
 
 def number_in(text: str) -> int | None:

@@ -1,7 +1,7 @@
-"""Which NCCL_IB_TIMEOUT outlives a link flap, and what it costs: the least exponent, and its neighbours beside it.
+"""Choice of the NCCL_IB_TIMEOUT that outlives a link flap, and its cost: the least exponent, and its neighbours.
 
 Bounds: 4.096 us * 2^T * R is what any NIC keeps at least (below), and what a ConnectX was measured to take until it
-gives up is the time to detect a dead path (above). The closed form is `congestion.retransmit`. Left out: queues and
+gives up is the time to detect a dead path (above). The closed form is `congestion.retransmit`. Not covered: queues and
 pauses that last longer than the timeout, which a short one would take for losses.
 """
 
@@ -32,7 +32,7 @@ _NEIGHBOURS = 2  # exponents to either side of the answer that the table shows
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What becomes of the same two numbers: a NIC of `retransmit.NICS`, its adaptive phase on or off."""
+    """Timeouts that result from the same two numbers: a NIC of `retransmit.NICS`, its adaptive phase on or off."""
 
     name: str
     nic: str

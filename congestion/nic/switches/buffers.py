@@ -1,8 +1,8 @@
-"""How much a switch must still take after it has sent a pause: PFC headroom, computed term by term or looked up.
+"""PFC headroom: how much a switch must still take after it has sent a pause, computed term by term or looked up.
 
 The formula is SONiC's, from cfgmgr/buffer_headroom_mellanox.lua of sonic-net/sonic-swss; the peer's response time is
 the pause quanta of IEEE 802.3, 31B.3.7. It holds for Spectrum; for other chips vendors publish tables alone
-(`switch_chips`). Left out: gearboxes, and the 2 KiB that SONiC adds where less than all packets are small.
+(`switches.chips`). Not covered: gearboxes, and the 2 KiB that SONiC adds where less than all packets are small.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OWN_REMEDY = "give its headroom with --headroom-bytes and its cell size with --c
 
 @dataclass(frozen=True)
 class Headroom:
-    """What one lossless priority on one port needs, bytes.
+    """Bytes that one lossless priority on one port needs.
 
     Args:
         xoff_bytes: what arrives after the pause.
@@ -58,7 +58,7 @@ class Headroom:
 
     @property
     def size_bytes(self) -> int:
-        """What a priority group needs in all, wherever the headroom is taken from."""
+        """Bytes of a priority group in all, wherever the headroom is taken from."""
         return self.xoff_bytes + self.reserve_bytes
 
     def profile_bytes(self, *, shared_pool: bool) -> int:

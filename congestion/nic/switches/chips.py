@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Asic:
-    """What SONiC's arithmetic needs to know of a chip; the defaults are Spectrum-4's.
+    """Figures of a chip for SONiC's arithmetic; the defaults are Spectrum-4's.
 
     Args:
         cell_bytes: the buffer is handed out in cells of this.
@@ -82,12 +82,12 @@ def find_chip(platform: str) -> Chip | None:
 
 
 def _table(source: str, size: int, xon: int, xon_offset: int, rows: str) -> Table:
-    found: dict[int, dict[int, int]] = {}
+    xoff_bytes: dict[int, dict[int, int]] = {}
     for line in rows.strip().splitlines():
         speed, _, pairs = line.partition(":")
         cables = (pair.partition("/") for pair in pairs.split())
-        found[int(speed)] = {int(length): int(xoff) for length, _, xoff in cables}
-    return Table(source, size, xon, xon_offset, found)
+        xoff_bytes[int(speed)] = {int(length): int(xoff) for length, _, xoff in cables}
+    return Table(source, size, xon, xon_offset, xoff_bytes)
 
 
 _ALL = (

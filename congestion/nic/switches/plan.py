@@ -1,7 +1,7 @@
-"""What switches must be set to so that they treat packets as the NICs mark them: one plan, whatever the switch speaks.
+"""Settings with which switches treat packets as the NICs mark them: one plan, whatever the switch speaks.
 
 DSCP, priorities and marking come from the profile that the NICs are set by, ports and cables from the caller. What the
-profile leaves out is left alone on the switch. Left out: addresses, routing, and the sizes of buffer pools, which
+profile leaves out is left alone on the switch. Not covered: addresses, routing, and the sizes of buffer pools, which
 belong to a chip.
 """
 
@@ -21,7 +21,7 @@ CHIP_NAMES = (
     *(f"spectrum-{number}" for number in range(1, 7)),
     *(f"tomahawk-{number}" for number in range(3, 7)),
     "trident-4",
-)  # those of `switch_chips`
+)  # those of `switches.chips`
 FORMATS: tuple[Format, ...] = ("sonic", "nvue", "arista", "cisco")
 NAME = "NETLAYER"  # of maps and profiles on the switch
 MTU_BYTES = 9216  # usual in a RoCE fabric
@@ -39,7 +39,7 @@ _EXAMPLES = {"sonic": "Ethernet0,Ethernet8", "nvue": "swp1-32", "arista": "Ether
 
 @dataclass(frozen=True)
 class Marking:
-    """Where marking begins, where it is certain, and its share just below that."""
+    """Thresholds of marking: where it begins, where it is certain, and its share just below that."""
 
     kmin_bytes: int
     kmax_bytes: int
@@ -48,7 +48,7 @@ class Marking:
 
 @dataclass(frozen=True)
 class SwitchPlan:
-    """What to set.
+    """Settings of a switch.
 
     Args:
         priority: switch priority, traffic class and queue of RDMA packets; 802.1p where frames are tagged.
@@ -56,7 +56,7 @@ class SwitchPlan:
         marking: None where the profile says nothing of it.
         hash_seed, hash_offset: of ECMP; None leaves the switch's own.
         lossless_headroom: of each lossless priority on each port; None where there is none, or the chip is not known.
-        chip: of the switch, as `switch_chips` names it; empty where it is not known.
+        chip: of the switch, as `switches.chips` names it; empty where it is not known.
         notes: what a person must know before using it.
     """
 
@@ -161,8 +161,8 @@ def check_ports(ports: Sequence[str], form: Format) -> None:
 
 
 def _marking(profile: Profile) -> Marking | None:
-    given = profile.switch
-    values = {name: getattr(given, name) for name in ("kmin_bytes", "kmax_bytes", "pmax_percent")}
+    section = profile.switch
+    values = {name: getattr(section, name) for name in ("kmin_bytes", "kmax_bytes", "pmax_percent")}
     missing = [name for name, value in values.items() if value is None]
     if len(missing) == len(values):
         return None
@@ -170,7 +170,9 @@ def _marking(profile: Profile) -> Marking | None:
         rule = "is missing, where the other parts of the marking are given"
         raise ConfigError(f"switch.{missing[0]}", None, rule, "give kmin_bytes, kmax_bytes and pmax_percent, or none")
     if not profile.traffic.ecn:
-        raise ConfigError("switch.kmin_bytes", given.kmin_bytes, "has no effect: traffic.ecn = false", "leave one out")
+        raise ConfigError(
+            "switch.kmin_bytes", section.kmin_bytes, "has no effect: traffic.ecn = false", "leave one out"
+        )
     return Marking(**values)
 
 

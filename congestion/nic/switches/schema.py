@@ -1,9 +1,9 @@
-"""What SONiC takes in the tables that a plan writes: forms, ranges, and that what is referred to is there.
+"""Rules of SONiC for the tables that a plan writes: forms, ranges, and that what is referred to is there.
 
 Written from the models of sonic-net/sonic-buildimage, src/sonic-yang-models (sonic-wred-profile, -queue, -scheduler,
 -port-qos-map, -dscp-tc-map, -tc-queue-map, -tc-priority-group-map, -pfc-priority-queue-map,
 -pfc-priority-priority-group-map, -buffer-profile, -buffer-pg, -buffer-queue, -cable-length, -pfcwd, -hash), which no
-package index has. Left out: every table and field that a plan does not write.
+package index has. Not covered: every table and field that a plan does not write.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _number(low: int, high: int) -> Check:
     )
 
 
-def _one_of(words: set[str]) -> Check:
-    return lambda value, _: value in words
+def _one_of(choices: set[str]) -> Check:
+    return lambda value, _: value in choices
 
 
 def _matching(pattern: str) -> Check:

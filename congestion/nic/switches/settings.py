@@ -2,7 +2,7 @@
 
 What `netlayer nic switch` writes, alone or merged into a switch's whole config_db.json, is what `netlayer simulate
 --switch-config` runs with. One lossless profile, one watchdog and one WRED profile are known: ports that differ are
-refused. Left out: queues and schedulers (congestion.classes), and the ECMP seed, which is in switch.json.
+refused. Not covered: queues and schedulers (congestion.classes), and the ECMP seed, which is in switch.json.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def _thresholds(where: str, name: str, profile: Row) -> dict[str, object]:
 
 def _watchdog(tree: Mapping[str, Any], ports: set[str], where: str) -> dict[str, object]:
     rows = _rows(tree, "PFC_WD")
-    told = {port: tuple(str(row.get(key, "")) for key in ("detection_time", "restoration_time", "action"))
+    watchdogs = {port: tuple(str(row.get(key, "")) for key in ("detection_time", "restoration_time", "action"))
             for port, row in rows.items() if port in ports}  # fmt: skip
-    if not told:
+    if not watchdogs:
         return {}
-    if len(set(told.values())) > 1 or set(told) != ports:
+    if len(set(watchdogs.values())) > 1 or set(watchdogs) != ports:
         rule = "gives the PFC watchdog of lossless ports several values, or some of them none"
         raise ConfigError(f"{where}, PFC_WD", None, rule, "the simulator knows one for all: give them alike")
-    row = rows[min(told)]
+    row = rows[min(watchdogs)]
     action = str(row.get("action", "drop")).lower()
     if action not in _ACTIONS:
         raise ConfigError(f"{where}, PFC_WD action", action, "is unknown", f"give one of {', '.join(_ACTIONS)}")
@@ -133,7 +133,7 @@ def _marking(tree: Mapping[str, Any], name: str, where: str) -> dict[str, object
 
 
 def _rate_bps(tree: Mapping[str, Any], where: str) -> int:
-    """Of the marked ports, by the table PORT, or the name of their lossless profile."""
+    """Return the rate of the marked ports, by the table PORT, or the name of their lossless profile."""
     ports = {key.partition("|")[0] for key, row in _rows(tree, "QUEUE").items() if row.get("wred_profile")}
     speeds = {str(row["speed"]) for port, row in _rows(tree, "PORT").items() if port in ports and "speed" in row}
     if not speeds:

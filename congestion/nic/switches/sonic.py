@@ -1,7 +1,7 @@
 """A plan as SONiC's tables: a fragment of config_db.json, or a switch's whole file with the plan in it.
 
 Names and forms: sonic-yang-models of sonic-net/sonic-buildimage, and its qos_config.j2. The hash's seed and offset are
-no part of that file: they go into `switch.json`, which swssconfig writes into the application database. Left out:
+no part of that file: they go into `switch.json`, which swssconfig writes into the application database. Not covered:
 buffer pools, whose sizes belong to a chip; profiles refer to `ingress_lossless_pool`, which SONiC's own defaults have.
 
 In the traditional buffer model buffermgrd looks a port's speed and cable up in the chip's pg_profile_lookup.ini and
@@ -91,16 +91,16 @@ def _split_ranges(own: Mapping[str, Any], rows: Mapping[str, Any]) -> dict[str, 
 
     SONiC would hold to one of `Ethernet0|3-4` and `Ethernet0|3`, and not say which.
     """
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     parts: dict[str, Any] = {}
     covered = {one for key in rows for one in _each(key)}
     for key, row in own.items():
         each = _each(key)
         if key in rows or not covered.intersection(each):
-            found[key] = row
+            kept[key] = row
         else:
             parts |= {one: row for one in each if one in rows or one not in covered}
-    return {**parts, **found}
+    return {**parts, **kept}
 
 
 def _each(key: str) -> list[str]:
@@ -118,7 +118,7 @@ def _drop_cables(own: dict[str, Any], key: str, row: Mapping[str, str]) -> None:
 
 
 def switch_json(plan: SwitchPlan) -> list[dict[str, Any]]:
-    """For swssconfig: seed and offset of ECMP and of link aggregation; empty where the plan has none."""
+    """Return rows for swssconfig: seed and offset of ECMP and of link aggregation; empty where the plan has none."""
     row: dict[str, str] = {}
     for kind, value in (("seed", plan.hash_seed), ("offset", plan.hash_offset)):
         if value is not None:
@@ -239,7 +239,7 @@ def lanes_of(base: Mapping[str, Any], ports: Sequence[str]) -> int | None:
 
 
 def notes_on(base: Mapping[str, Any], plan: SwitchPlan) -> list[str]:
-    """What a person must know of the buffers that a switch's file already has."""
+    """Return notes on the buffers that a switch's file already has."""
     room = plan.lossless_headroom
     if room is None:
         return []
@@ -276,8 +276,8 @@ def notes_on(base: Mapping[str, Any], plan: SwitchPlan) -> list[str]:
 
 
 def _rows(base: Mapping[str, Any], table: str) -> dict[str, Mapping[str, Any]]:
-    found = base.get(table)
-    return {key: row for key, row in found.items() if isinstance(row, Mapping)} if isinstance(found, Mapping) else {}
+    rows = base.get(table)
+    return {key: row for key, row in rows.items() if isinstance(row, Mapping)} if isinstance(rows, Mapping) else {}
 
 
 def _profile_of(row: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 Sources: docs.nvidia.com, Cumulus Linux 5, "Quality of Service" and "Equal Cost Multipath Load Sharing"; arista.com, EOS
 user manual, "Quality of Service" and `ip load-sharing`; cisco.com, Nexus 9000 NX-OS QoS configuration guide, "Priority
-Flow Control" and "WRED". Left out: any check on a switch; none was at hand.
+Flow Control" and "WRED". Not covered: any check on a switch; none was at hand.
 """
 
 from __future__ import annotations
@@ -197,18 +197,18 @@ def _cisco_queues(plan: SwitchPlan) -> Iterator[str]:
 def _cisco_hash(plan: SwitchPlan) -> Iterator[str]:
     if plan.hash_seed is None and plan.hash_offset is None:
         return
-    words = "ip load-sharing address source-destination port source-destination"
+    command = "ip load-sharing address source-destination port source-destination"
     if plan.hash_seed is not None:
         if plan.hash_seed not in _NXOS_SEEDS:
             rule = f"is not in {_NXOS_SEEDS[0]}..{_NXOS_SEEDS[-1]}, which `universal-id` takes"
             raise ConfigError("--hash-seed", plan.hash_seed, rule, "give 1 or more")
-        words += f" universal-id {plan.hash_seed}"
+        command += f" universal-id {plan.hash_seed}"
     if plan.hash_offset is not None:
         if plan.hash_offset > _NXOS_MOST_ROTATE:
             rule = f"is above {_NXOS_MOST_ROTATE}, the most that `rotate` takes"
             raise ConfigError("--hash-offset", plan.hash_offset, rule, f"give 0..{_NXOS_MOST_ROTATE}")
-        words += f" rotate {plan.hash_offset}"
-    yield words
+        command += f" rotate {plan.hash_offset}"
+    yield command
 
 
 def _queue(priority: int) -> str:

@@ -2,8 +2,8 @@
 
 Files: `drivers/infiniband/hw/mlx5/cong.c` of Linux; OFED's sysfs has the same values by mlxconfig's names. RTTCC:
 NVIDIA's post "Scaling Zero Touch RoCE Technology with Round Trip Time Congestion Control" (register 0x506e is PPCC;
-disabling its slot 15 forces RTTCC). ROCE_ACCL: mstflint's register table. Left out: parameters of programmable control
-(surface_nvidia_programmable).
+disabling its slot 15 forces RTTCC). ROCE_ACCL: mstflint's register table. Not covered: parameters of programmable
+control (surface_nvidia_programmable).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_TOOL = "install mstflint (mstreg, mstconfig) or NVIDIA's MFT"
 
 
 def refuse_law(draft: Draft, law: Law) -> tuple[str, str] | None:
-    """Why the device cannot run a law and what is nearest; None where it can."""
+    """Return why the device cannot run a law and what is nearest; None where it can."""
     model = draft.device.model
     if law in ("hybrid", "swift"):
         own = "on BlueField-3 as an algorithm of one's own for DOCA PCC; " if model == "BlueField-3" else ""
@@ -64,21 +64,21 @@ def draw_law(draft: Draft, law: Law) -> None:
 
 def draw_retransmission(draft: Draft) -> None:
     """Add the switches of ROCE_ACCL."""
-    wanted = draft.profile.retransmission
-    asked = [name for name in _ACCELERATIONS if getattr(wanted, name) is not None]
-    if not asked:
+    section = draft.profile.retransmission
+    switches = [name for name in _ACCELERATIONS if getattr(section, name) is not None]
+    if not switches:
         return
     tool = draft.find_tool("mlxreg", "mstreg")
     if not tool or not draft.device.pci:
-        draft.cannot(", ".join(asked), "neither mlxreg nor mstreg is installed", NO_TOOL)
+        draft.cannot(", ".join(switches), "neither mlxreg nor mstreg is installed", NO_TOOL)
         return
-    for name in asked:
+    for name in switches:
         register, reason = _ACCELERATIONS[name]
         if name == "selective_repeat" and draft.device.model in _NO_RTTCC:
             why = f"{draft.device.model} does not have it, ConnectX-6 Dx and later do"
             draft.cannot(register, why, "leave it out of the profile")
             continue
-        value = bool(getattr(wanted, name)) ^ (name == "ack_floor")  # the register disables the floor
+        value = bool(getattr(section, name)) ^ (name == "ack_floor")  # the register disables the floor
         draft.tool(Register(tool, draft.device.pci, register), str(int(value)), reason, name=register, warning=LOST)
 
 
@@ -230,8 +230,8 @@ def configure(
 
 def _in_order(draft: Draft) -> list[tuple[str, int]]:
     """The profile's parameters without those that are above this port's rate, which is documented as their limit."""
-    given, line = draft.profile.dcqcn, _line_mbps(draft)
-    return [(name, given[name]) for name in PARAMETERS if name in given and not _too_fast(name, given[name], line)]
+    values, line = draft.profile.dcqcn, _line_mbps(draft)
+    return [(name, values[name]) for name in PARAMETERS if name in values and not _too_fast(name, values[name], line)]
 
 
 def _line_mbps(draft: Draft) -> int:

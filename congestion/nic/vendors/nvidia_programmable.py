@@ -2,7 +2,7 @@
 
 What a parameter means and may be belongs to the algorithm in its slot: the NIC itself gives the range (PPCC's command 5
 in mstflint's register table), and outside of it, or without it, nothing is written. Keys and values of the firmware:
-mstflint's `mlxconfig_host.db`. Left out: loading an algorithm of one's own, which DOCA PCC's host program does.
+mstflint's `mlxconfig_host.db`. Not covered: loading an algorithm of one's own, which DOCA PCC's host program does.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def asked_switches(draft: Draft) -> list[str]:
 
 
 def _firmware(draft: Draft) -> None:
-    asked, tool = asked_switches(draft), draft.find_tool("mlxconfig", "mstconfig")
-    if asked and not (tool and draft.device.pci):
-        draft.cannot(", ".join(asked), "neither mlxconfig nor mstconfig is installed", NO_TOOL)
+    switches, tool = asked_switches(draft), draft.find_tool("mlxconfig", "mstconfig")
+    if switches and not (tool and draft.device.pci):
+        draft.cannot(", ".join(switches), "neither mlxconfig nor mstconfig is installed", NO_TOOL)
         return
-    for name in asked:
+    for name in switches:
         key, of_port, reason = _KEYS[name]
-        words, value = _WORDS.get(name), getattr(draft.profile.firmware, name)
-        number = words[value] if words else int(value)
+        codes, value = _WORDS.get(name), getattr(draft.profile.firmware, name)
+        number = codes[value] if codes else int(value)
         key += draft.device.port_suffix if of_port else ""
-        configure(draft, tool, key, number, reason, allowed=(0, max(words.values()) if words else 1))
+        configure(draft, tool, key, number, reason, allowed=(0, max(codes.values()) if codes else 1))
 
 
 def _parameter(draft: Draft, one: PpccSection, law: Law | None) -> None:
@@ -64,12 +64,12 @@ def _parameter(draft: Draft, one: PpccSection, law: Law | None) -> None:
     elif not draft.tools.runs:
         draft.note(f"{name}: not planned under --root: the NIC itself gives its range")
     else:
-        found = draft.present(PpccRange(tool, device.pci, str(one.slot), str(one.parameter)))
-        if found is None:
+        reply = draft.present(PpccRange(tool, device.pci, str(one.slot), str(one.parameter)))
+        if reply is None:
             nearest = "plan on a host whose NIC has an algorithm in that slot"
             draft.cannot(name, "its range, which the NIC gives (PPCC, command 5), cannot be read", nearest)
             return
-        low, high, default, access = map(int, found.split())
+        low, high, default, access = map(int, reply.split())
         if access != PpccRange.WRITABLE:
             draft.cannot(name, "the NIC says that it is read-only", "leave it out of the profile")
         elif not low <= one.value <= high:

@@ -17,7 +17,7 @@ _LOST = "lost when the driver is loaded again"
 
 
 def refuse_broadcom(draft: Draft, law: Law) -> tuple[str, str] | None:
-    """Why the device cannot run a law and what is nearest; None where it can."""
+    """Return why the device cannot run a law and what is nearest; None where it can."""
     if law not in ("dcqcn", "none"):
         return "no firmware of Broadcom has it", "law = dcqcn"
     device = draft.device
@@ -61,7 +61,7 @@ def draw_broadcom(draft: Draft, law: Law) -> None:
 
 
 def refuse_intel(draft: Draft, law: Law) -> tuple[str, str] | None:
-    """As `refuse_broadcom`."""
+    """Return why Intel's driver cannot run the law, as `refuse_broadcom` does."""
     if law in ("hybrid", "swift", "rttcc"):
         return "no driver of Intel has it", "TIMELY, which goes by RTT too (law = timely), or law = dcqcn"
     if not draft.device.has("irdma-configfs") and "irdma-configfs" not in draft.device.closed:
@@ -70,7 +70,7 @@ def refuse_intel(draft: Draft, law: Law) -> tuple[str, str] | None:
 
 
 def draw_intel(draft: Draft, law: Law) -> None:
-    """As `draw_broadcom`."""
+    """Add Intel's switches of the law, as `draw_broadcom` does."""
     _no_parameters(
         draft,
         "the driver takes them when it is loaded",
@@ -86,7 +86,7 @@ def draw_intel(draft: Draft, law: Law) -> None:
 
 
 def refuse_amd(draft: Draft, law: Law) -> tuple[str, str] | None:
-    """As `refuse_broadcom`."""
+    """Return why AMD's driver cannot run the law, as `refuse_broadcom` does."""
     if law not in ("dcqcn", "none"):
         return "no firmware of AMD has it", "law = dcqcn"
     if not draft.device.has("ionic-dcqcn"):
@@ -96,7 +96,7 @@ def refuse_amd(draft: Draft, law: Law) -> tuple[str, str] | None:
 
 
 def draw_amd(draft: Draft, law: Law) -> None:
-    """As `draw_broadcom`: the driver's profile 1 is written, and chosen for every queue pair to come."""
+    """Add AMD's settings of the law: the driver's profile 1 is written, and chosen for every queue pair to come."""
     device, profile = draft.device, draft.profile
     folder = ionic_folder(draft.tree, device.name, device.pci)
     if law == "dcqcn":

@@ -1,7 +1,8 @@
-"""What every NIC has alike: lossless priorities, the map of DSCPs, pause of the link, the TOS of RDMA-CM.
+"""Settings that all NICs have alike: lossless priorities, the map of DSCPs, pause of the link, the TOS of RDMA-CM.
 
 By `dcb` of iproute2 (dcb-pfc(8), dcb-app(8)), on NVIDIA by `mlnx_qos` where it is installed: both drive the same tables
-of the kernel. TOS: Documentation/ABI/testing/configfs-rdma_cm of Linux. Left out: shares of bandwidth between classes.
+of the kernel. TOS: Documentation/ABI/testing/configfs-rdma_cm of Linux. Not covered: shares of bandwidth between
+classes.
 """
 
 from __future__ import annotations

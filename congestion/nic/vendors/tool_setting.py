@@ -31,11 +31,11 @@ class ToolSetting:
     device: str
 
     def __post_init__(self) -> None:
-        given = [getattr(self, field.name) for field in fields(self)]
+        values = [getattr(self, field.name) for field in fields(self)]
         if not (is_name(self.device) or is_pci(self.device)) or not all(
-            is_name(one) for one in (self.tool, *given[2:])
+            is_name(one) for one in (self.tool, *values[2:])
         ):
-            raise ValueError(f"{self.kind}: {given} are no names")
+            raise ValueError(f"{self.kind}: {values} are no names")
 
     def query(self) -> list[str]:
         """Arguments that print the value."""
@@ -49,7 +49,7 @@ class ToolSetting:
         """
         raise NotImplementedError
 
-    def change(self, present: str, wanted: str) -> list[str]:
+    def change(self, present: str, new: str) -> list[str]:
         """Arguments that make it so.
 
         Raises:
@@ -64,10 +64,10 @@ class ToolSetting:
         """
         return self.parse(tools.run(self.query()))
 
-    def write(self, tools: Tools, present: str, wanted: str) -> None:
-        """As `read`."""
-        if present != wanted:
-            tools.run(self.change(present, wanted))
+    def write(self, tools: Tools, present: str, new: str) -> None:
+        """Set the new value unless it is there already; errors as `read`."""
+        if present != new:
+            tools.run(self.change(present, new))
 
     def _search(self, pattern: str, printed: str) -> str:
         match = re.search(pattern, printed, re.MULTILINE)

@@ -42,13 +42,13 @@ KINDS: dict[str, Callable[..., ToolSetting]] = {
 """How a journal names them."""
 
 
-def restore(kind: str, given: Sequence[str]) -> ToolSetting:
+def restore(kind: str, values: Sequence[str]) -> ToolSetting:
     """A setting as a journal keeps it: the kind, and its fields in order.
 
     Raises:
         ValueError: there is no such kind, or the fields do not fit it.
     """
     try:
-        return KINDS[kind](*given)
+        return KINDS[kind](*values)
     except (KeyError, TypeError) as exc:
         raise ValueError(f"{kind}: no such setting") from exc

@@ -20,13 +20,13 @@ class DcbPfc(ToolSetting):
         return ["dcb", "pfc", "show", "dev", self.device, "prio-pfc"]
 
     def parse(self, printed: str) -> str:
-        found = dict(re.findall(r"\b([0-7]):(on|off)\b", self._search(r"^\s*prio-pfc (.*)$", printed)))
-        if len(found) != len(PRIORITIES):
+        states = dict(re.findall(r"\b([0-7]):(on|off)\b", self._search(r"^\s*prio-pfc (.*)$", printed)))
+        if len(states) != len(PRIORITIES):
             raise ToolFailed(f"{self.tool}: prints no {self.kind}")
-        return "".join("1" if found[str(priority)] == "on" else "0" for priority in PRIORITIES)
+        return "".join("1" if states[str(priority)] == "on" else "0" for priority in PRIORITIES)
 
-    def change(self, _present: str, wanted: str) -> list[str]:
-        switches = [f"{priority}:{'on' if on == '1' else 'off'}" for priority, on in enumerate(eight(wanted))]
+    def change(self, _present: str, new: str) -> list[str]:
+        switches = [f"{priority}:{'on' if on == '1' else 'off'}" for priority, on in enumerate(eight(new))]
         return ["dcb", "pfc", "set", "dev", self.device, "prio-pfc", *switches]
 
 
@@ -41,11 +41,11 @@ class DcbApp(ToolSetting):
         return ["dcb", "-N", "app", "show", "dev", self.device, "dscp-prio"]
 
     def parse(self, printed: str) -> str:
-        found = sorted(prio for dscp, prio in re.findall(r"\b(\d{1,2}):([0-7])\b", printed) if dscp == self.dscp)
-        return ",".join(found) or NONE
+        priorities = sorted(prio for dscp, prio in re.findall(r"\b(\d{1,2}):([0-7])\b", printed) if dscp == self.dscp)
+        return ",".join(priorities) or NONE
 
-    def change(self, present: str, wanted: str) -> list[str]:
-        verb, values = ("del", present) if wanted == NONE else ("replace", wanted)
+    def change(self, present: str, new: str) -> list[str]:
+        verb, values = ("del", present) if new == NONE else ("replace", new)
         rules = [f"{ranged(self.dscp, 63)}:{ranged(value, 7)}" for value in values.split(",")]
         return ["dcb", "app", verb, "dev", self.device, "dscp-prio", *rules]
 
@@ -63,8 +63,8 @@ class Pause(ToolSetting):
         received, sent = (self._search(rf"^{way}:\s+(on|off)\s*$", printed) for way in ("RX", "TX"))
         return f"rx {received} tx {sent}"
 
-    def change(self, _present: str, wanted: str) -> list[str]:
-        match = re.fullmatch(r"rx (on|off) tx (on|off)", wanted)
+    def change(self, _present: str, new: str) -> list[str]:
+        match = re.fullmatch(r"rx (on|off) tx (on|off)", new)
         if match is None:
-            raise ValueError(f"pause {wanted!r}: such as rx off tx off")
+            raise ValueError(f"pause {new!r}: such as rx off tx off")
         return ["ethtool", "-A", self.device, "rx", match[1], "tx", match[2]]

@@ -26,10 +26,10 @@ class MlnxTrust(ToolSetting):
     def parse(self, printed: str) -> str:
         return self._search(r"^Priority trust state: (pcp|dscp|both)\b", printed)
 
-    def change(self, _present: str, wanted: str) -> list[str]:
-        if wanted not in ("pcp", "dscp", "both"):
-            raise ValueError(f"trust {wanted!r}: pcp, dscp or both")
-        return ["mlnx_qos", "-i", self.device, f"--trust={wanted}"]
+    def change(self, _present: str, new: str) -> list[str]:
+        if new not in ("pcp", "dscp", "both"):
+            raise ValueError(f"trust {new!r}: pcp, dscp or both")
+        return ["mlnx_qos", "-i", self.device, f"--trust={new}"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class MlnxPfc(ToolSetting):
     def parse(self, printed: str) -> str:
         return "".join(self._search(r"^\s*enabled:?\s+((?:[01]\s+){7}[01])\s*$", printed).split())
 
-    def change(self, _present: str, wanted: str) -> list[str]:
-        return ["mlnx_qos", "-i", self.device, f"--pfc={','.join(eight(wanted))}"]
+    def change(self, _present: str, new: str) -> list[str]:
+        return ["mlnx_qos", "-i", self.device, f"--pfc={','.join(eight(new))}"]
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class MlnxDscp(ToolSetting):
                 return str(priority)
         return NONE
 
-    def change(self, present: str, wanted: str) -> list[str]:
-        verb, value = ("del", present) if wanted == NONE else ("set", wanted)
+    def change(self, present: str, new: str) -> list[str]:
+        verb, value = ("del", present) if new == NONE else ("set", new)
         rule = f"--dscp2prio={verb},{ranged(self.dscp, 63)},{ranged(value, 7)}"
         return ["mlnx_qos", "-i", self.device, rule]
 
@@ -93,9 +93,9 @@ class Register(ToolSetting):
         supported = all(int(value, 16) for value in selects if value is not None)
         return str(int(rows[self.field], 16)) if supported and self.field in rows else NONE
 
-    def change(self, _present: str, wanted: str) -> list[str]:
+    def change(self, _present: str, new: str) -> list[str]:
         own = self.field.removesuffix("_en") if self.field.startswith("roce_") else self.field
-        value = f"{own}_field_select=1,{self.field}={ranged(wanted, 1)}"
+        value = f"{own}_field_select=1,{self.field}={ranged(new, 1)}"
         return [self.tool, "-d", self.device, "--reg_name", "ROCE_ACCL", "--set", value, "--yes"]
 
 
@@ -112,8 +112,8 @@ class Algorithm(ToolSetting):
     def parse(self, printed: str) -> str:
         return str(_data(self, "value", printed))
 
-    def change(self, _present: str, wanted: str) -> list[str]:
-        verb = "1" if ranged(wanted, 1) == "1" else "2"
+    def change(self, _present: str, new: str) -> list[str]:
+        verb = "1" if ranged(new, 1) == "1" else "2"
         return [self.tool, "-d", self.device, *self._register(), "--set", f"cmd_type={verb}", "--yes"]
 
     def _register(self) -> list[str]:
@@ -134,14 +134,14 @@ class PpccParameter(ToolSetting):
     def parse(self, printed: str) -> str:
         return str(_data(self, "value", printed))
 
-    def change(self, _present: str, wanted: str) -> list[str]:
-        value = f"cmd_type=8,value={ranged(wanted, 2**32 - 1)}"
+    def change(self, _present: str, new: str) -> list[str]:
+        value = f"cmd_type=8,value={ranged(new, 2**32 - 1)}"
         return [self.tool, "-d", self.device, *_ppcc(self.slot, self.parameter), "--set", value, "--yes"]
 
 
 @dataclass(frozen=True)
 class PpccRange(ToolSetting):
-    """What the NIC says of such a parameter, as `least most default access`; nothing that can be set."""
+    """Range of such a parameter from the NIC, as `least most default access`; nothing that can be set."""
 
     kind: ClassVar[str] = "ppcc-range"
     WRITABLE: ClassVar[int] = 1
@@ -155,8 +155,8 @@ class PpccRange(ToolSetting):
         fields = ("param_value2", "param_value3", "param_value1", "prm")
         return " ".join(str(_data(self, name, printed)) for name in fields)
 
-    def change(self, _present: str, wanted: str) -> list[str]:
-        raise ValueError(f"{self.kind} {wanted!r}: it is read only")
+    def change(self, _present: str, new: str) -> list[str]:
+        raise ValueError(f"{self.kind} {new!r}: it is read only")
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ class Firmware(ToolSetting):
         return [self.tool, "-d", self.device, "q", self.key]
 
     def parse(self, printed: str) -> str:
-        found = self._search(rf"^\*?\s*{re.escape(self.key)}\s+(?:\S+\s+)*?(\S+)\s*$", printed)
-        match = re.fullmatch(r"(?:\w*\()?(0x[0-9a-fA-F]+|\d+)\)?", found)
+        text = self._search(rf"^\*?\s*{re.escape(self.key)}\s+(?:\S+\s+)*?(\S+)\s*$", printed)
+        match = re.fullmatch(r"(?:\w*\()?(0x[0-9a-fA-F]+|\d+)\)?", text)
         if match is None:
-            raise ToolFailed(f"{self.tool}: {self.key} is {found[:40]!r}, no number")
+            raise ToolFailed(f"{self.tool}: {self.key} is {text[:40]!r}, no number")
         return str(int(match[1], 0))
 
-    def change(self, _present: str, wanted: str) -> list[str]:
-        return [self.tool, "-d", self.device, "-y", "set", f"{self.key}={ranged(wanted, 2**32 - 1)}"]
+    def change(self, _present: str, new: str) -> list[str]:
+        return [self.tool, "-d", self.device, "-y", "set", f"{self.key}={ranged(new, 2**32 - 1)}"]
 
 
 def _ppcc(slot: str, parameter: str) -> list[str]:

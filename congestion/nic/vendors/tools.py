@@ -23,7 +23,7 @@ class ToolFailed(Exception):
 
 
 def printable(text: str) -> str:
-    """What another program said, on one line and without what would steer a terminal."""
+    """Return another program's output on one line, without what would steer a terminal."""
     return "".join(char for char in " ".join(text.split()) if char.isprintable())
 
 
@@ -60,7 +60,7 @@ class Tools:
         return next((name for name in names if shutil.which(name, path=self.path)), "") if self.runs else ""
 
     def run(self, arguments: Sequence[str]) -> str:
-        """What the program printed.
+        """Run a program and return what it printed.
 
         Raises:
             ToolFailed: it is not there, ended with an error, or took too long.
@@ -87,6 +87,6 @@ class Tools:
         except OSError as exc:
             raise ToolFailed(f"{name}: cannot be run ({exc.strerror})") from exc
         if done.returncode:
-            words = printable(done.stderr or done.stdout)[:200]
-            raise ToolFailed(f"{name}: exit code {done.returncode}" + (f": {words}" if words else ""))
+            message = printable(done.stderr or done.stdout)[:200]
+            raise ToolFailed(f"{name}: exit code {done.returncode}" + (f": {message}" if message else ""))
         return done.stdout

@@ -1,6 +1,6 @@
 """The charts of `netlayer simulate` alone: a share over time as bands of colour, and completion against pauses.
 
-A law has the colour of its place in the list, as on the arena's page. Left out: what is said beside them.
+A law has the colour of its place in the list, as on the arena's page. Not covered: the text next to them.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def bands(
             ],
         )
     )
-    shown = {"title": title} if title else {}
+    options = {"title": title} if title else {}
     height = max(_LEAST_HEIGHT, _ROW_HEIGHT * len(rows))
-    return chart.properties(width="container", height=height, **shown)  # type: ignore[no-any-return]
+    return chart.properties(width="container", height=height, **options)  # type: ignore[no-any-return]
 
 
 def in_bins(frame: pd.DataFrame, value: str, begin_us: float, end_us: float) -> pd.DataFrame:

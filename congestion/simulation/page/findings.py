@@ -1,4 +1,4 @@
-"""What the page of `netlayer simulate` is written from: the frames of all laws on one scenario."""
+"""Input of the page of `netlayer simulate`: the frames of all laws on one scenario."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCE: Final = "simulated"
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """What the page is written from.
+    """Input of the page.
 
     Args:
         name: what ran.

@@ -84,12 +84,12 @@ def build_page(models: Sequence[FluidModel]) -> Report:
         f"{many} equal flows over one bottleneck, idle round trip {first.base_us:g} us, gain {first.gain:g}",
     )
     stable = [model.growth < 0 for model in models]
-    words = "; ".join(
+    growths = "; ".join(
         f"with {model.num_flows} flows the slowest mode {'falls' if model.growth < 0 else 'grows'} by "
         f"exp({model.growth:.3f}) a round trip of {model.delay_us:.0f} us"
         for model in models
     )
-    report.verdict("PASS" if all(stable) else "FAIL", f"{'Stable' if all(stable) else 'Not stable'}: {words}.")
+    report.verdict("PASS" if all(stable) else "FAIL", f"{'Stable' if all(stable) else 'Not stable'}: {growths}.")
     section = report.section("Phase plots", source="predicted")
     section.figures(
         *(
@@ -141,7 +141,7 @@ def from_starts(model: FluidModel) -> pd.DataFrame:
 
 
 def from_unequal(model: FluidModel) -> pd.DataFrame:
-    """As `from_starts`, of two flows that begin apart: `rate_0` and `rate_1` beside it."""
+    """Paths as `from_starts`, of two flows that begin apart, with `rate_0` and `rate_1`."""
     parts = []
     for rates in _UNEQUAL:
         windows = np.array(rates) * model.capacity * model.base_us
@@ -234,13 +234,13 @@ def _over_time(frame: pd.DataFrame, value: Axis, title: str) -> Chart:
 
 def _numbers(text: str) -> list[int]:
     try:
-        found = [int(word) for word in text.split(",")]
+        numbers = [int(word) for word in text.split(",")]
     except ValueError:
-        found = []
-    if not 1 <= len(set(found)) == len(found) <= 2 or not all(1 <= one <= _MOST_FLOWS for one in found):
+        numbers = []
+    if not 1 <= len(set(numbers)) == len(numbers) <= 2 or not all(1 <= one <= _MOST_FLOWS for one in numbers):
         rule = f"is not one or two different whole numbers of 1 to {_MOST_FLOWS}"
         raise ConfigError("--flows", text, rule, "give for example 2,8")
-    return found
+    return numbers
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `netlayer simulate` was told to run, from its options: scenario or files, their losses, and where it stops."""
+"""Case that `netlayer simulate` runs, from its options: scenario or files, their losses, and where it stops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_case(
     flow_bytes: str | None,
     more_bytes: int,
 ) -> Case:
-    """What runs: a scenario or a file's flows, on a named fabric or a file's.
+    """Read the case: a scenario or a file's flows, on a named fabric or a file's.
 
     Args:
         flow_bytes: size of a file's flows in place of their own.
@@ -51,15 +51,15 @@ def read_case(
         raise ConfigError("--fabric", fabric, "has no effect where --topo gives the fabric", "leave one out")
     if config and not scenario:
         raise ConfigError("--config", config, "has no effect on flows of a file", "leave it out")
-    given = read_one(topo, "--topo") if topo else fabric or ""
+    fabric_text = read_one(topo, "--topo") if topo else fabric or ""
     sizes = {"num_bytes": _size(flow_bytes) if flow_bytes else 0, "more_bytes": more_bytes}
     if scenario:
-        return build_scenario(scenario, overrides, seed, fabric=given, config=config)
+        return build_scenario(scenario, overrides, seed, fabric=fabric_text, config=config)
     if cm_file:
-        return case_of_cm(cm_file, overrides, fabric=given, **sizes)
-    if not given:
+        return case_of_cm(cm_file, overrides, fabric=fabric_text, **sizes)
+    if not fabric_text:
         raise ConfigError("--topo", None, "is missing", "give the fabric of --flows, or --fabric NAME")
-    return case_of_flows(Path(str(flow_file)), overrides, fabric=given, **sizes)
+    return case_of_flows(Path(str(flow_file)), overrides, fabric=fabric_text, **sizes)
 
 
 def with_losses(settings: Settings, topo: Path | None, case: Case) -> tuple[Settings, list[str]]:
@@ -83,7 +83,7 @@ def with_losses(settings: Settings, topo: Path | None, case: Case) -> tuple[Sett
 
 
 def ended_of(text: str | None, num_flows: int) -> int:
-    """How many flows `--until-flows` means; 0 for all.
+    """Return the number of flows that `--until-flows` means; 0 for all.
 
     Raises:
         ConfigError: it is no number up to `num_flows`, nor a share of them.

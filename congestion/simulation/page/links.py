@@ -1,4 +1,4 @@
-"""Where it pauses and how full links are: two sections of the page of `netlayer simulate`."""
+"""Pauses by place and utilisation of links: two sections of the page of `netlayer simulate`."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def _pauses_over_time(section: Section, findings: Findings) -> None:
     names = [tier for tier in tiers["tier"].unique() if tiers.loc[tiers["tier"] == tier, "pause_share"].any()]
     for law in findings.laws:
         for tier in names:
-            mine = tiers[(tiers["cc"] == law) & (tiers["tier"] == tier)].sort_values("time_us")
-            if mine.empty:
+            series = tiers[(tiers["cc"] == law) & (tiers["tier"] == tier)].sort_values("time_us")
+            if series.empty:
                 continue
             rows.append(f"{law}: {tier}")
-            parts.append(_relative(mine, "pause_share", begin, end).assign(row=rows[-1]))
+            parts.append(_relative(series, "pause_share", begin, end).assign(row=rows[-1]))
     if not parts:
         return
     section.chart(
@@ -82,7 +82,7 @@ def _pauses_over_time(section: Section, findings: Findings) -> None:
 
 
 def _causes(ports: pd.DataFrame) -> pd.DataFrame:
-    """Of each law the links that most pauses were due to."""
+    """Return for each law the links that most pauses were due to."""
     caused = ports.assign(due=ports["pauses_set_off"] + ports["pauses_passed_on"])
     caused = caused[caused["due"] > 0].sort_values("due", ascending=False, kind="stable")
     most = caused.groupby("cc", sort=False, observed=True).head(_CAUSING).sort_values("cc", kind="stable")
@@ -100,17 +100,17 @@ def _causes(ports: pd.DataFrame) -> pd.DataFrame:
 def _pause_rows(ports: pd.DataFrame, tiers: pd.DataFrame | None) -> pd.DataFrame:
     scale, unit = unit_of(ports["paused_us"])
     rows = []
-    for (law, tier), mine in ports.groupby(["cc", "tier"], sort=False, observed=True):
-        if not (mine["paused_us"].any() or mine["pauses"].any()):
+    for (law, tier), own_ports in ports.groupby(["cc", "tier"], sort=False, observed=True):
+        if not (own_ports["paused_us"].any() or own_ports["pauses"].any()):
             continue
         row = {
             "law": law,
             "tier": tier,
-            "ports": len(mine),
-            "ports paused": int((mine["paused_us"] > 0).sum()),
-            "pauses sent": int(mine["pauses"].sum()),
-            "paused": float(mine["pause_share"].mean()),
-            f"longest ({unit})": float(mine["paused_us"].max()) / scale,
+            "ports": len(own_ports),
+            "ports paused": int((own_ports["paused_us"] > 0).sum()),
+            "pauses sent": int(own_ports["pauses"].sum()),
+            "paused": float(own_ports["pause_share"].mean()),
+            f"longest ({unit})": float(own_ports["paused_us"].max()) / scale,
         }
         if tiers is not None:
             at_once = tiers.loc[(tiers["cc"] == law) & (tiers["tier"] == tier), "reached_ports"]
@@ -127,21 +127,21 @@ def add_links(report: Report, findings: Findings) -> None:
     links = findings.links
     begin, end = findings.begin_us, float(links["time_us"].max())
     load = links.groupby("link", sort=False)["utilisation"].sum()
-    shown = _busiest(load)
+    busiest = _busiest(load)
     for number, law in enumerate(findings.laws[:_LINK_CHARTS]):
-        mine = links[(links["cc"] == law) & links["link"].isin(shown)]
+        law_links = links[(links["cc"] == law) & links["link"].isin(busiest)]
         parts = [
             _relative(one.sort_values("time_us"), "utilisation", begin, end).assign(row=name)
-            for name, one in mine.groupby("link", sort=False)
+            for name, one in law_links.groupby("link", sort=False)
         ]
         if not parts:
             continue
         axis = Axis("utilisation", "Utilisation", "share")
         section.chart(
-            simulate_charts.bands(pd.concat(parts), shown, axis, until_s=(end - begin) / 1e6, top=1.0, title=law),
+            simulate_charts.bands(pd.concat(parts), busiest, axis, until_s=(end - begin) / 1e6, top=1.0, title=law),
             name=f"links_{number}",
-            caption=f"The {len(shown)} busiest links of {_num_links(findings)} over time, the same for every law, the "
-            "busiest on top; 100% is line rate, headers included.",
+            caption=f"The {len(busiest)} busiest links of {_num_links(findings)} over time, the same for every law, "
+            "the busiest on top; 100% is line rate, headers included.",
         )
     if len(findings.laws) > _LINK_CHARTS:
         section.note(f"The first {_LINK_CHARTS} of {len(findings.laws)} laws are drawn.")
@@ -158,14 +158,14 @@ def _num_links(findings: Findings) -> str:
 
 
 def _whole_links(section: Section, findings: Findings) -> None:
-    """Without samples: the busiest links, each law's share of the whole run."""
+    """Draw the busiest links without samples: each law's share of the whole run."""
     ports = by_law(findings.ports, findings.laws)
     named = ports.assign(link=ports["src"] + " -> " + ports["dst"])
     mean = named.groupby(["cc", "link"], sort=False, observed=True)["utilisation"].max().reset_index()
     load = mean.groupby("link", sort=False)["utilisation"].sum()
-    shown = _busiest(load)
-    mean = mean[mean["link"].isin(shown)]
-    mean = mean.assign(rank=mean["link"].map({name: at for at, name in enumerate(shown)})).sort_values(
+    busiest = _busiest(load)
+    mean = mean[mean["link"].isin(busiest)]
+    mean = mean.assign(rank=mean["link"].map({name: at for at, name in enumerate(busiest)})).sort_values(
         ["rank"], kind="stable"
     )
     section.chart(
@@ -173,15 +173,15 @@ def _whole_links(section: Section, findings: Findings) -> None:
             mean, Axis("cc", "Law"), Axis("link", "Link"), Axis("utilisation", "Utilisation of the whole run", "share")
         ),
         name="links",
-        caption=f"The {len(shown)} busiest of {_num_links(findings)} links. `--sample-us` shows them over time.",
+        caption=f"The {len(busiest)} busiest of {_num_links(findings)} links. `--sample-us` shows them over time.",
     )
 
 
 def _relative(frame: pd.DataFrame, value: str, begin_us: float, end_us: float) -> pd.DataFrame:
-    """`simulate_charts.in_bins`, time counted from `begin_us`."""
+    """`page.charts.in_bins`, time counted from `begin_us`."""
     times = frame["time_us"].to_numpy(dtype=float)
     first = max(begin_us, 2 * times[0] - times[1]) if len(times) > 1 else begin_us
     if first >= times[0]:
         first = times[0] - 1e-6
-    found = simulate_charts.in_bins(frame, value, first, end_us)
-    return found.assign(**{name: np.maximum(found[name] - begin_us / 1e6, 0) for name in ("from_s", "to_s")})
+    bins = simulate_charts.in_bins(frame, value, first, end_us)
+    return bins.assign(**{name: np.maximum(bins[name] - begin_us / 1e6, 0) for name in ("from_s", "to_s")})

@@ -1,7 +1,7 @@
 """The page of `netlayer simulate`: laws side by side on one scenario, over time, in their tails, tier by tier.
 
-Every sentence is computed from the rows. What was not sampled is shown as shares of the whole run. Left out: running
-anything, and more than one seed (arena_page).
+Every sentence is computed from the rows. What was not sampled is shown as shares of the whole run. Not covered: running
+anything, and more than one seed (arena.page).
 """
 
 from __future__ import annotations
@@ -193,12 +193,12 @@ def _tails(report: Report, findings: Findings) -> None:
         "slowdown": (Axis("slowdown", "Slowdown", log=_is_wide(ended["slowdown"])), "Slowdown, 1 on an idle fabric"),
     }
     left = len(flows) - len(ended)
-    said = f" {left:,} of {len(flows):,} did not end and are left out." if left else ""
+    note = f" {left:,} of {len(flows):,} did not end and are left out." if left else ""
     for name, (axis, title) in kinds.items():
         section.chart(
             charts.cdf(ended, axis, colour="cc", counted="flows", title=title),
             name=name,
-            caption=f"Share of flows that took at most so long.{said}",
+            caption=f"Share of flows that took at most so long.{note}",
         )
 
 

@@ -1,4 +1,4 @@
-"""A page as the file that a user named, its pictures in plots/ beside it."""
+"""A page as the file that a user named, its pictures in plots/ next to it."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ def write_page(
     part: Path | None,
     html: Path | None,
 ) -> None:
-    """report.html into the folder `part`, and the file `html`; pictures lie in plots/ beside each.
+    """report.html into the folder `part`, and the file `html`; pictures lie in plots/ next to each.
 
     Where what draws it is not installed, a line says so; it is an error only if the file was asked for.
 
     Args:
-        rows, frames: as `simulate_findings.Findings` takes them, frames by name.
+        rows, frames: as `simulation.page.findings.Findings` takes them, frames by name.
         about: the other fields of `Findings`.
 
     Raises:
@@ -43,8 +43,8 @@ def write_page(
         from congestion.simulation.page.findings import Findings
         from congestion.simulation.page.page import build_page
 
-        given: dict[str, Any] = {"rows": rows, **frames, **about}
-        report = build_page(Findings(**given))
+        values: dict[str, Any] = {"rows": rows, **frames, **about}
+        report = build_page(Findings(**values))
         with tempfile.TemporaryDirectory() as folder:
             page = report.write(part or folder)
             if html:
@@ -56,7 +56,7 @@ def write_page(
 
 
 def links_note(law: str, samples: Samples) -> str:
-    """What the frame of links leaves out, as a sentence; empty where it has all."""
+    """Describe in a sentence what the frame of links omits; empty where it has all."""
     links = samples.links
     if links is None or not links.left_out:
         return ""

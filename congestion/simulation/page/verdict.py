@@ -1,6 +1,6 @@
-"""What a comparison of one scenario says, in words: who ended first, who paused least, who did not end.
+"""Verdict on the laws of one scenario, in words: who ended first, who paused least, who did not end.
 
-Every word is computed from the rows of `measures.summary`. Left out: intervals; one seed has none (arena_verdict).
+Every word is computed from the rows of `measures.summary`. Not covered: intervals; one seed has none (arena.verdict).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def verdict(rows: Sequence[Row], bound_us: float | None, seed: int) -> tuple[Ver
 
 
 def on_front(rows: Sequence[Row]) -> list[str]:
-    """Of laws whose flows all ended, those that none beats in completion time and pauses together."""
+    """Return the laws, of those whose flows all ended, that none beats in completion time and pauses together."""
     if not rows:
         return []
-    held = pareto_front([[row["completion_us"], row["pause_share"]] for row in rows])
-    return [row["cc"] for row, holds in zip(rows, held.tolist(), strict=True) if holds]
+    on_front_mask = pareto_front([[row["completion_us"], row["pause_share"]] for row in rows])
+    return [row["cc"] for row, holds in zip(rows, on_front_mask.tolist(), strict=True) if holds]
 
 
 def first_laws(ended: Sequence[Row]) -> list[str]:
-    """Those that completed first, alike within what counts."""
+    """Return the laws that completed first, alike within what counts."""
     best = min((float(row["completion_us"]) for row in ended), default=0.0)
     return [row["cc"] for row in ended if row["completion_us"] <= best * (1 + _ALIKE)]
 
 
 def calm_laws(rows: Sequence[Row]) -> list[str]:
-    """Those with the least port-time paused."""
+    """Return the laws with the least port-time paused."""
     least = min(float(row["pause_share"]) for row in rows)
     return [row["cc"] for row in rows if row["pause_share"] == least]
 

@@ -199,7 +199,7 @@ def test_a_change_while_a_journal_is_open_is_refused_with_the_remedy(tmp_path):
 
 def test_two_changes_at_once_are_refused(tmp_path):
     host = host_of(tmp_path, "mlx5")
-    with host.state.held(), pytest.raises(ConfigError, match="another change of this host runs"):
+    with host.state.locked(), pytest.raises(ConfigError, match="another change of this host runs"):
         host.apply(profile_of())
 
 
@@ -244,7 +244,7 @@ def test_the_plan_is_drawn_up_once_nobody_else_changes_the_host(tmp_path):
     host = host_of(tmp_path, "mlx5")
 
     def draw() -> Plan:
-        with pytest.raises(ConfigError, match="another change of this host runs"), State(host.state.folder).held():
+        with pytest.raises(ConfigError, match="another change of this host runs"), State(host.state.folder).locked():
             pass
         return host.plan(profile_of())
 
@@ -419,7 +419,7 @@ def test_a_journal_that_is_a_link_is_refused(tmp_path):
 def test_each_folder_made_for_the_journal_is_on_disk(tmp_path, monkeypatch):
     synced: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink()))
-    with State(tmp_path / "a/b/state").held():
+    with State(tmp_path / "a/b/state").locked():
         pass
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a/b"]
     assert (tmp_path / "a/b/state").stat().st_mode & 0o777 == 0o700

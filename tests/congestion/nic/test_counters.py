@@ -456,7 +456,7 @@ def test_a_stretch_that_a_signal_ended_goes_on_where_it_was(root):
             num_samples=41,
         )
     assert stretches == [(1, True), (7, False), (5, False), (8, True), (20, True)]
-    assert done.taken == 41
+    assert done.num_samples == 41
 
 
 def test_a_log_comes_back_as_it_was_written(tmp_path, monkeypatch):
