@@ -1,6 +1,6 @@
 """Whether all ranks mean the same, and in words what differs: the field, its values, and the ranks that have each.
 
-Left out: how values reach the other ranks (`Lane.tell`, `Lane.tell_texts`).
+Not covered: how values reach the other ranks (`Lane.tell`, `Lane.tell_texts`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ MISSING = "missing"
 _LONGEST = 200  # of a value in a message
 
 
-def first_difference(said: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str | None:
-    """The first field whose value is not the same in all of `said`, as `spread` puts it; None where all are alike.
+def first_difference(reports: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str | None:
+    """The first field whose value is not the same in all `reports`, as `spread` puts it; None where all are alike.
 
     Args:
-        said: what each rank says; a field that a rank leaves out is `missing` there.
+        reports: fields of each rank; one that a rank omits is `missing` there.
         ranks: their numbers.
     """
-    for field in dict.fromkeys(field for one in said for field in one):
-        values = [one.get(field, MISSING) for one in said]
+    for field in dict.fromkeys(field for one in reports for field in one):
+        values = [one.get(field, MISSING) for one in reports]
         if len(set(values)) > 1:
             return spread(field, values, ranks)
     return None
@@ -33,7 +33,9 @@ def spread(field: str, values: Sequence[object], ranks: Sequence[int]) -> str:
     for value, rank in zip(values, ranks, strict=True):
         holders.setdefault(_shorten(str(value)), []).append(rank)
     most_first = sorted(holders.items(), key=lambda item: -len(item[1]))
-    return f"{field} = " + ", ".join(f"{value} on {describe_ranks(held)}" for value, held in most_first)
+    return f"{field} = " + ", ".join(
+        f"{value} on {describe_ranks(holding_ranks)}" for value, holding_ranks in most_first
+    )
 
 
 def _shorten(value: str) -> str:

@@ -14,10 +14,10 @@ def as_dtype(value: torch.dtype | str, field: str) -> torch.dtype:
     Raises:
         ValueError: torch has no such dtype.
     """
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{field} = {value!r}: is no dtype of torch; give torch.bfloat16 or 'bfloat16', say")
-    return found
+    return dtype
 
 
 def as_device(value: torch.device | str) -> torch.device:

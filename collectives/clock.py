@@ -2,7 +2,7 @@
 
 A mark is a point in time: on the CPU the host's clock itself, on CUDA an event on the stream that is current. A time
 base has one reference event of which the host's time is known, and places every other event by the device's own clock,
-relative to that. Left out: clocks of several hosts (`collectives.watch.trace` aligns those).
+relative to that. Not covered: clocks of several hosts (`collectives.watch.trace` aligns those).
 
 [Note: precision] CUDA reports the time between two events in milliseconds as a float of 24 bits: after a minute that is
 4 us, after an hour 0.25 ms. So a time base must not grow old; `Recorder` takes a new one every minute. Taking one waits

@@ -1,8 +1,8 @@
-"""How long calls take that all ranks of a group make together: in turn, by the device's clock, the slowest rank.
+"""Times of calls that all ranks of a group make together: in turn, by the device's clock, of the slowest rank.
 
 On CUDA the ranks meet on the device right before each call, by a tiny all-reduce on the same stream, and the host runs
 ahead of it meanwhile: so neither a late rank nor a slow host is measured. Where the host was not ahead all the same,
-the times say so (`Times.host_bound`). On the CPU the host's clock is read. Left out: what is called, and whether its
+the times say so (`Times.host_bound`). On the CPU the host's clock is read. Not covered: what is called, and whether its
 data is right.
 """
 
@@ -27,7 +27,7 @@ _MOST_SLEEP = 64  # times as long at most
 
 @dataclass
 class Times:
-    """Of one call.
+    """Times of one call.
 
     Args:
         rounds_us: microseconds of each call of each round, the longest of the ranks.
@@ -39,7 +39,7 @@ class Times:
 
     @property
     def each_us(self) -> list[float]:
-        return [us for found in self.rounds_us for us in found]
+        return [us for times_us in self.rounds_us for us in times_us]
 
     @property
     def host_bound(self) -> bool:

@@ -1,8 +1,8 @@
 """One rank's training loop: a step, an evaluation, and what is noted of each.
 
 A step launches its all-gathers before it loads data, and reduces gradients under the last backward pass. The host reads
-a step's numbers when it has launched the next one, so that the device never runs dry for them. Left out: how the model
-is spread (`trainer.parallel`), recovery.
+a step's numbers when it has launched the next one, so that the device never runs dry for them. Not covered: how the
+model is spread (`trainer.parallel`), recovery.
 
 Shapes: B sequences, T positions, N samples of this rank, D data-parallel ranks.
 
@@ -65,7 +65,7 @@ _MOST_NAMED = 8  # ranks of an error
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank this is, of how many, and the device that it computes on."""
+    """Rank of this process, number of ranks, and the device that it computes on."""
 
     rank: int
     world_size: int
@@ -124,9 +124,11 @@ class Trainer:
     ) -> None:
         self.job, self.seed, self.place, self.stop = job, seed, place, stop or StopRequest()
         self.watch = watch
+        # Read now: a cache of corpora may drop this one while its run trains on.
         self.text = checkpoint.Text.of(corpus)
         self.train_tokens, self.validation_tokens = corpus.train_tokens(), corpus.validation_tokens()
         self.num_parameters = num_parameters(job.model)
+        # Each `Launched` holds its own step: the recorder needs to keep no more.
         self.recorder = Recorder(place.device, num_kept=1)
         self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder, watch)
         self.dp = self.model.place.dp
@@ -136,6 +138,7 @@ class Trainer:
         self.optimizer = self.model.optimizer(
             lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)
         )
+        # Infinity where nothing is clipped: the norm is still taken, for the rows and for the check.
         self.steps = open_steps(self.model, self.optimizer, job.optimizer.clip_norm or math.inf)
         self.steps_done = 0
         self._before: StepComm | None = None
@@ -144,7 +147,7 @@ class Trainer:
         self.peak = peak_flops(place.device_name, job.model.dtype)
 
     def phase(self, phrase: str) -> contextlib.AbstractContextManager[None]:
-        """Around what takes its time on this rank, in which the others may wait for it: see `Watch.phase`."""
+        """Mark the block as slow on this rank, so that the watch lets the others wait for it: see `Watch.phase`."""
         return contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
 
     def resume(self, meta: Meta) -> None:
@@ -155,6 +158,7 @@ class Trainer:
         """
         checkpoint.load(meta, self.model, self.optimizer)
         self.steps_done, self._untouched = meta.step, meta.path
+        # With another text the samples are others in any case, and the user's seed may draw them.
         self.seed = self.seed if self.job.checkpoint.other_text else meta.seed
 
     def save(self, folder: Path) -> Path:
@@ -169,18 +173,22 @@ class Trainer:
         """
         self.leave_out()
         with self.phase("saves a checkpoint"):
+            # Every element: a checkpoint that is not finite would look good until somebody resumes from it.
             self._check_state()
             path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text)
+        # Until a step or a held-out loss has shown that its parameters are sound: [Note: good checkpoints].
         self._unproven = path
         return path
 
     def vouch(self) -> Path | None:
         """Call the last checkpoint a good one, if it is not yet: [Note: good checkpoints]. Its name then."""
+        # Taken away first: a rename that fails is not tried again by the next step.
         path, self._unproven = self._unproven, None
         if path is None:
             return None
         self.leave_out()
         good = checkpoint.good_name(path)
+        # A rename on a file system that all see: once is enough.
         if self.place.rank == 0:
             with self.phase("moves a checkpoint"):
                 checkpoint.vouch(path, self.job.checkpoint.keep)
@@ -188,7 +196,7 @@ class Trainer:
         return good
 
     def leave_out(self) -> None:
-        """What is done now is no step's time: the next one is timed from its own begin."""
+        """Exclude the work that is done now from step times: the next step is timed from its own begin."""
         self._before = None
 
     def close(self) -> None:
@@ -197,7 +205,7 @@ class Trainer:
         self.model.close()
 
     def step(self, step: int) -> Row:
-        """One optimiser step, counted from 1, launched and waited for; what `_row` says of it.
+        """Take one optimiser step, counted from 1, wait for it, and return its row.
 
         Raises:
             CheckFailed: as `read`.
@@ -205,30 +213,35 @@ class Trainer:
         return self.read(self.launch(step))[0]
 
     def launch(self, step: int) -> Launched:
-        """One optimiser step, counted from 1. On CUDA the host does not wait for it."""
+        """Launch one optimiser step, counted from 1. On CUDA the host does not wait for it."""
+        # First, so that the watch and the recorder count all that is launched from here to this step.
         if self.watch is not None:
             self.watch.begin_step(step)
         self.recorder.begin_step(step)
+        # Gathers of parameters before the data is loaded: they run meanwhile.
         self.steps.begin(step)
         lr = learning_rate(self.job.optimizer, step)
         stepped = self.steps.run(step, self._training_batches(step), lr)
         assert stepped.grad_norm is not None
+        # Copied to the host behind the step, so that reading them later does not wait for the step after.
         notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked)
+        # `leave_out` may have cleared it: then something came between, and this step is timed from its own begin.
         comm, before = self.recorder.end_step(), self._before
         self._before = comm
         return Launched(step, lr, notes, comm, before, _memory_bytes(self.place.device), stepped.is_replayed)
 
     def read(self, launched: Launched) -> tuple[Row, bool]:
-        """What `_row` says of a step, and whether a rank was asked to stop; waits for the step, and for it alone.
+        """Return the row of a step, and whether a rank was asked to stop; waits for the step, and for it alone.
 
         Raises:
             CheckFailed: the loss of a rank, or the gradient, is not finite; on all ranks alike.
         """
         notes = launched.notes.read()
+        # First: only a step whose numbers are finite makes the checkpoint before it a good one.
         self._check_finite(launched.step, notes)
         self.steps_done, self._untouched = launched.step, None
         self.vouch()
-        return self._row(launched, notes), notes.asked > 0
+        return self._row(launched, notes), notes.num_asked > 0
 
     def evaluate(self, global_batches: int) -> float:
         """Mean loss of `global_batches * global_size` windows spread evenly over the held-out text: always the same.
@@ -265,23 +278,26 @@ class Trainer:
 
     def _check_losses(self, step: int, name: str, losses_D: Sequence[float], remedy: str) -> None:
         layout = self.job.parallel.layout
+        # The last stage has the losses, and tensor-parallel ranks have the same ones: one rank stands for each.
         ranks = [layout.rank(pp=layout.pp - 1, dp=dp) for dp in range(layout.dp)]
         lost = [pair for pair in zip(ranks, losses_D, strict=True) if not math.isfinite(pair[1])]
         if lost:
-            if self._untouched is not None:  # none of a step of this run
+            # No step of this run has changed the parameters, so a lower learning rate is no remedy.
+            if self._untouched is not None:
                 remedy = f"training has broken the parameters of {self._untouched}; take an earlier checkpoint"
-            where = _first_ones([f"{loss} on {self._words(rank)}" for rank, loss in lost])
+            where = _first_ones([f"{loss} on {self._describe(rank)}" for rank, loss in lost])
             raise CheckFailed(f"step {step}: the {name} is {where}; {remedy}")
 
     def _check_state(self) -> None:
-        """Every element of it: a held-out loss sees no moments, and of a token table the rows of its own tokens."""
+        """Check every element of the state: a held-out loss sees no moments, and only its own tokens' rows."""
         state = [value for each in self.optimizer.each for value in each.state.values()]
-        held: list[Tensor] = [slot.piece for slot in self.model.slots]
-        held += [tensor for values in state for tensor in values.values() if isinstance(tensor, Tensor)]
-        num_lost = sum(((~tensor.detach().isfinite()).sum() for tensor in held), self.model.zero())
+        tensors: list[Tensor] = [slot.piece for slot in self.model.slots]
+        tensors += [tensor for values in state for tensor in values.values() if isinstance(tensor, Tensor)]
+        num_lost = sum(((~tensor.detach().isfinite()).sum() for tensor in tensors), self.model.zero())
+        # All ranks hear of it, so that all raise: one alone would leave the others in the next collective.
         lost = [rank for rank, count in enumerate(every_ranks(self.model, float(num_lost))) if count]
         if lost:
-            where = _first_ones([self._words(rank) for rank in lost])
+            where = _first_ones([self._describe(rank) for rank in lost])
             rule = f"parameters or moments of the optimiser are not finite in the shard of {where}"
             raise CheckFailed(f"step {self.steps_done}: {rule}; lower job.optimizer.lr")
 
@@ -289,19 +305,20 @@ class Trainer:
         layout, remedy = self.job.parallel.layout, "lower job.optimizer.lr, or look at this step's data"
         self._check_losses(step, "loss", notes.losses, remedy)
         if not math.isfinite(notes.grad_norm):
+            # Only where the norm is lost, and on all ranks alike: the sum does not say on which rank.
             squares = every_ranks(self.model, notes.own_square)
             lost = [pair for pair in enumerate(squares) if not math.isfinite(pair[1])]
-            where = _first_ones([self._words(rank) for rank, _ in lost])
+            where = _first_ones([self._describe(rank) for rank, _ in lost])
             where = f"in the shard of {where}" if lost else "as a sum, and finite on each rank"
             if lost and layout.dp > 1:
                 where += " (a shard is the mean over the data-parallel ranks)"
             raise CheckFailed(f"step {step}: the gradient norm is {notes.grad_norm}, {where}; {remedy}")
 
-    def _words(self, rank: int) -> str:
+    def _describe(self, rank: int) -> str:
         return f"rank {rank} ({self.job.parallel.layout.describe([rank])})"
 
     def _row(self, launched: Launched, notes: Notes) -> Row:
-        """`step_ms` is from the end of the step before, or from this one's begin where something else came between."""
+        """Return the row; `step_ms` starts at the end of the step before, or at its own begin if work came between."""
         comm, before = launched.comm, launched.before
         seconds = comm.step_s if before is None else comm.seconds_after(before)
         ranks, sequences = self.place.world_size, batch_size(self.job.batch, launched.step)
@@ -355,6 +372,7 @@ def run(
     def read_one() -> tuple[Row, bool]:
         launched = under_way.pop(0)
         row, is_asked = trainer.read(launched)
+        # Writing a trace takes time that is no step's.
         if on_comm(launched.comm):
             trainer.leave_out()
         return row, is_asked
@@ -365,8 +383,10 @@ def run(
 
     stopped = None
     with _collected(trainer.job.loop.collect_every_steps) as collect:
+        # Also of a resumed run: it shows what the training starts from.
         between.evaluate(trainer.steps_done)
         for step in range(trainer.steps_done + 1, between.last + 1):
+            # Launched before the one before is read: [Note: one step late].
             under_way.append(trainer.launch(step))
             with trainer.phase("collects garbage"):
                 collect(step)  # the device has a step to do meanwhile
@@ -374,9 +394,11 @@ def run(
             if len(under_way) > 1:
                 row, is_asked = read_one()
                 hand_over(row)
+            # Leave this step's numbers for later, and the device busy, unless something below needs them.
             if not (is_asked or between.saves(step) or between.evaluates(step)):
                 continue
             row, is_asked_now = read_one()
+            # A request at the last step changes nothing: the run ends, with all that is due then.
             stops = (is_asked or is_asked_now) and step < between.last
             with _handed_over_after(row, hand_over):
                 path = between.run(step, row, stops=stops)
@@ -411,6 +433,7 @@ class _BetweenSteps:
     def saves(self, step: int) -> bool:
         if not self._save_every:
             return False
+        # One that found no room is tried again after an evaluation, when nothing is under way anyway.
         return step % self._save_every == 0 or step == self.last or (self._retry_due and self.evaluates(step))
 
     def evaluate(self, step: int) -> None:
@@ -420,7 +443,7 @@ class _BetweenSteps:
             self._on_evaluation({"step": step, "validation_loss": loss, "eval_s": sum(seconds)})
 
     def run(self, step: int, row: Row, *, stops: bool) -> Path | None:
-        """What is due after a step; the last checkpoint where nothing follows.
+        """Evaluate and save where that is due after a step; return the last checkpoint where the run ends here.
 
         Args:
             row: of the step, which gets the times.
@@ -440,12 +463,14 @@ class _BetweenSteps:
             row["checkpoint_failures"] += 1
             if ends:
                 raise
+            # Training is worth more than a checkpoint that may fit later.
             self._retry_due = True
             self._on_warning(f"no checkpoint of step {step}, training goes on: {exc}")
         if not ends:
             return None
         if stops:
             with _timed(row, "eval_s"):
+                # A short one, for somebody waits: it shows that the parameters which were saved are sound.
                 self._trainer.evaluate(1)
         with _timed(row, "checkpoint_s"):
             return self._trainer.vouch()
@@ -453,7 +478,7 @@ class _BetweenSteps:
 
 @contextlib.contextmanager
 def _timed(row: Row | None = None, column: str = "") -> Iterator[list[float]]:
-    """Seconds of the block, in the list that it gets, and added to a column of the row."""
+    """Measure the seconds of the block, into the list that it gets, and add them to a column of the row."""
     seconds: list[float] = []
     start = time.perf_counter()
     try:
@@ -466,7 +491,7 @@ def _timed(row: Row | None = None, column: str = "") -> Iterator[list[float]]:
 
 @contextlib.contextmanager
 def _handed_over_after(row: Row, hand_over: Callable[[Row], None]) -> Iterator[None]:
-    """A row to which the block adds; where the block fails, its own error is what counts."""
+    """Hand over a row after the block, which adds to it; where the block fails, its own error is raised."""
     try:
         yield
     except BaseException:
@@ -478,7 +503,7 @@ def _handed_over_after(row: Row, hand_over: Callable[[Row], None]) -> Iterator[N
 
 @contextlib.contextmanager
 def _collected(every_steps: int) -> Iterator[Callable[[int], None]]:
-    """Garbage is collected where every rank does so at once, not when a rank's own counters say (MegaScale 6.3).
+    """Collect garbage on every rank at once, and not when a rank's own counters say so (MegaScale 6.3).
 
     The block calls what it gets with each step. 0 leaves all to Python.
     """
@@ -491,7 +516,9 @@ def _collected(every_steps: int) -> Iterator[Callable[[int], None]]:
             gc.collect()
 
     was_enabled = gc.isenabled()
+    # Before the freeze, or what is garbage now would stay for ever.
     gc.collect()
+    # What lives until the end is not looked at again by each collection.
     gc.freeze()
     gc.disable()
     try:
@@ -502,10 +529,10 @@ def _collected(every_steps: int) -> Iterator[Callable[[int], None]]:
             gc.enable()
 
 
-def _first_ones(words: Sequence[str]) -> str:
-    """All of a few; thousands of ranks lose their numbers together, and one line is to be read."""
-    rest = len(words) - _MOST_NAMED
-    return ", ".join(words[:_MOST_NAMED]) + (f", and on {rest} more ranks" if rest > 0 else "")
+def _first_ones(names: Sequence[str]) -> str:
+    """Join the first few names: thousands of ranks may lose their numbers together, and one line is to be read."""
+    rest = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f", and on {rest} more ranks" if rest > 0 else "")
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -1,11 +1,10 @@
-"""Where a row of numbers goes beside its file: TensorBoard's events, and metrics that Prometheus asks for.
+"""Sinks of a row of numbers other than its file: TensorBoard's events, and metrics that Prometheus scrapes.
 
-TensorBoard has what the row holds under its names, in two sections; what is null is left out. Prometheus has the last
+TensorBoard has what the row holds under its names, in two sections; nulls are omitted. Prometheus has the last
 row as gauges, in base units, and counters of this process (Prometheus knows a counter that starts again), but for the
-restarts, which are those of the run. Names follow https://prometheus.io/docs/practices/naming/, so that
-`promtool check metrics` finds nothing. The server listens on the loopback interface unless
-`job.metrics.prometheus_address` says otherwise: it knows no password. Left out: pushing, and what other ranks know (a
-row speaks for all of them).
+restarts, which are those of the run. Names follow https://prometheus.io/docs/practices/naming/, so that `promtool check
+metrics` finds nothing. The server listens on the loopback interface unless `job.metrics.prometheus_address` says
+otherwise: it knows no password. Not covered: pushing, and what other ranks know (a row speaks for all of them).
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Sink(Protocol):
 
 
 def check_metrics(config: MetricsConfig) -> None:
-    """Before anything is started, on the machine of rank 0.
+    """Check the sinks before anything is started, on the machine of rank 0.
 
     Raises:
         ConfigError: TensorBoard is asked for and absent, or the port of the gauges cannot be had.
@@ -93,7 +92,7 @@ def check_metrics(config: MetricsConfig) -> None:
 def open_sinks(
     config: MetricsConfig, job: str, out: Path, restarts: int = 0, first: int = 0, *, evaluated: bool = False
 ) -> Iterator[list[Sink]]:
-    """Those that the configuration asks for; closed with the block.
+    """Open the sinks of the configuration; they are closed with the block.
 
     Args:
         job: its name, the label of every metric.
@@ -200,7 +199,7 @@ class _Metrics:
             self._totals["evaluation_seconds"] += row["eval_s"]
 
     def collect(self) -> Iterator[Any]:
-        """What the server asks for, in its thread."""
+        """Yield the metrics that the server asks for, in its thread."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:

@@ -1,7 +1,7 @@
 """The numbers of a step on their way from the device to the host, which reads them while the next step runs.
 
 One all-reduce carries the losses and whether a rank was asked to stop; one copy into pinned memory brings all of it.
-Left out: what is made of the numbers (`trainer.loop`).
+Not covered: what is made of the numbers (`trainer.loop`).
 
 Shapes: D data-parallel ranks, W ranks.
 """
@@ -18,18 +18,18 @@ from trainer.parallel import SplitModel
 
 @dataclass(frozen=True)
 class Notes:
-    """What the ranks know of a step; all of it but `own_square` is the same on all of them, to the bit: each has all
+    """Numbers of a step from all ranks; all but `own_square` are the same on all of them, to the bit: each has all
     others' numbers, in the order of ranks.
 
     Args:
         losses: of each data-parallel rank.
-        asked: how many ranks had been asked to stop when they launched the step's end.
+        num_asked: how many ranks had been asked to stop when they launched the step's end.
         grad_norm: of all gradients, before clipping.
         own_square: this rank's part of its square.
     """
 
     losses: list[float]
-    asked: int
+    num_asked: int
     grad_norm: float
     own_square: float
 
@@ -45,11 +45,11 @@ class NotesInFlight:
         model: whose step it was.
         loss: of this data-parallel rank, on the device; zero but on the last stage.
         grad_norm: as `SplitModel.grad_norm` gave it.
-        asked: whether this rank was asked to stop.
+        is_asked: whether this rank was asked to stop.
     """
 
-    def __init__(self, model: SplitModel, loss: Tensor, grad_norm: Tensor, asked: bool) -> None:
-        shared = torch.cat([spread_losses(model, loss), loss.new_full((1,), float(asked))])
+    def __init__(self, model: SplitModel, loss: Tensor, grad_norm: Tensor, is_asked: bool) -> None:
+        shared = torch.cat([spread_losses(model, loss), loss.new_full((1,), float(is_asked))])
         model.world.all_reduce(shared)
         own = torch.stack([grad_norm, model.own_square]).to(shared)
         self._numbers, self._arrived = _to_host(torch.cat([shared, own]))
@@ -58,8 +58,8 @@ class NotesInFlight:
         """Waits for the device where it is not there yet."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        *losses, asked, grad_norm, own_square = self._numbers.tolist()
-        return Notes(losses, round(asked), grad_norm, own_square)
+        *losses, num_asked, grad_norm, own_square = self._numbers.tolist()
+        return Notes(losses, round(num_asked), grad_norm, own_square)
 
 
 def spread_losses(model: SplitModel, loss: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ computes). Whatever the layout, losses and gradients are those of one process, b
 norms and positions are sums over its own; they are added up over the group once a step, on the shards. A tied token
 table has a gradient on the first and on the last stage; these are added up likewise.
 
-Left out: context and expert parallelism, layers that do not divide by p * v.
+Not covered: context and expert parallelism, layers that do not divide by p * v.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def tied_partition(layout: ParallelLayout) -> list[list[int]]:
 
 
 def further_groups(job: JobConfig) -> Mapping[str, list[list[int]]]:
-    """Groups beside tp, dp and pp that the job needs: for `open_world`."""
+    """Return the groups other than tp, dp and pp that the job needs: for `open_world`."""
     layout = job.parallel.layout
     return {TIED: tied_partition(layout)} if job.model.tied_embeddings and layout.pp > 1 else {}
 
@@ -94,7 +94,7 @@ class Slot:
 
 
 class SplitModel:
-    """This rank's chunks. Every rank calls the same methods in the same order.
+    """One rank's chunks of the model. Every rank calls the same methods in the same order.
 
     Args:
         job: resolved configuration.
@@ -120,6 +120,7 @@ class SplitModel:
         self.layout = layout = job.parallel.layout
         self.place = layout.coordinates(rank)
         self.groups = {"tp": None, "dp": None, "pp": None, **(groups or {})}
+        # For what all ranks agree on: norms, and whether somebody asks for the end.
         self.world = Lane("world", dist.group.WORLD if layout.world_size > 1 else None, device, recorder, watch)
         self.tied = Lane(TIED, self.groups.get(TIED), device, recorder, watch)
         self.exchange = self._open_exchange(recorder, watch)
@@ -133,6 +134,7 @@ class SplitModel:
         """Whether parameters lie in NCCL's windows, and gradients that are not copied to the peers."""
         self.has_peer_reduce = self._takes_peer_reduce()
         """Whether copy engines carry the gradients to the peers."""
+        # Before the chunks, which share them: streams and communicators are few.
         self._data_lanes = self._open_data_lanes(recorder, watch)
         self.chunks = [self._wrap(module) for module in modules]
         self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
@@ -155,9 +157,11 @@ class SplitModel:
             return self.pipeline.train(batches)
         [chunk], total = self.chunks, self.zero()
         for index, (tokens_BT, targets_BT) in enumerate(batches):
+            # Only the last pass is reduced: the others add up on this rank.
             with contextlib.nullcontext() if index == len(batches) - 1 else chunk.no_sync():
                 loss = chunk(tokens_BT, targets_BT) / len(batches)
                 (loss / self.layout.dp).backward()  # gradients are sums over ranks
+            # Added on the device: a number for the host would make it wait in every micro-batch.
             total += loss.detach()
         return total
 
@@ -180,20 +184,23 @@ class SplitModel:
         adds_up = self.exchange is not None or self.tied.group is not None
         for chunk in self.chunks:
             chunk.finish_gradients(waits=waits or adds_up or chunk.step_in_backward)
+        # [Note: gradients that are not whole]: so far these are of this rank's positions alone.
         if self.exchange is not None:
             _add_up([slot for slot in self.slots if slot.is_partial], self.exchange.start_all_reduce)
+        # The first and the last stage have a part of the table's gradient each.
         if self.tied.group is not None:
             tables = [slot for slot in self.slots if slot.name.endswith("tokens.weight")]
             _add_up(tables, self.tied.start_all_reduce)
 
     def grad_norm(self) -> Tensor:
-        """Of all finished gradients, over all ranks.
+        """Return the norm of all finished gradients, over all ranks.
 
         Where the backward pass has stepped them, it is that of what `measure_in_backward` saw.
         """
         squared = self.zero()
         if self._stepped_square is not None:
             squared, self._stepped_square = self._stepped_square, self.zero()
+        # A rank may hold nothing that counts, and still takes part in the sum below.
         elif norms := self._own_norms():
             squared += torch.stack(norms).square().sum()
         self.own_square = squared.clone()  # where the norm is not finite, this says on which rank
@@ -201,8 +208,9 @@ class SplitModel:
         return squared.sqrt()
 
     def _own_norms(self) -> list[Tensor]:
-        """Of the gradients that this rank counts, each taken when it is there; in one order whenever that is."""
+        """Return the norms of the gradients that this rank counts, each taken once it is there; in a fixed order."""
         counted = [slot.piece for slot in self.slots if slot.counts]
+        # Filled in whatever order gradients come, and read in this one: the sum is the same to the bit.
         norms: dict[nn.Parameter, Tensor] = dict.fromkeys(counted, self.zero())
         for buckets in itertools.chain.from_iterable(chunk.as_gradients_come() for chunk in self.chunks):
             pieces = [piece.parameter for bucket in buckets for piece in bucket.pieces if piece.parameter in norms]
@@ -212,7 +220,7 @@ class SplitModel:
         return list(norms.values())
 
     def optimizer(self, build: Callable[[ShardedDataParallel], torch.optim.Optimizer]) -> Optimizers:
-        """The optimisers of all chunks as one."""
+        """Build the optimisers of all chunks, as one."""
         return Optimizers([build(chunk) for chunk in self.chunks])
 
     def measure_in_backward(self, optimizer: Optimizers) -> None:
@@ -225,6 +233,7 @@ class SplitModel:
                 self._stepped_square += total_norm(grads).square()
 
         for each in optimizer.each:
+            # The last moment at which the gradients are there: the step inside the pass drops them.
             each.register_step_pre_hook(measure)
 
     def wait_parameters(self) -> None:
@@ -232,7 +241,8 @@ class SplitModel:
             chunk.wait_parameters()
 
     def wait_for_all(self) -> None:
-        """Until every rank has come here."""
+        """Wait until every rank has called this."""
+        # Any collective does: it completes on no rank before all have launched it.
         self.world.all_reduce(self.zero())
         self.world.wait_on_host()
 
@@ -249,7 +259,7 @@ class SplitModel:
             self.exchange.close()
 
     def zero(self) -> Tensor:
-        """A scalar on the device, of the dtype of losses and norms."""
+        """Return a zero on the device, a scalar of the dtype of losses and norms."""
         return torch.zeros((), dtype=torch.float64 if self._is_wide else torch.float32, device=self.device)
 
     @property
@@ -258,13 +268,13 @@ class SplitModel:
 
     @property
     def _memory_bytes(self) -> int:
-        """Of the GPU."""
+        """Return the GPU's memory in bytes."""
         return int(torch.cuda.get_device_properties(self.device).total_memory)
 
     def _takes_windows(self) -> bool:
-        asked = self.job.overlap.windows
-        if self.device.type != "cuda" or asked != "auto":
-            return bool(asked) and self.device.type == "cuda"
+        setting = self.job.overlap.windows
+        if self.device.type != "cuda" or setting != "auto":
+            return bool(setting) and self.device.type == "cuda"
         has_room = has_room_for_windows(self.job, self._memory_bytes)
         return are_worth_it(self.groups["dp"], self.world, has_room=has_room)
 
@@ -272,6 +282,7 @@ class SplitModel:
         group = self.groups["dp"]
         if group is None or self._is_wide or not (self.has_windows and self.job.overlap.copies_gradients):
             return False
+        # Asked on every rank of the group, whatever this rank's memory: it is collective.
         reason = why_unusable(group, self.device)
         if reason is None and not has_room_for_copies(self.job, self._memory_bytes):
             reason = "the GPU has no memory for copies beside"
@@ -296,7 +307,7 @@ class SplitModel:
         )
 
     def _open_data_lanes(self, recorder: Recorder | None, watch: Watch | None) -> LanePair:
-        """One pair for all chunks: every rank of the group runs them in one order, that of its stage's schedule."""
+        """Open one pair for all chunks: every rank of the group runs them in the order of its stage's schedule."""
         group = self.groups["dp"]
         names, windows = ("gather", "reduce"), self.has_windows
         gather, reduce = [None, None] if group is None else open_groups(group, self.device, names, windows=windows)
@@ -341,16 +352,18 @@ class SplitModel:
         doubled = self.tied.group is not None and self.is_last
         for name, _, piece in chunk.named_shards():
             is_part = name in cut
+            # Of ranks that hold the same values one counts, or the norm would be too large.
             counts = (is_part or self.place.tp == 0) and not (doubled and name.endswith("tokens.weight"))
             yield Slot(name, piece, is_part, spread and not is_part, counts)
 
 
 @torch.no_grad()
 def _add_up(slots: Sequence[Slot], start_all_reduce: Callable[[Tensor], Flight]) -> None:
-    """Gradients of these pieces, summed over the ranks that hold the same ones, in one message."""
+    """Sum the gradients of these pieces over the ranks that hold the same ones, in one message."""
     grads = [slot.piece.grad for slot in slots if slot.piece.grad is not None]
     if not grads:
         return
+    # One message for many small tensors, such as the vectors of norms.
     flat = torch.cat(grads)
     start_all_reduce(flat).wait()
     torch._foreach_copy_(grads, list(torch.split(flat, [len(grad) for grad in grads])))
@@ -361,7 +374,7 @@ class _Clips(Protocol):
     """An optimiser that scales gradients while it steps."""
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
-        """As of `Optimizers`."""
+        """Clip the gradients, as `Optimizers.clip` does."""
 
 
 class Optimizers:
@@ -399,7 +412,7 @@ class Optimizers:
             group["lr"] = lr
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Of this rank's shards."""
+        """Return the state of this rank's shards."""
         return [optimizer.state_dict() for optimizer in self.each]
 
 
@@ -423,7 +436,7 @@ class _Pipeline:
             return self._run("train", batches)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """A few micro-batches at a time: without a backward nothing else keeps stage 0 from piling up outputs."""
+        """Evaluate a few micro-batches at a time: without a backward pass stage 0 would pile up outputs."""
         size = _EVALUATED_AT_ONCE * self.model.layout.pp
         parts = [batches[first : first + size] for first in range(0, len(batches), size)]
         losses = (self._run("evaluate", part) * (len(part) / len(batches)) for part in parts)
@@ -449,6 +462,7 @@ class _Pipeline:
         return sum((loss / len(batches) for loss in stage.losses.values()), self.model.zero())
 
     def _channel(self, kind: str, num_micro_batches: int) -> tuple[Schedule, PipelineChannel]:
+        # Kept for the next steps: a channel compares its arguments with its neighbours when it is made.
         key = kind, num_micro_batches
         if key not in self._ready:
             model, layout = self.model, self.model.layout
@@ -456,6 +470,7 @@ class _Pipeline:
                 schedule = forward_only(layout.pp, num_micro_batches, layout.vpp)
             else:
                 schedule = of_job(model.job, num_micro_batches)
+            # Between the linears a tensor-parallel rank has its share of the positions alone.
             shape = model.job.model.seq_len // layout.tp, model.job.batch.micro_size, model.job.model.hidden
             channel = PipelineChannel(
                 shape,

@@ -1,7 +1,7 @@
 """Drives one pipeline stage through its schedule: receive, compute, send.
 
 `run_schedule` knows order and messages and nothing of models; `StageModel` is the autograd of a stage whose chunks are
-modules. Left out: parameters that several stages share.
+modules. Not covered: parameters that several stages share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from netlayer.workload.schedule import Action, Schedule
 
 
 class Stage(Protocol):
-    """What a pipeline stage computes."""
+    """Computation of a pipeline stage."""
 
     def forward(self, action: Action, received: Tensor | None) -> Tensor | None:
         """The activation for the next virtual stage; None in, at the first; None out, at the last."""
@@ -34,7 +34,7 @@ class Stage(Protocol):
 
 
 def run_schedule(schedule: Schedule, channel: PipelineChannel, stage: Stage, recorder: Recorder | None = None) -> None:
-    """One step of the stage that `channel` belongs to; every stage of the pipeline calls it.
+    """Run one step of the stage that `channel` belongs to; every stage of the pipeline calls it.
 
     Coupled communication (`overlap=False` of the channel) exchanges once a round of the schedule.
 
@@ -96,7 +96,7 @@ class StageModel:
         self._last = {action.chunk: action for action in computes}
         self.losses: dict[int, Tensor] = {}
         """Of this step so far, by micro-batch, before the division; empty on all but the last stage."""
-        self._held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._waiting: dict[tuple[int, int], Postponed] = {}
 
     def zero_grad(self) -> None:
@@ -116,12 +116,12 @@ class StageModel:
         else:
             output = chunk(x)
         if trains:
-            self._held[action.micro_batch, action.chunk] = received, output
+            self._activations[action.micro_batch, action.chunk] = received, output
         return None if is_last else output
 
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         pair, chunk = (action.micro_batch, action.chunk), self.chunks[action.chunk]
-        x, output = self._held.pop(pair)
+        x, output = self._activations.pop(pair)
         if self._postponing is not None and pair in self._postponed:
             with self._postponing(chunk) as self._waiting[pair]:
                 torch.autograd.backward(output, received)

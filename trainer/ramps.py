@@ -1,6 +1,6 @@
 """Learning rate and batch size of every step: functions of the job and the step alone, the same on every rank.
 
-Steps count from 1. Left out: schedules over tokens in place of steps.
+Steps count from 1. Not covered: schedules over tokens in place of steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def batch_size(config: BatchConfig, step: int) -> int:
 
 
 def _share_of_peak(config: OptimizerConfig, step: int) -> float:
-    """After the warm-up."""
+    """Return the share of the peak learning rate, after the warm-up."""
     lost = 1 - config.min_lr_share
     begin, end = config.warmup_steps, config.steps
     if config.schedule == "constant":

@@ -1,7 +1,7 @@
 """Text from a checkpoint of any layout: one process, on a CPU or one GPU, token by token.
 
-Every token computes its whole context again, the last `seq_len` tokens (as many as the model has positions for). Left
-out: keys and values kept between tokens, several texts at once, models that do not fit one device.
+Every token computes its whole context again, the last `seq_len` tokens (as many as the model has positions for). Not
+covered: keys and values kept between tokens, several texts at once, models that do not fit one device.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ class Sampler:
         end = self.tokenizer.token_to_id(END_OF_DOCUMENT)
         if end is None:
             raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT}")
-        given = [end, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        prompt_ids = [end, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
         yield prompt
         drawn: list[int] = []
-        shown = ""
-        for token in self.tokens(given, count, temperature, top_k, seed):
+        sent = ""
+        for token in self.tokens(prompt_ids, count, temperature, top_k, seed):
             if token == end:
                 break
             drawn.append(token)
             text = self.tokenizer.decode(drawn)
             if not text.endswith(_UNFINISHED):
-                yield text[len(shown) :]
-                shown = text
-        yield self.tokenizer.decode(drawn)[len(shown) :]
+                yield text[len(sent) :]
+                sent = text
+        yield self.tokenizer.decode(drawn)[len(sent) :]
 
     @torch.no_grad()
-    def tokens(self, given: Sequence[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
-        """`count` tokens behind `given`, as `text` says."""
-        generator, context = torch.Generator().manual_seed(seed), list(given)
+    def tokens(self, prompt_ids: Sequence[int], count: int, temperature: float, top_k: int, seed: int) -> Iterator[int]:
+        """Yield `count` tokens that follow `prompt_ids`, as in `text`."""
+        generator, context = torch.Generator().manual_seed(seed), list(prompt_ids)
         for _ in range(count):
             logits_V = next_logits(self.model, context, self.device)[: self.tokenizer.get_vocab_size()]
             if not logits_V.isfinite().all():
@@ -84,7 +84,7 @@ class Sampler:
 
 @torch.no_grad()
 def next_logits(model: GPT, context: Sequence[int], device: torch.device) -> Tensor:
-    """Of the token behind `context`, [V] in float64 on the CPU; it sees the last `seq_len` tokens."""
+    """Return the logits of the token after `context`, [V] in float64 on the CPU; it sees the last `seq_len` tokens."""
     if model.embedding is None or model.head is None:
         raise ValueError("a run of layers gives no logits: load the whole model")
     seen = list(context[-model.config.seq_len :])
@@ -108,15 +108,15 @@ def draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gene
     return int(torch.multinomial(probability_V, 1, generator=generator))
 
 
-def choose_device(asked: str) -> torch.device:
-    """`cpu`, `cuda`, or `auto`: a GPU where there is one.
+def choose_device(name: str) -> torch.device:
+    """Return the device of `cpu`, `cuda`, or `auto`: a GPU where there is one.
 
     Raises:
         HardwareMissing: cuda, and there is none.
     """
-    if asked == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available():
         raise HardwareMissing("--device cuda: torch finds no GPU here; use --device cpu")
-    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def model_of(meta: Meta) -> ModelConfig:
@@ -135,7 +135,7 @@ def needed_bytes(config: ModelConfig) -> int:
 
 
 def _load(meta: Meta, config: ModelConfig, device: torch.device) -> GPT:
-    """One parameter after the other: no two copies of the model at any time."""
+    """Load one parameter after the other: there are no two copies of the model at any time."""
     dtype = getattr(torch, config.dtype)
     model = build_model(config, 0, torch.device("meta")).to(dtype).to_empty(device=device)
     whole = Files(meta, None).by_name(PARAMETER, parts(model))

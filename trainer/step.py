@@ -1,7 +1,7 @@
 """One optimiser step of a rank, launched operation by operation, or replayed as one CUDA graph.
 
 A step is thousands of kernels, each launched by the host in some microseconds: where the device has less to do than
-that, as in tensor-parallel layouts, the host bounds the step. A graph is launched in one call. Left out: graphs of
+that, as in tensor-parallel layouts, the host bounds the step. A graph is launched in one call. Not covered: graphs of
 pipeline stages (their messages count their rounds on the host).
 
 [Note: what a graph holds] Gathers of the parameters, forward, backward, reduction, clipping and the optimiser, in this
@@ -34,7 +34,7 @@ Capture = Callable[[Callable[[], None]], Replay]
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a step left on the device; the next one may overwrite it.
+    """Results of a step on the device; the next one may overwrite them.
 
     Args:
         loss: mean of this data-parallel rank, zero but on the last stage.
@@ -76,6 +76,7 @@ class Steps:
     def _launch(self, batches: Sequence[MicroBatch]) -> Stepped:
         with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
             loss = self.model.accumulate(batches)
+        # Norm and optimiser work on the first gradients while the last ones are still reduced.
         self.model.finish_gradients(waits=False)
         grad_norm = None
         if self.max_norm is not None:
@@ -118,6 +119,7 @@ class GraphedSteps(Steps):
         if not all("capturable" in group for group in groups):
             raise ValueError("the optimiser cannot be captured: give AdamW or LAMB")
         self._capture = capture or capture_on_cuda
+        # A tensor, for the graph reads it at each replay: a number would be captured as it is now.
         self._lr = torch.zeros((), device=model.device)
         for group in groups:
             group["capturable"], group["lr"] = True, self._lr
@@ -127,6 +129,7 @@ class GraphedSteps(Steps):
         self._captured: list[Stepped] = []
 
     def begin(self, step: int) -> None:
+        # A graph holds its own gathers.
         if self._replay is None:
             super().begin(step)
 
@@ -135,12 +138,15 @@ class GraphedSteps(Steps):
         if len(batches) != len(self._inputs):  # the graph before goes, and its memory, before a new one is made
             self.close()
             self._inputs = [(tokens_BT.clone(), targets_BT.clone()) for tokens_BT, targets_BT in batches]
+        # Windows grow and kernels are compiled and chosen in these, which a capture cannot do.
         if self._num_launched < WARM_UP:
             self._num_launched += 1
+            # `begin` has not, where a graph was there until now.
             self.model.start_step(step)
             return self._launch(batches)
         for inputs, batch in zip(self._inputs, batches, strict=True):
             for place_BT, values_BT in zip(inputs, batch, strict=True):
+                # Where the graph reads them: it knows addresses and no values.
                 place_BT.copy_(values_BT)
         if self._replay is None:
             self._replay = self._captured_step(step)
@@ -148,7 +154,9 @@ class GraphedSteps(Steps):
         with contextlib.nullcontext() if track is None else track.around("replay", 0, "of a step's CUDA graph"):
             self._replay()
         for chunk in self.model.chunks:
+            # The replay has stepped them, which no version shows.
             chunk.note_shards_changed()
+        # The graph's own tensors, which each replay writes anew.
         [stepped] = self._captured
         return Stepped(stepped.loss, stepped.grad_norm, is_replayed=True)
 
@@ -157,12 +165,13 @@ class GraphedSteps(Steps):
         self._captured.clear()
 
     def _captured_step(self, step: int) -> Replay:
-        """A capture runs nothing; the host is left as after a step, and the first replay is that step."""
+        """Capture a step, which runs nothing: the host is left as after it, and the first replay is that step."""
         self.model.wait_parameters()  # no stream has anything under way
         for chunk in self.model.chunks:
             chunk.note_shards_changed()  # so that the graph begins with their gathers
         with contextlib.ExitStack() as apart:
             for chunk in self.model.chunks:
+                # They would have to end within the graph, with nothing to hide them.
                 apart.enter_context(chunk.no_gathers_after_step())
             return self._capture(lambda: self._capture_one(step))
 
@@ -173,7 +182,7 @@ class GraphedSteps(Steps):
 
 
 def open_steps(model: SplitModel, optimizer: Optimizers, max_norm: float | None) -> Steps:
-    """As job.loop.cuda_graph says, where there is CUDA."""
+    """Return steps that are replayed as a CUDA graph if job.loop.cuda_graph says so, and there is CUDA."""
     if not model.job.loop.cuda_graph:
         return Steps(model, optimizer, max_norm)
     if model.device.type != "cuda":
@@ -184,11 +193,12 @@ def open_steps(model: SplitModel, optimizer: Optimizers, max_norm: float | None)
 
 
 def capture_on_cuda(launch: Callable[[], None]) -> Replay:
-    """What `launch` launches, as a CUDA graph: nothing runs yet.
+    """Capture what `launch` launches as a CUDA graph: nothing runs yet.
 
     Other threads (NCCL's watchdog, a collective watch) go on to ask the device for events meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
+    # `global`, torch's default, would fail the capture for what those threads ask.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         launch()
     return graph.replay

@@ -1,7 +1,7 @@
 """Asked to stop by a signal: the first is noted for the loop, which ends after a step; a second ends the process.
 
 SIGTERM is what launchers, Slurm (scancel, preemption) and Kubernetes send; SIGUSR1 what Slurm sends ahead of a limit
-(`--signal=USR1@60`). Left out: Ctrl-C, and how ranks agree on the step (`trainer.loop`).
+(`--signal=USR1@60`). Not covered: Ctrl-C, and how ranks agree on the step (`trainer.loop`).
 
 [Note: who counts] Under torchrun or srun this process counts the signals. Ranks of `netlayer.launch.launcher` leave
 that to their launcher, which passes the first one on: a Slurm step's signal reaches it and them alike, and would count
@@ -102,7 +102,7 @@ def _leave_to_the_thread(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _note(numbers: socket.socket, stop: StopRequest, counts: bool) -> None:
-    """In a thread of its own: the main one may be inside a collective that never ends."""
+    """Note signals, in a thread of its own: the main one may be inside a collective that never ends."""
     first_s = math.inf
     while received := numbers.recv(64):
         for signum in (number for number in received if number in PASSED_ON):

@@ -1,6 +1,6 @@
 """`trace.json` of some steps: what every rank computed, sent and received, for ui.perfetto.dev.
 
-Left out: the format (`collectives.watch.trace`), and kernels one by one (torch.profiler has those).
+Not covered: the format (`collectives.watch.trace`), and kernels one by one (torch.profiler has those).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STEPS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_steps(text: str, first: int, last: int) -> range:
-    """`3-5`, `7` or `last` as steps of a run from `first` to `last`.
+    """Parse `3-5`, `7` or `last` as steps of a run from `first` to `last`.
 
     Raises:
         ConfigError: it is none of them, or not all of them are steps of the run.

@@ -1,6 +1,6 @@
 """Train the job of a configuration: `prepare` its text in this process, then `train`: launch ranks, take their rows.
 
-torch is imported in the ranks alone, so that this process starts fast. Left out: ranks on other machines.
+torch is imported in the ranks alone, so that this process starts fast. Not covered: ranks on other machines.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from trainer.metrics import check_metrics
 
 logger = logging.getLogger(__name__)
 
+# By the format of Python's tracebacks, which come from a rank as text.
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)$', re.MULTILINE)
 
 Backend = Literal["gloo", "nccl"]
@@ -34,7 +35,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training is.
+    """Progress of training.
 
     Args:
         stage: in a word.
@@ -69,7 +70,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What training gave.
+    """Result of training.
 
     Args:
         steps: one row a step, as `Trainer.step` says.
@@ -91,14 +92,14 @@ class TrainResult:
 
     @property
     def validation_fall(self) -> float:
-        """By which share the held-out loss has fallen from its start, 0..1."""
+        """Return the share by which the held-out loss has fallen from its start, 0..1."""
         first, last = (self.evaluations[index]["validation_loss"] for index in (0, -1))
         return float(1 - last / first)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every rank is told.
+    """Arguments of every rank.
 
     Args:
         trace: steps for `trace.json`.
@@ -121,7 +122,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank gives back; `steps` and `evaluations` hold rows on rank 0 alone."""
+    """Result of one rank; `steps` and `evaluations` hold rows on rank 0 alone."""
 
     steps: tuple[Row, ...]
     evaluations: tuple[Row, ...]
@@ -140,29 +141,34 @@ def prepare(
         ranks: number of processes that will train.
         seed: draws the files where there is more text than job.data.max_mib.
         out: a folder that exists; holds the tokens where the cache folder cannot be written.
-        on_stage: told of progress.
+        on_stage: called with progress.
         resume: a checkpoint to go on from; it must be of this text, or give its tokenizer for another.
 
     Raises:
         ConfigError: the job does not fit the ranks, the text cannot be used, or is another than the checkpoint's.
     """
+    # Before the text is tokenised, which may take minutes.
     check_supported(job, ranks)
     text = (job.data, job.model.vocab_size, seed)
+    # First, for damage there is found in a moment, and the text may take minutes.
     before = find(resume) if resume else None
     brought = before.tokenizer_file if before and (job.checkpoint.other_text or TOKENIZER in before.digests) else None
     tokenizer_file = brought if job.checkpoint.other_text else None  # else the text brings the same, and it is but read
+    # A shared home may be read-only or full on this machine: the run itself can still go on.
     try:
         corpus = prepare_corpus(*text, cache_folder(), on_stage, tokenizer_file)
     except OSError as exc:
-        said = "$XDG_CACHE_HOME, or ~/.cache, cannot be used as a cache (%s); this run's tokens go to %s"
-        logger.warning(said, exc, out)
+        template = "$XDG_CACHE_HOME, or ~/.cache, cannot be used as a cache (%s); this run's tokens go to %s"
+        logger.warning(template, exc, out)
         try:
             corpus = prepare_corpus(*text, out, on_stage, tokenizer_file)
         except OSError as also:
             rule = f"cannot hold the tokens of the text ({also}), nor can the cache ({exc})"
             raise ConfigError("--out", out, rule, "give a folder of yours that has room") from also
+    # Not earlier: only the prepared corpus knows the digests of text and tokens.
     if before:
         check_same_text(before, corpus.identity, job)
+    # Only now: how many tokens there are depends on the tokenizer.
     check_enough(corpus.facts, job.data.folder, job.batch.global_size, job.model.seq_len)
     return corpus
 
@@ -209,8 +215,11 @@ def train(
         HardwareMissing: nccl, and fewer GPUs than ranks.
         RankFailed: a rank died.
     """
+    # Once more, for a caller may have prepared the corpus for other ranks.
     check_supported(job, ranks)
+    # On this machine, where rank 0 will run.
     check_metrics(job.metrics)
+    # Here and not in the ranks: a variable that NCCL would misread is said before any of them starts.
     nccl = for_ranks(backend, job.nccl)
     steps_done = 0
 
@@ -219,21 +228,24 @@ def train(
         steps_done = max(steps_done, progress.done)
         on_progress(progress)
 
-    told = {"stops_gently": stops_gently, "continues": continues}
-    work = Work(job, corpus, init_method, backend, out, seed, resume, trace, **told)
+    options = {"stops_gently": stops_gently, "continues": continues}
+    work = Work(job, corpus, init_method, backend, out, seed, resume, trace, **options)
     try:
         outcomes = launch(
             _run_rank,
             ranks,
             args=(work,),
             log_dir=out / "logs",
+            # NCCL reads them in the rank's own process, where they must be set from the start.
             env=exports(nccl),
             on_message=on_message,
             grace_s=job.launch.grace_s,
             asks_first=stops_gently,
         )
+    # Only here both the layout and the last step that was heard of are known.
     except RankFailed as exc:
         raise _with_place(exc, job, steps_done) from exc
+    # Rank 0 holds the rows; all others only add their device.
     first = outcomes[0]
     devices = tuple(outcome.device for outcome in outcomes)
     settings = as_record(nccl)
@@ -244,6 +256,7 @@ def train(
 
 def _with_place(failed: RankFailed, job: JobConfig, steps_done: int) -> RankFailed:
     """The same with the rank's place in the job, its host, about which step it was at, and where in the code."""
+    # The innermost frame comes last in a traceback.
     steps = _FRAME.findall(failed.traceback)
     where = f"; in {Path(steps[-1][0]).name}:{steps[-1][1]} in {steps[-1][2]}" if steps else ""
     place = (

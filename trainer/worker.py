@@ -2,7 +2,7 @@
 
 On the CPU the same seed gives the same losses to the bit, in the same layout, with as many threads and on the same kind
 of processor, which choose a GEMM's kernel; on a GPU that would cost the fastest kernels, so there they agree to
-rounding. Left out: what a step does (`trainer.loop`), and starting processes (`netlayer.launch.launcher`).
+rounding. Not covered: what a step does (`trainer.loop`), and starting processes (`netlayer.launch.launcher`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NOTE_EVERY_S = 600.0  # well within the hour for which a cache of corpora takes
 
 
 def run_rank(context: RankContext, work: Work) -> Outcome:
-    """From meeting the other ranks to the last evaluation, or to where it was asked to stop."""
+    """Train as one rank: from meeting the others to the last evaluation, or to where it was asked to stop."""
     if not work.stops_gently:
         return _train(context, work, StopRequest())
     launcher = context.env.launcher
@@ -60,6 +60,7 @@ def run_rank(context: RankContext, work: Work) -> Outcome:
 
 def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
     place, groups = meet(context, work)
+    # Before the model is built, which draws its initial values.
     _be_deterministic(place, work.seed)
     with _watched(context, work.job) as watch:
         return _train_watched(context, work, stop, place, groups, watch)
@@ -67,7 +68,7 @@ def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
 
 @contextlib.contextmanager
 def _watched(context: RankContext, job: JobConfig) -> Iterator[Watch | None]:
-    """Until the block has ended the job's watch looks who holds up the others; None where it has none."""
+    """Watch for ranks that hold up the others until the block ends; None where the job has no watch."""
     if not job.watch.enabled or context.env.world_size == 1:
         yield None
         return
@@ -104,8 +105,8 @@ def _train_watched(
         windows = ", parameters and gradients in NCCL's windows" if trainer.model.has_windows else ""
         if trainer.model.has_peer_reduce:
             windows = ", parameters in NCCL's windows, gradients to the peers by copy engines"
-        said = trainer.num_parameters, place.world_size, place.device_name, windows
-        logger.info("%d parameters, %d ranks on %s%s", *said)
+        facts = trainer.num_parameters, place.world_size, place.device_name, windows
+        logger.info("%d parameters, %d ranks on %s%s", *facts)
     tracer = StepTracer(work.trace, work.out / TRACE, work.job.parallel.layout, place.rank)
     checkpoints = work.out / CHECKPOINTS if work.is_shared else None
     with _Rows(context, work, trainer.steps_done) as rows:
@@ -122,7 +123,7 @@ def _train_watched(
 
 
 def meet(context: RankContext, work: Work) -> tuple[Place, Groups]:
-    """`meet_at` where the job says, with ranks that were told the same alone: those of a launcher read it themselves.
+    """Call `meet_at` for the job; ranks must have equal arguments, for those of a launcher read them themselves.
 
     Raises:
         As `meet_at`; ConfigError: ranks have other jobs, seeds, checkpoints or text; names what, and which ranks.
@@ -175,7 +176,7 @@ def meet_at(
 
 
 def _same(work: Work) -> dict[str, str]:
-    """What all ranks must have been told alike; what comes first may be why what comes later differs."""
+    """Return the settings that all ranks must have alike; an early one may be why a later one differs."""
     resumed = None if work.resume is None else find(work.resume)
     job = work.job.model_dump(mode="json", exclude=_OF_A_HOST)
     text = work.corpus.identity
@@ -190,12 +191,12 @@ def _same(work: Work) -> dict[str, str]:
 
 
 def _digest_of(meta: Meta) -> str:
-    """The same wherever the checkpoint lies."""
+    """Return a digest of a checkpoint that does not depend on its path."""
     return _digest([meta.seed, meta.job, meta.corpus, meta.digests])
 
 
-def _digest(told: object) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _be_deterministic(place: Place, seed: int) -> None:
@@ -257,7 +258,7 @@ class _Rows:
         if self._is_first:
             self._first_s = self._first_s or time.monotonic()
             self.steps.append(row)
-            # Whoever goes on from a checkpoint finds the rows before it, after a power cut too.
+            # A run that resumes from a checkpoint finds the rows before it, after a power cut too.
             self._metrics.add(row, durably=row["checkpoint_s"] > 0)
             self._tell("training", row)
 

@@ -2,7 +2,7 @@
 
 Each function measures one thing, checks the data that came out, and returns rows (`HealthRow`): plain data, nothing is
 printed or judged. What involves a group is called by all its ranks and gives all of them the rows of all. Works on
-CUDA with NCCL and on CPUs with gloo. After "self-checks, light but broad" of MegaScale (4); left out: NICs.
+CUDA with NCCL and on CPUs with gloo. After "self-checks, light but broad" of MegaScale (4). Not covered: NICs.
 
     rows = health.gemm(torch.device("cuda", 0)) + health.pairs(group, 64 * 2**20)
     bad = [row for row in rows if not row["ok"]]
@@ -70,7 +70,7 @@ def gemm(
         dtype: of the matrices: floating, in which the device multiplies.
         repeats: most iterations.
         budget_s: seconds for them.
-        num_blocks: blocks of calls to time besides (`HealthRow.blocks_us`), at least 2; 0: none.
+        num_blocks: blocks of calls to time as well (`HealthRow.blocks_us`), at least 2; 0: none.
         warmup_s: seconds of the same work before the blocks.
         num_checked: rows of the product, drawn at random, that are compared with a product in float64.
         progress: hears of the end.
@@ -227,7 +227,7 @@ def all_reduce(
 
 
 def host_pauses(seconds: float = 0.1) -> list[HealthRow]:
-    """How much of the time this thread was stopped or kept from its core, while it did nothing but read the clock.
+    """Measure the share of the time in which this thread was stopped or kept from its core, while it reads the clock.
 
     Times are of single pauses, each above 0.2 ms: a healthy thread reads the clock every 0.1 us.
     """
@@ -267,7 +267,7 @@ def _collective_row(check: str, device: torch.device, num_bytes: int, times_us: 
 
 
 def _whole_numbers(num: int, device: torch.device, ranks: int, rank: int) -> Tensor:
-    """What a rank adds: so small that the sum over ranks is exact in float32."""
+    """Return the addends of a rank: so small that the sum over ranks is exact in float32."""
     low, high = (pattern(num, device, rank, part).float() for part in range(2))
     return (low + 256 * high).remainder_(_EXACT_IN_FLOAT // ranks)
 

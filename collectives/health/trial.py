@@ -1,7 +1,7 @@
-"""How a health check is made: data that is known byte by byte, times by the device's own clock, and the row of it all.
+"""Parts of a health check: data that is known byte by byte, times by the device's own clock, and the result row.
 
-Times are by events on CUDA, by the host's clock elsewhere; percentiles are by nearest rank, as in the benches. Left
-out: what a good figure is.
+Times are by events on CUDA, by the host's clock elsewhere; percentiles are by nearest rank, as in the benches. Not
+covered: what a good figure is.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def measure_blocks(
 
 
 def slowest_of(group: dist.ProcessGroup, device: torch.device) -> Callable[[float], float]:
-    """For `measure`: every rank of the group goes by the longest time."""
+    """Return, for `measure`, a function that gives every rank of the group the longest time of all ranks."""
 
     def agree(one_us: float) -> float:
         slowest = torch.tensor(one_us, dtype=torch.float64, device=device)
@@ -206,25 +206,25 @@ def count_wrong(result: Tensor, expected: Tensor) -> int:
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Where this group's tensors live: the current CUDA device with NCCL, else the CPU."""
+    """Return the device of this group's tensors: the current CUDA device with NCCL, else the CPU."""
     backends = dist.get_backend_config(group)
     return torch.device("cuda", torch.cuda.current_device()) if "cuda:nccl" in backends else torch.device("cpu")
 
 
-def gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
     """One object of each rank, in rank order, on all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
+    dist.all_gather_object(gathered, own, group=group)
     return gathered
 
 
 def world_rank() -> int:
-    """This rank in the world; 0 where there is none."""
+    """Return this rank in the world; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def device_name(device: torch.device) -> str:
-    """As its vendor calls it."""
+    """Return the vendor's name of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

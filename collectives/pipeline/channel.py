@@ -35,8 +35,8 @@ A schedule (`netlayer.workload.schedule`) makes the traffic of many stages, and 
 through it. With `overlap=False` sends and receives go together and are waited for at once (`exchange`), as Megatron-LM
 does without overlap: the same numbers, for comparison.
 
-Left out: shapes that change from message to message, and recovery: after an error neither a channel nor its links are
-used again.
+Not covered: shapes that change from message to message, and recovery: after an error neither a channel nor its links
+are used again.
 
 [Note: hardware queues] A GPU feeds its streams from a few queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default), and what
 waits at the head of one holds up every stream behind it. A receive that is posted and runs holds up nothing, but a
@@ -76,7 +76,7 @@ EndT = TypeVar("EndT")
 
 
 class PipelineChannel:
-    """What one stage exchanges with its neighbours, step after step. Every stage of the pipeline constructs it.
+    """Messages that one stage exchanges with its neighbours in each step. Every stage of the pipeline constructs it.
 
     Args:
         shape: of every activation, and so of every gradient; the same on all stages.
@@ -190,7 +190,7 @@ class PipelineChannel:
 
     @property
     def muted(self) -> bool:
-        """Whether messages are left out, for measurements: see `Link`. Channels that share links share this."""
+        """Whether messages are omitted, for measurements: see `Link`. Channels that share links share this."""
         return any(end.link.muted for end in (*self._into.values(), *self._out.values()))
 
     @muted.setter
@@ -233,7 +233,7 @@ class _End:
         self.link.wait_all()
 
     def take(self, message: Message) -> None:
-        """`message` is the next one."""
+        """Check that `message` is the next one, and count it."""
         expected = self.messages[self.num_done] if self.num_done < len(self.messages) else None
         if message != expected:
             raise ValueError(
@@ -286,7 +286,7 @@ class _Incoming(_End):
         self._posted.append((buffer, transfer))
 
     def _post_ahead(self) -> None:
-        """The sooner the better: what is posted now runs beside the computation that is launched next."""
+        """Post receives as early as possible: they overlap with the computation that is launched next."""
         if not (self.channel.overlap and self.link.posts_ahead):
             return
         while len(self._posted) < self.channel.depth and self._num_posted < len(self.messages):

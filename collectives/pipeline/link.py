@@ -1,7 +1,8 @@
 """One end of a one-way link between neighbouring pipeline stages: a communicator, and on CUDA a stream, of its own.
 
 Messages of a link arrive in the order of their launch. Launching never waits, neither for the peer nor for a message in
-the other direction, which has a link of its own. Left out: which messages there are (`collectives.pipeline.channel`).
+the other direction, which has a link of its own. Not covered: which messages there are
+(`collectives.pipeline.channel`).
 
 [Note: memory] A tensor to send, and the buffer of a receive, belong to the compute stream. The link's stream starts
 behind the point of the compute stream at which the call was made: by then the tensor is written, and whoever had the
@@ -116,7 +117,7 @@ class Link(Carrier):
     def close(self) -> None:
         """End the link's thread, between steps. Twice does no harm."""
         self._end_thread()
-        if self._thread is not None and not self._flying:  # else a step was broken off, and it may wait for long
+        if self._thread is not None and not self._flying:  # else a step was interrupted, and it may wait for long
             self._thread.join()
         self._thread = self._watched = None
 

@@ -152,11 +152,11 @@ class PipelineLinks:
         """Whether a channel over these links is inside a step, or has left one unfinished."""
 
     def sender(self, direction: Direction, recorder: Recorder | None = None, watch: Watch | None = None) -> Link:
-        """This stage's end of the link on which it sends in `direction`: one for each recorder and watch."""
+        """Return this stage's end of the link on which it sends in `direction`: one for each recorder and watch."""
         return self._end("send", direction, recorder, watch)
 
     def receiver(self, direction: Direction, recorder: Recorder | None = None, watch: Watch | None = None) -> Link:
-        """This stage's end of the link on which messages come in `direction`; as `sender`."""
+        """Return this stage's end of the link on which it receives in `direction`: one for each recorder and watch."""
         return self._end("recv", direction, recorder, watch)
 
     def agree(self, shape: Sequence[int], dtype: torch.dtype, traffic: Traffic) -> None:
@@ -171,11 +171,11 @@ class PipelineLinks:
         own = [link for link in {self.stage, (self.stage - 1) % self.num_stages} if link in self._links()]
         # All links first, or a neighbour would wait for what this stage has no more to say.
         by_colour = sorted(own, key=lambda link: _COLOURS.index(_colour(link, self.num_stages)))
-        found = [difference for link in by_colour for difference in self._compare(link, shape, dtype, traffic)]
+        differences = [difference for link in by_colour for difference in self._compare(link, shape, dtype, traffic)]
         if self.why_no_peers is None:
-            found = self._found_by_any(found)
-        if found:
-            raise ValueError(found[0])
+            differences = self._all_differences(differences)
+        if differences:
+            raise ValueError(differences[0])
         if 0 in shape:
             raise ValueError(f"shape = {list(shape)}: a message has at least one element; leave out what is empty")
         self._open_slots(math.prod(shape) * dtype.itemsize)
@@ -194,7 +194,7 @@ class PipelineLinks:
     def _refuse_unfinished(self) -> None:
         if self.num_stages == 1:
             return
-        of_all = _tell_all(self.is_in_step, self._group_of_all)
+        of_all = _all_gather(self.is_in_step, self._group_of_all)
         unfinished = [rank for rank, is_in_step in zip(self.ranks, of_all, strict=True) if is_in_step]
         if unfinished:
             raise RuntimeError(
@@ -209,9 +209,9 @@ class PipelineLinks:
             return f"the device is {self.device.type}, not cuda"
         return why_unusable(group or dist.group.WORLD, self.device, kernels=False)
 
-    def _found_by_any(self, found: list[str]) -> list[str]:
-        """This stage's findings before those of others."""
-        return found + [one for theirs in _tell_all(found, self._group_of_all) for one in theirs]
+    def _all_differences(self, differences: list[str]) -> list[str]:
+        """Return the differences that any stage has seen, this stage's first."""
+        return differences + [one for theirs in _all_gather(differences, self._group_of_all) for one in theirs]
 
     def _open_slots(self, num_bytes: int) -> None:
         """Have slots for such messages; all stages come here with the same number, or all have raised."""
@@ -221,7 +221,7 @@ class PipelineLinks:
             self._ends.clear()  # channels that were made before keep theirs, and the slots behind them
 
     def _compare(self, link: int, shape: Sequence[int], dtype: torch.dtype, traffic: Traffic) -> list[str]:
-        """What the two ends of a link disagree on, in words."""
+        """Return a sentence for each setting that the two ends of a link disagree on."""
         upper = (link + 1) % self.num_stages
         peer = upper if self.stage == link else link
         hello = {"shape": list(shape), "dtype": str(dtype), "wraps": traffic.wraps}
@@ -319,17 +319,17 @@ def _new_groups(
 
 
 def _compare_arguments(arguments: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
-    """What ranks open differently they would wait for in vain."""
-    said = _tell_all({name: str(value) for name, value in arguments.items()}, group)
-    difference = first_difference(said, dist.get_process_group_ranks(group))
+    """Raise where ranks open their links with different arguments: they would wait for each other in vain."""
+    of_all = _all_gather({name: str(value) for name, value in arguments.items()}, group)
+    difference = first_difference(of_all, dist.get_process_group_ranks(group))
     if difference is not None:
         raise ValueError(f"stages differ in an argument of their links: {difference}; give every stage the same")
 
 
-def _tell_all(said: T, group: dist.ProcessGroup | None) -> list[T]:
-    """What every rank of the group says, in the order of its ranks."""
+def _all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the value of every rank of the group, in rank order."""
     of_all: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(of_all, said, group=group)
+    dist.all_gather_object(of_all, value, group=group)
     return of_all
 
 

@@ -15,8 +15,8 @@ peer; a receive ahead of its use would hold up the very sends that the peer need
 all streams, every one stood still so, on paper). So it is posted where it is used, and all that waits behind it is
 later in the program; the copy, some 0.1 ms for 64 MiB, is what that costs.
 
-Left out: CUDA graphs (the counts stand in the operations, a replay would repeat them), stages on several hosts, and a
-limit of time: a stream whose peer has died waits for ever, and only a watch says so.
+Not covered: CUDA graphs (the counts stand in the operations, a replay would repeat them), stages on several hosts, and
+a limit of time: a stream whose peer has died waits for ever, and only a watch says so.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Slots:
         self.received = dict.fromkeys(DIRECTIONS, 0)
 
     def send(self, tensor: Tensor, direction: Direction, peer: int) -> None:
-        """On the current stream: into the peer's next slot, once that is free."""
+        """Copy into the peer's next slot, once that is free, on the current stream."""
         index, rank = self.sent[direction], self._ranks.index(peer)
         self.sent[direction] += 1
         self._await("taken", direction, index + 1 - NUM_SLOTS)
@@ -64,7 +64,7 @@ class Slots:
         self._tell(rank, "arrived", direction, index + 1)
 
     def receive(self, tensor: Tensor, direction: Direction, peer: int) -> None:
-        """On the current stream: out of the own next slot, once its message has come."""
+        """Copy out of this rank's next slot, once its message has arrived, on the current stream."""
         index, rank = self.received[direction], self._ranks.index(peer)
         self.received[direction] += 1
         self._await("arrived", direction, index + 1)

@@ -66,20 +66,20 @@ class BackwardStep:
         self._after: dict[int, torch.cuda.Event] = {}
 
     def begin(self) -> None:
-        """The first gradient has come: no gather that reads a shard is under way when that shard is stepped."""
+        """Begin a pass, at its first gradient: no gather may still read a shard when that shard is stepped."""
         self._behind.clear()
         self._gather.wait_all()
         self._gather.adopt(unseen=self._gather.compares_each_step)
 
     def reduced(self, index: int, flight: Flight) -> None:
-        """The reduction of this bucket has been launched."""
+        """Step a bucket after its reduction, which was just launched, and gather the one that is due."""
         flight.follow(lambda: self._update(self._buckets[index]), self._stream)
         self._behind.append((index, flight))
         while len(self._behind) > self._lag:
             self._pass_on(*self._behind.popleft())
 
     def complete(self) -> None:
-        """All have been."""
+        """Pass on the last buckets, and start the gathers of all that were not gathered early."""
         while self._behind:
             self._pass_on(*self._behind.popleft())
         self._gather.publish_rest(self._after)

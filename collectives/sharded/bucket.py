@@ -2,7 +2,7 @@
 
 A bucket is a run of parameters in the order that the forward pass uses them, padded so that every rank owns an equal
 shard. Parameters become views of the bucket's flat buffer, so an all-gather lands where they are read; each rank keeps
-its shard in float32 (or wider) for the optimiser (ZeRO stage 2; MegaScale 3.2). Left out: splitting a parameter over
+its shard in float32 (or wider) for the optimiser (ZeRO stage 2; MegaScale 3.2). Not covered: splitting a parameter over
 buckets (one that is larger than a bucket gets a bucket of its own): its gradient comes whole and is read whole, so
 parts would travel one after the other for the same time.
 
@@ -27,7 +27,7 @@ from netlayer.workload.buckets import cut, shard_elements
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in its bucket; `offset` in elements."""
+    """Position of one parameter in its bucket; `offset` in elements."""
 
     name: str
     shape: torch.Size
@@ -79,7 +79,7 @@ class BucketPlan:
         return self.shard_numel * self.world_size
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """(start, end) of the padding before, between and behind the parameters."""
+        """Yield (start, end) of the padding before, between and after the parameters."""
         end = 0
         for slot in self.slots:
             if slot.offset > end:
@@ -93,11 +93,11 @@ class BucketPlan:
         return flat_N[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
     def views(self, flat_N: Tensor) -> list[Tensor]:
-        """Every parameter's part of a flat buffer, in its own shape."""
+        """Return every parameter's part of a flat buffer, in its own shape."""
         return [flat_N[slot.offset : slot.end].view(slot.shape) for slot in self.slots]
 
     def pieces(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """(index of the slot, start, end) of what lies in the shard of `rank`, in elements of the shard."""
+        """Yield (index of the slot, start, end) of each parameter's part in the shard of `rank`, in its elements."""
         low = rank * self.shard_numel
         for index, slot in enumerate(self.slots):
             start, end = max(slot.offset, low), min(slot.end, low + self.shard_numel)
@@ -133,7 +133,9 @@ def plan_buckets(
     of_parts = zip(parameters, units or [0] * len(parameters), whole or [False] * len(parameters), strict=True)
     kinds = [(dtype, unit, is_whole) for (_, _, dtype), unit, is_whole in of_parts]
     plans = []
+    # By the same function as the estimators of memory and traffic: both must see the same buckets.
     for index, run in enumerate(cut(sizes, kinds, bucket_bytes)):
+        # The first stands for all: a run ends where the kind changes.
         if kinds[run.start][2]:
             packed, shard = _pack_whole([p[:2] for p in parameters[run.start : run.stop]], world_size, align, index)
             plans.append(BucketPlan(index, kinds[run.start][0], packed, world_size, align, shard))
@@ -155,18 +157,21 @@ def _pack_whole(
     """
     loads = [0] * world_size
     placed: list[tuple[int, int, tuple[str, torch.Size]]] = []
+    # Every rank's part gets as large as the fullest one's, so the largest go first, to where least lies.
     for name, shape in sorted(parameters, key=lambda parameter: -parameter[1].numel()):
+        # Ties begin at another rank in each bucket, or the first ranks would step the large ones of all buckets.
         rank = min(range(world_size), key=lambda rank: (loads[rank], (rank - first_rank) % world_size))
         placed.append((rank, loads[rank], (name, shape)))
         loads[rank] += shape.numel()
     shard = -(-max(loads) // align) * align
     slots = (Slot(name, shape, rank * shard + start) for rank, start, (name, shape) in placed)
+    # `gaps` walks them from the start of the bucket to its end.
     return tuple(sorted(slots, key=lambda slot: (slot.offset, slot.end))), shard
 
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of one parameter: what an optimiser steps.
+    """One rank's part of one parameter, which an optimiser steps.
 
     Args:
         name, shape: of the whole parameter.
@@ -232,6 +237,7 @@ class Bucket:
         grad_S: Tensor | None = None,
     ) -> None:
         self.plan, self.parameters, self.rank = plan, tuple(parameters), rank
+        # Into memory that is there already where gathers have to land in a window.
         self.full_N = flat_N.to(plan.dtype) if full_N is None else full_N.copy_(flat_N)
         self.shares_storage = plan.dtype == flat_N.dtype
         own_S = plan.own(self.full_N if self.shares_storage else flat_N, rank)
@@ -243,8 +249,10 @@ class Bucket:
         """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
         self._written: set[int] = set()
         for parameter, view in zip(self.parameters, plan.views(self.full_N), strict=True):
+            # A storage each, though the memory is the bucket's: its count shows aliases (`guard`, [Note: aliases]).
             parameter.data = own_storage(view)
             parameter.grad = None
+        # Both as they are now: `is_in_place` and `has_aliases` compare with them later.
         self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
         self._num_holders = [num_holders(parameter) for parameter in self.parameters]
         self._published: int | None = None
@@ -252,6 +260,7 @@ class Bucket:
         self._loaded: int | None = None
         """Version of the masters that were loaded themselves."""
         self.pieces = [
+            # Views of the shard and not copies: an optimiser that steps the pieces has stepped the shard.
             Piece(slot.name, slot.shape, index, nn.Parameter(self.master_S[start:end].view(shape)), grad.view(shape))
             for slot, shape, index, start, end, grad in (
                 (
@@ -270,11 +279,11 @@ class Bucket:
         self.cleared: set[int] = set()
         """Of those whose reduced gradient somebody has forgotten by `.grad = None`."""
         self._stand_ins: list[ShardedGradient] = []
-        self._shown: set[int] = set()
+        self._stand_in_at: set[int] = set()
         """Positions of the parameters that a stand-in was put on, as their `.grad`."""
 
     def note_published(self) -> None:
-        """An optimiser has written `own_S` with the masters, behind the backward pass.
+        """Note that an optimiser has written `own_S` with the masters, after the backward pass.
 
         What is written into them after that is published all the same where autograd counts it: not through `.data`.
         """
@@ -282,6 +291,7 @@ class Bucket:
 
     def publish(self) -> None:
         """Put the master shard where an all-gather in place takes it from."""
+        # An optimiser that has written `own_S` with the masters spares this pass over the shard.
         if self.own_S is not None and self._published != self.master_S._version:
             self.own_S.copy_(self.master_S)
 
@@ -298,6 +308,7 @@ class Bucket:
             from collectives.sharded.adopt_kernel import adopt_written
 
             adopt_written(self.master_S, self.own_S)
+            # Autograd does not see what a kernel writes, and gathers go by the version.
             torch.autograd.graph.increment_version(self.master_S)
         else:
             is_kept_S = self.own_S == self.master_S.to(self.own_S.dtype)
@@ -316,6 +327,7 @@ class Bucket:
         """The parameters were loaded: masters are set to them."""
         if self.own_S is None:
             return
+        # Masters were loaded in full precision just before: only what now differs from them is newer.
         if self._loaded == self.master_S._version:
             self.adopt()
             self.note_masters_loaded()
@@ -325,14 +337,14 @@ class Bucket:
     @property
     def num_writes(self) -> int:
         """Grows with every write into a parameter that autograd counts: in place, and not through `.data`."""
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # of parameters that are not current: see `collectives.sharded.guard`
+        # Also of parameters that are not current: see `collectives.sharded.guard`.
+        with torch._C.DisableTorchFunctionSubclass():
             return sum(parameter._version for parameter in self.parameters)
 
     def is_in_place(self) -> bool:
         """Whether the module still computes with this buffer (`module.to()` would have moved it away)."""
         with torch._C.DisableTorchFunctionSubclass():
+            # Else to ask a pending parameter for its address would wait for its gather.
             return tuple(parameter.data_ptr() for parameter in self.parameters) == self._addresses
 
     def has_aliases(self) -> bool:
@@ -341,6 +353,7 @@ class Bucket:
             return any(
                 num_holders(parameter) > usual
                 for parameter, usual in zip(self.parameters, self._num_holders, strict=True)
+                # An empty one has no storage of its own to count holders of.
                 if parameter.numel()
             )
 
@@ -355,6 +368,7 @@ class Bucket:
 
     def open_new(self, dtype: torch.dtype) -> None:
         """The same in memory that is allocated here."""
+        # Not zeroed: a first gradient is copied, and `_clear_rest` zeroes what has none before it travels.
         self.open(torch.empty(self.plan.padded_numel, dtype=dtype, device=self.full_N.device))
 
     @property
@@ -365,10 +379,11 @@ class Bucket:
         )
 
     def slot(self, position: int) -> GradientSlot | None:
-        """Where the gradient of a parameter may be written; None: nothing is open, or it would lose digits there."""
+        """Return the slot for a parameter's gradient; None: no buffer is open, or its dtype would lose digits."""
         if self.local_N is None or not self.is_wide_enough:
             return None
         place, adds = self.plan.slots[position], position in self._written
+        # At once, for the operator writes before it returns: the next gradient of this parameter must be added.
         self._written.add(position)
         self.used.add(position)
         return GradientSlot(self.local_N[place.offset : place.end].view(place.shape), adds)
@@ -384,10 +399,11 @@ class Bucket:
         present = {position for position, grad in enumerate(grads) if grad is not None}
         self._written |= present
         self.used |= present
+        # Left there, autograd would add the next pass's to them, and they would be counted twice.
         self.drop_gradients()
 
     def hand_over(self, dtype: torch.dtype, divisor: int = 1, buffer_N: Tensor | None = None) -> Handover:
-        """Every gradient of this rank over `divisor`, on its way out: nothing is computed here, and none of it kept.
+        """Hand over every gradient of this rank, to be divided by `divisor`: nothing is computed here, or kept.
 
         Args:
             buffer_N: to travel in, of `dtype`; None: what holds them already, or as allocated here.
@@ -396,10 +412,12 @@ class Bucket:
             self.open(buffer_N)
         elif self.local_N is None:
             self.open_new(dtype)
+        # `fill` goes by these: when it runs, the bucket itself has forgotten them and may hold the next pass's.
         local_N, written, grads = self.local_N, self._written, self._grads()
         assert local_N is not None
         self.used |= {position for position, grad in enumerate(grads) if grad is not None}
         self.forget()
+        # Where it has added up is where it travels from, unless it must be cast first.
         flat_N = buffer_N
         if flat_N is None:
             flat_N = local_N if local_N.dtype == dtype else torch.empty_like(local_N, dtype=dtype)
@@ -413,17 +431,18 @@ class Bucket:
             elif flat_N is not local_N:
                 flat_N.copy_(local_N)
 
+        # Kept by the caller until its stream has read them: freed earlier, their memory could be handed out again.
         apart = [] if local_N is flat_N else [local_N]
         return Handover(flat_N, fill, [*apart, *(grad for grad in grads if grad is not None)])
 
     def forget(self) -> None:
-        """All gradients that are not reduced yet."""
+        """Drop all gradients that are not reduced yet."""
         self.local_N, self._written = None, set()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forget the gradients on the parameters; what has added up stays."""
-        self._shown.clear()
+        self._stand_in_at.clear()
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self.parameters:
                 parameter.grad = None
@@ -434,11 +453,11 @@ class Bucket:
         Raises:
             RuntimeError: some have added up that are not reduced yet.
         """
-        held = [position for position in positions if self.local_N is not None and position in self._written]
-        if held:
+        unreduced = [position for position in positions if self.local_N is not None and position in self._written]
+        if unreduced:
             raise RuntimeError(
-                f"gradients of {self.plan.slots[held[0]].name} were left unreduced by no_sync(), which one of several "
-                "optimisers cannot drop: call zero_grad() of the wrapper"
+                f"gradients of {self.plan.slots[unreduced[0]].name} were left unreduced by no_sync(), which one of "
+                "several optimisers cannot drop: call zero_grad() of the wrapper"
             )
         for piece in self.pieces:
             if piece.position in positions and piece.parameter.grad is not None:
@@ -456,6 +475,7 @@ class Bucket:
         if all(piece.parameter.grad is None for piece in self.pieces):
             return False
         for piece in self.pieces:
+            # The next sums are added to the shard as a whole, so what counts for nothing must be zero.
             if piece.parameter.grad is None:
                 piece.grad.zero_()
             elif piece.parameter.grad is not piece.grad:  # the user put another tensor there
@@ -474,6 +494,7 @@ class Bucket:
             self.grad_S.add_(reduced_S.to(self.grad_S.dtype), alpha=scale)
         elif scale == 1:
             self.grad_S.copy_(reduced_S)
+        # In one pass: before a cast, only a power of two rounds nothing.
         elif is_exact or reduced_S.dtype == self.grad_S.dtype:
             torch.mul(reduced_S, scale, out=self.grad_S)
         else:
@@ -482,6 +503,7 @@ class Bucket:
     def _grads(self) -> list[Tensor | None]:
         with torch._C.DisableTorchFunctionSubclass():
             grads = [parameter.grad for parameter in self.parameters]
+        # A stand-in means a gradient that is reduced already: it must not travel again.
         return [None if isinstance(grad, ShardedGradient) else grad for grad in grads]
 
     def has_gradients(self) -> bool:
@@ -496,9 +518,9 @@ class Bucket:
                 ShardedGradient(parameter, source, place)
                 for parameter, place in zip(self.parameters, places, strict=True)
             ]
-        self._shown = set(positions)
+        self._stand_in_at = set(positions)
         with torch._C.DisableTorchFunctionSubclass():
-            for position in self._shown:
+            for position in self._stand_in_at:
                 self.parameters[position].grad = self._stand_ins[position]
 
     def note_cleared(self, hides: bool, positions: Iterable[int] | None = None) -> None:
@@ -511,12 +533,12 @@ class Bucket:
         Raises:
             RuntimeError: somebody has put another gradient there.
         """
-        for position in list(self._shown) if positions is None else self._shown.intersection(positions):
+        for position in list(self._stand_in_at) if positions is None else self._stand_in_at.intersection(positions):
             parameter = self.parameters[position]
             with torch._C.DisableTorchFunctionSubclass():
                 grad = parameter.grad
             if grad is None:
-                self._shown.discard(position)
+                self._stand_in_at.discard(position)
                 self.cleared.add(position)
             elif not isinstance(grad, ShardedGradient):
                 raise RuntimeError(
@@ -524,16 +546,17 @@ class Bucket:
                     "reduced it: change this rank's piece, by finish_gradients() and named_shards() of the wrapper"
                 )
             elif hides:
-                self._shown.discard(position)
+                self._stand_in_at.discard(position)
                 with torch._C.DisableTorchFunctionSubclass():
                     parameter.grad = None
 
     def forget_cleared(self) -> None:
-        """Before gradients are added to what was reduced: of the cleared ones that is nothing."""
+        """Zero the reduced gradients that were cleared, before new ones are added to them."""
         for piece in self.pieces:
             if piece.position in self.cleared:
                 piece.parameter.grad = None
                 piece.grad.zero_()
+        # Until a new gradient comes they count as unused, as a parameter without `.grad` does in plain torch.
         self.used -= self.cleared
         self.cleared.clear()
 
@@ -543,12 +566,14 @@ class Bucket:
             return
         places = list(zip(self.plan.views(flat_N), grads, strict=True))
         kept = [places[position] for position in written]
+        # The memory was not zeroed, so a first gradient is copied, and only later ones are added.
         fresh = [place for position, place in enumerate(places) if position not in written]
         _foreach(torch._foreach_copy_, fresh)
         _foreach(torch._foreach_add_, kept)
 
     def _clear_rest(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
         """Zeros where no gradient came, and where no parameter lies."""
+        # Padding travels too, and may not add what the allocator left there.
         for start, end in [(self.plan.numel, None)] if self.plan.whole_shard is None else self.plan.gaps():
             flat_N[start:end].zero_()
         for position, slot in enumerate(self.plan.slots):
@@ -557,7 +582,7 @@ class Bucket:
 
 
 def _foreach(combine: Callable[..., object], places: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """`combine` over those that have a gradient."""
+    """Call `combine` on the views, and the gradients, of those that have one."""
     present = [(view, grad) for view, grad in places if grad is not None]
     if present:
         combine(*zip(*present, strict=True))

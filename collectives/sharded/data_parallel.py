@@ -19,7 +19,7 @@ reads one before its gather has landed waits for that (`collectives.sharded.guar
 work, and parameters that have no gradient on any rank are left alone. What would train something else is refused.
 
 Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
-wrapping raise, and so does replacing or adding some. Left out: ZeRO stage 3, optimisers that look at all parameters
+wrapping raise, and so does replacing or adding some. Not covered: ZeRO stage 3, optimisers that look at all parameters
 together.
 
 [Note: a step left out] Ranks leave a step out together or not at all. Where one does so alone, the steps of all ranks
@@ -117,7 +117,7 @@ from collectives.sharded.state import (
     load_full_state_dict,
     load_parameters,
 )
-from collectives.sharded.step_check import UNSAID, Place, StepCheck
+from collectives.sharded.step_check import UNANNOUNCED, Place, StepCheck
 from collectives.transport.lane import Lane
 from collectives.transport.windows import ALIGNMENT_BYTES, Windows
 from collectives.watch.recorder import Recorder
@@ -163,15 +163,13 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         timeout: of the groups made here; None: that of `group`.
         watch: says who is late where a collective does not complete.
         windows: parameters and gradients lie in NCCL's symmetric windows (`collectives.transport.windows`): more
-        bandwidth where
-            NCCL is held to a few blocks or has to share the memory, and gathers by copy engines where the groups are
-            made here, for `in_flight` + 1 buffers of the largest bucket.
+            bandwidth where NCCL is held to a few blocks or has to share the memory, and gathers by copy engines where
+            the groups are made here, for `in_flight` + 1 buffers of the largest bucket.
         peer_reduce: copy engines carry gradients to the peers, and a kernel adds them
-        (`collectives.transport.peer_reduce`): for
-            2 to 8 ranks on one host, who hold twice the largest bucket more for it.
+            (`collectives.transport.peer_reduce`): for 2 to 8 ranks on one host, who hold twice the largest bucket more
+            for it.
         lanes: for gathers and for reductions, of `collectives.sharded.prepare.open_lanes`, with their groups, recorder
-        and
-            watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
+            and watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
         mean: gradients are means over the ranks. False: sums, for a loss that the caller has divided by their number,
             which saves a pass over each shard where NCCL does not divide as it adds (from windows, over three ranks).
         unused: parameters that get a gradient on no rank: `"skip"`, the optimiser leaves them alone, as in plain torch;
@@ -228,6 +226,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
         device, parts = check_module(module), tuple(units or ())
         group = as_group(group)
+        # Never narrower than float32 unless the caller says so: each addition over ranks would round to that dtype.
         if reduce_dtype is None:
             dtypes = (param_dtype or p.dtype for p in module.parameters() if p.requires_grad)
             reduce_dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
@@ -235,11 +234,12 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
-        if lanes is not None and any(given is not None for given in (group, groups, timeout, recorder, watch)):
+        if lanes is not None and any(argument is not None for argument in (group, groups, timeout, recorder, watch)):
             raise ValueError("lanes have their groups, timeout, recorder and watch: give these where lanes are opened")
         self.gather_lane, self.reduce_lane = lanes or open_lanes(
             group, groups, device, timeout, recorder, watch, windows
         )
+        # One rank alone exchanges nothing: windows and copies would only cost memory.
         in_windows = windows and self.gather_lane.group is not None
         by_peers = peer_reduce and self.reduce_lane.group is not None
         align = ALIGNMENT_BYTES if in_windows or by_peers else 1  # in elements, so for every dtype
@@ -248,9 +248,12 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
         settings |= {"mean": mean, "peer_reduce": peer_reduce, "unused": unused, "broadcast_buffers": broadcast_buffers}
         settings |= {"data_writes": data_writes}
+        # Before the calls below, which are collective: ranks that differ would hang in one of them, without a reason.
         check_same(self.reduce_lane, module, plans, settings)
+        # Tried here, where all ranks are, and not in the midst of the first backward pass.
         self.reduce_lane.can_reduce_scatter(reduce_dtype)
         room = open_parameter_windows(self.gather_lane, plans) if in_windows else None
+        # One buffer more than may be in flight: the gradients of the next bucket fill it meanwhile.
         at_once, adds = in_flight + 1, stage == 2
         travel = open_travel(
             self.reduce_lane, module, plans, reduce_dtype, at_once, adds=adds, windows=in_windows, peers=by_peers
@@ -258,9 +261,11 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         self._memory: list[Windows | Travel] = [travel, *([] if room is None else [room])]
         """Kept as long as what lies there."""
         self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, travel.gradients)
+        # Held to notice parameters that are replaced or added later: see `_check_unchanged`.
         self._wrapped = tuple(module.parameters())
         self._asked_for_shards = self._has_optimizer = False
         self._num_forwards = 0
+        # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
         self._frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap, self.start_step)
         self._gather.compares_each_step = data_writes == "adopt"
@@ -296,6 +301,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         self._before_forward = torch.compiler.disable(self._before_forward)  # type: ignore[method-assign, no-untyped-call]
         self._after_forward = torch.compiler.disable(self._after_forward)  # type: ignore[method-assign, no-untyped-call]
         self._attach_hooks()
+        # On the module and not the wrapper: a program may save either, and both must see current values.
         make_current = functools.partial(self._make_current, "state_dict() or load_state_dict()")
         attach_state_hooks(module, self.buckets, make_current, self._gather.note_changed)
 
@@ -307,17 +313,22 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         return result
 
     def _before_forward(self) -> None:
+        # Recomputation, within a step that has begun long ago.
         if inside_backward():
             return
         self._check_unchanged()
+        # Before the first forward a program may still load values through `.data`, which autograd does not count.
         self._gather.adopt(unseen=not self._seen_forward)
         self._warn_of_no_optimizer()
+        # Only such a forward is followed by a backward pass, unless the step was left out.
         if torch.is_grad_enabled() and self.module.training:
             self._reduce.note_forward()
         self.start_step()
+        # Parameters whose module is not called itself (a tied weight, say) have no hook that would wait for them.
         self._gather.wait_for(self._upfront)
 
     def _after_forward(self) -> None:
+        # Whatever modules this rank's forward has called: every rank must have launched the same gathers.
         self._gather.launch_all()
         self._learn_order()
 
@@ -328,10 +339,12 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
             step: the training step that begins, by which ranks are compared; None: as a watch or a recorder says.
         """
         self._step = self._step if step is None else step
+        # The other ranks wait for the rest of the round in which this rank's backward pass raised.
         if self._reduce.broken:
             self._reduce.abandon()
         if self._gather.stale:
             self._reduce.begin_step()
+            # Before the gathers, which use the same lane: every rank needs one order on it.
             if self._broadcasts_buffers:
                 send_buffers(self.module, self.gather_lane)
             self._gather.publish()
@@ -371,7 +384,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
 
     @contextmanager
     def no_gathers_after_step(self) -> Iterator[None]:
-        """An optimiser's `step` inside does not start the gathers: a CUDA graph would have to wait for them."""
+        """Keep an optimiser's `step` inside from starting the gathers: a CUDA graph would have to wait for them."""
         before, self._steps.gathers_after = self._steps.gathers_after, False
         try:
             yield
@@ -400,15 +413,17 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         # Where the optimiser is ours, its step looks at every value.
         self._gather.adopt(unseen=not self._has_optimizer and self._gather.compares_each_step)
         self._reduce.finish(waits)
+        # Whoever reads these gradients may change the shards: parameters are not current until the next publish.
         if not self._reduce.stepped:
             self._gather.stale = True
 
     def _finish_for_step(self, waits: bool) -> None:
+        # Before the step changes the masters: the next gather would overwrite what is not taken over by then.
         self._gather.adopt(unseen=self._gather.compares_each_step)
         self.finish_gradients(waits=waits)
 
     def as_gradients_come(self) -> Iterator[Sequence[Bucket]]:
-        """All buckets, behind `finish_gradients`: those whose gradients are there, then the others one by one."""
+        """Yield all buckets, after `finish_gradients`: those whose gradients are there, then the others one by one."""
         return self._reduce.departures.as_they_come(self.buckets)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -431,6 +446,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         self.finish_gradients()
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
         grads = [p.grad for p in pieces if p.grad is not None]
+        # Also on a rank that has no gradients: all of them take part in the reduction of the norm.
         norm = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
         if grads:
             own = total_norm(grads) if norm_type == 2 else torch.nn.utils.get_total_norm(grads, norm_type)
@@ -440,6 +456,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
             raise RuntimeError(
                 f"the norm of order {norm_type} of all gradients is {norm.item()}, so nothing was clipped"
             )
+        # By the tensor, not its value: so the host does not wait for the device.
         torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
         return norm
 
@@ -456,15 +473,15 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         )
 
     def reduced_pieces(self, places: Sequence[tuple[int, int]]) -> list[Tensor | None]:
-        """This rank's pieces of reduced gradients by (bucket, position): see `collectives.sharded.gradient`."""
+        """Return one rank's pieces of reduced gradients at (bucket, position): see `collectives.sharded.gradient`."""
         self._check_not_stepped("no gradients left")
         self.finish_gradients()
-        held = {
+        grads = {
             (bucket.plan.index, piece.position): piece.parameter.grad
             for bucket in self.buckets
             for piece in bucket.pieces
         }
-        return [held.get(place) for place in places]
+        return [grads.get(place) for place in places]
 
     def reduce_norms(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """All-reduce in place: see `collectives.sharded.gradient`."""
@@ -479,10 +496,11 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         self._reduce.drop(set_to_none)
 
     def named_shards(self) -> Iterator[tuple[str, torch.Size, nn.Parameter]]:
-        """(name, shape of the whole parameter, this rank's 1-D piece of its master) for an optimiser.
+        """Yield (name, shape of the whole parameter, this rank's 1-D piece of its master) for an optimiser.
 
         What is empty on this rank is left out. Tied parameters come once, by their first name.
         """
+        # From here on an optimiser may hold the shards: see `_warn_of_no_optimizer`.
         self._asked_for_shards = True
         for bucket in self.buckets:
             for piece in bucket.pieces:
@@ -514,7 +532,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         waits: bool = True,
         **settings: Any,
     ) -> OptimizerT:
-        """An optimiser over the shards whose `step` also finishes gradients before and starts the gathers after.
+        """Build an optimiser over the shards; its `step` also finishes gradients before, and starts gathers after.
 
         Its `state_dict` is that of this rank's shard: see [Note: states].
 
@@ -547,14 +565,16 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
             raise ValueError(
                 f"only: picks none of {len(self.shapes())} parameters; the first is {next(iter(self.shapes()))}"
             )
-        held = {name: piece for name, _, piece in self.named_shards() if name in shapes}
-        groups, names = parameter_groups(shapes, held, options)
+        pieces = {name: piece for name, _, piece in self.named_shards() if name in shapes}
+        groups, names = parameter_groups(shapes, pieces, options)
         of_groups = [{**settings, **{key: value for key, value in g.items() if key != "params"}} for g in groups]
         self._check_kind(kind, settings, of_groups, names)
         optimizer = kind(groups, **settings)
+        # The optimiser's own state_dict numbers this rank's pieces: on another rank it might fit by chance.
         header = attach_shard_check(optimizer, self.buckets, self.reduce_lane)
 
         def probe(index: int) -> Mapping[str, Any] | None:
+            # Of more than one element, so that a state like the parameter is told from one of a single number.
             like = torch.empty(2, 3, dtype=self.buckets[0].master_S.dtype, device=self.reduce_lane.device)
             return probed_state(kind, of_groups[index], like)
 
@@ -563,8 +583,11 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
             optimizer, self.buckets, lane, names, probe, header, self.wait_parameters, gather.note_masters_loaded
         )
         name_state(optimizer, named)
+        # A scaler reads gradients before it calls `step`, whose hook would finish them too late.
         make_scalers_finish()
+        # Now the step itself looks for writes through `.data`, and `finish_gradients` need not.
         self._has_optimizer = True
+        # torch's own would clear the pieces, and leave what has added up under `no_sync`.
         zero_grad = self.zero_grad if only is None else functools.partial(self._zero_grad_of, frozenset(shapes))
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce, self._finish_for_step)  # type: ignore[attr-defined]
@@ -585,6 +608,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         if not wholes:
             check_elementwise(kind, settings)
             return
+        # Matrices that lie whole on one rank may be stepped as matrices; what shards cut, element by element alone.
         for own, group in zip(of_groups, names, strict=True):
             if not wholes.issuperset(group):
                 check_elementwise(kind, own)
@@ -594,8 +618,8 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
     def _zero_grad_of(self, names: Set[str], set_to_none: bool = True) -> None:
         """Forget the gradients of these parameters, as `.grad = None` on each does."""
         for bucket in self.buckets:
-            mine = [position for position, slot in enumerate(bucket.plan.slots) if slot.name in names]
-            bucket.clear_gradients(mine, set_to_none)
+            positions = [position for position, slot in enumerate(bucket.plan.slots) if slot.name in names]
+            bucket.clear_gradients(positions, set_to_none)
 
     @property
     def step_in_backward(self) -> bool:
@@ -650,6 +674,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         Every rank calls it. The module keeps its parameters. Without a call they go some time after the wrapper and its
         module.
         """
+        # Gathers may still write into this memory, and the module keeps its parameters.
         self._make_current("close()")
         for memory in self._memory:
             memory.close()
@@ -671,8 +696,10 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         """
         with calling_all("full_state_dict()"):
             self._make_current("full_state_dict()")
+            # The masters are what is saved: they must hold what was written through `.data` since the last step.
             self._gather.adopt(unseen=True)
             state = full_state_dict(self.module, self.buckets, self.gather_lane)
+            # Inside `calling_all`, which can tell a rank that it was alone with the call.
             self.gather_lane.wait_on_host()
         return state
 
@@ -690,6 +717,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         Collective where shards have changed.
         """
         self.wait_parameters()
+        # Nothing is in flight any more that would overwrite what is loaded.
         load_parameters(self.buckets, whole)
         self._gather.note_changed()
 
@@ -712,6 +740,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
     def _apply(self, fn: Callable[[Tensor], Tensor], _recurse: bool = True) -> Self:
         """Refuse to move or cast; what leaves all as it is, such as `.to()` the same device, is no such thing."""
         for tensor in (*self._wrapped, *self._frozen, *self.module.buffers()):
+            # An empty tensor shows a change of dtype or device at no cost; `share_memory()` returns the same one.
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             values = tensor.detach()
             is_same = fn(probe) is probe and not probe.is_shared()  # type: ignore[no-untyped-call]
@@ -765,30 +794,33 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         return {}
 
     def _make_current(self, caller: str) -> None:
-        """For a state that the host will read: it waits, so that whoever is alone hears of it here."""
+        """Gather all parameters and wait on the host, so that a rank that calls this alone gets its error here."""
         with calling_all(caller):
             self.wait_parameters()
             self.gather_lane.wait_on_host()
 
     def _before_round(self) -> None:
+        # All gathers before the first reduction: on one communicator their order must be the same on every rank.
         self._gather.launch_all()
         self._step_check.begin_round()
 
     def _place(self) -> Place:
         return Place(
-            said=self._said_step(),
+            announced=self._announced_step(),
+            # A forward that no backward pass followed looks like a step left out: `step_check`, [Note: which step].
             counted=self._reduce.num_finished + 1 + self._reduce.num_left_out,
             prefetch=self.prefetch or 0,
             overlap=self.overlap,
             step_in_backward=self.step_in_backward,
+            # A whole number, for these travel as int64.
             gather_in_backward=round(self._steps.gather_share * 1e6) if self.step_in_backward else 0,
         )
 
-    def _said_step(self) -> int:
+    def _announced_step(self) -> int:
         track, recorder = self.reduce_lane.track, self.reduce_lane.recorder
         of_watch = None if track is None else track.watch.step
         of_recorder = None if recorder is None else recorder.step
-        return next((step for step in (self._step, of_watch, of_recorder) if step is not None), UNSAID)
+        return next((step for step in (self._step, of_watch, of_recorder) if step is not None), UNANNOUNCED)
 
     def _attach_hooks(self) -> None:
         for module, indices in self._owners.items():
@@ -800,8 +832,10 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
                 self._reduce.watch(parameter, bucket.plan.index, position)
 
     def _before_module(self, indices: Sequence[int], module: nn.Module, _args: object) -> None:
+        # By these calls `_learn_order` knows which buckets have a hook that waits for them.
         if not self._seen_forward:
             self._called.add(module)
+        # The common case, so it must cost next to nothing: no lock, no look at the buckets.
         if self._gather.settled:
             return
         if inside_backward():  # recomputation
@@ -813,7 +847,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         self._gather.wait_for(indices)
 
     def _learn_order(self) -> None:
-        """After the first forward: a bucket needs no early wait if every owner of its parameters was called."""
+        """Note, after the first forward, the buckets that need an early wait: an owner of theirs was not called."""
         if self._seen_forward:
             return
         self._seen_forward = True
@@ -823,15 +857,18 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _check_unchanged(self) -> None:
         self._gather.check_unchanged()
+        # The module would compute with other memory than the gathers write to.
         if not all(bucket.is_in_place() for bucket in self.buckets):
             raise RuntimeError(
                 "the module was moved or cast, or a parameter's data replaced, after wrapping: do that before"
             )
+        # By identity: `==` on parameters compares their values, on the device.
         now = tuple(self.module.parameters())
         if len(now) != len(self._wrapped) or any(map(operator.is_not, now, self._wrapped)):
             raise RuntimeError(
                 "parameters of the module were replaced, added or removed after wrapping: do that before"
             )
+        # It is in no bucket, so nobody would reduce its gradient.
         if any(parameter.requires_grad for parameter in self._frozen):
             raise RuntimeError(
                 "a parameter that was frozen when the module was wrapped requires a gradient now: wrap it unfrozen, "

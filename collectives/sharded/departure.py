@@ -1,6 +1,6 @@
-"""How the gradients of a bucket leave a rank, and where their sums land: one reduce-scatter behind another.
+"""Queue of reduce-scatters: the gradients of a bucket leave a rank, their sums land, one bucket after another.
 
-Which bucket leaves when is `collectives.sharded.reduce`'s; the buffers are `collectives.sharded.bucket`'s. Left out:
+Which bucket leaves when is `collectives.sharded.reduce`'s; the buffers are `collectives.sharded.bucket`'s. Not covered:
 gathers.
 
 [Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
@@ -31,7 +31,7 @@ from collectives.transport.windows import Windows
 
 @dataclass(frozen=True)
 class Travel:
-    """How gradients travel, and where their sums stay.
+    """Buffers in which gradients travel, and in which their sums stay.
 
     Args:
         buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), one more than
@@ -94,6 +94,7 @@ class Departures:
     def claim(self, bucket: Bucket) -> None:
         """Let the gradients of the bucket that is launched next add up where they will travel."""
         if self._buffers:
+            # Kept, for buffers take turns: the one that is filled from now on must be the one that is sent.
             self._claimed = self.buffers_for(bucket)
             bucket.open(self._claimed[0])
         else:
@@ -107,11 +108,12 @@ class Departures:
             adds: to the reduced gradients that the shard holds, where they travel.
         """
         flight = self._stay(bucket) if self.stays(bucket) else self._leave(bucket, adds)
+        # Before anything lands: that may raise, and these gradients are on the wire by then.
         self._flights.append((bucket, flight))
         return flight
 
     def land_before(self) -> None:
-        """Land the last but one: behind the sends of the last, by when the peers have come so far.
+        """Land the last but one: after the sends of the last, by when the peers' parts have arrived.
 
         What lands may raise, and what was sent is still to be added: so it is no part of `launch`.
         """
@@ -119,27 +121,29 @@ class Departures:
             self._flights[-2][1].land()
 
     def land(self) -> None:
-        """The last one too: nothing comes behind it."""
+        """Land the last one too: nothing comes after it."""
         if self._flights:
             self._flights[-1][1].land()
 
     def wait_for_room(self) -> None:
-        """Until no more are under way than may be."""
+        """Wait until no more reduce-scatters are in flight than `in_flight` allows."""
         while len(self._flights) > (self.in_flight if self.overlap else 0):
             self._wait_first()
 
     def wait_all(self) -> None:
-        """Have all gradients there, once the current stream comes here."""
+        """Wait until all gradients are reduced, on the current stream."""
         while self._flights:
             self._wait_first()
+        # No fill follows soon that would let go of what the last one has read.
         self.lane.free_filled()
 
     def as_they_come(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
-        """All of these: first those whose gradients are there, then each of the others when it was waited for."""
+        """Yield these buckets: first those whose gradients are there, then each of the others after its wait."""
         under_way = [bucket for bucket, _ in self._flights]
         yield [bucket for bucket in buckets if bucket not in under_way]
         while self._flights:
             bucket = self._wait_first()
+            # Reduced again in a later round: only after the last one its gradients are complete.
             if all(bucket is not later for later, _ in self._flights):
                 yield [bucket]
         self.lane.free_filled()
@@ -148,17 +152,20 @@ class Departures:
         """Memory for the gradients of a bucket on their way, and for their sum: that nothing under way uses."""
         plan = bucket.plan
         if self._buffers:
+            # In turn: the reduction before may still read the other ones.
             self._buffers.rotate(1)
             whole_N, shard_S = self._buffers[0]
+            # The shard's part is sized by the buckets that need it: the sums of all others land in `grad_S`.
             has_room = len(shard_S) >= plan.shard_numel
             return whole_N[: plan.padded_numel], shard_S[: plan.shard_numel] if has_room else bucket.grad_S
         whole_N = bucket.full_N.new_empty(plan.padded_numel, dtype=self.dtype)
         return whole_N, whole_N.new_empty(plan.shard_numel)
 
     def _stay(self, bucket: Bucket) -> Flight:
-        """One rank alone: the gradients are where the optimiser reads them, or are put there."""
+        """Put the gradients of a single rank where the optimiser reads them, if they are not there already."""
         assert bucket.local_N is bucket.grad_S, "open where gradients stay"
         bucket.hand_over(bucket.grad_S.dtype).fill()
+        # A flight all the same, so that callers wait for it as for any other.
         return Flight(self.lane, None, None, None, None, ())
 
     def _leave(self, bucket: Bucket, adds: bool) -> Flight:
@@ -166,6 +173,7 @@ class Departures:
         flight = self.lane.reduce_scatter(
             output_S, leaving.buffer, leaving.fill, leaving.read, self._gets_means, self._by
         )
+        # Else the sum has landed where, and as, the optimiser reads it.
         if self.scale != 1 or output_S is not bucket.grad_S:
             flight.follow(functools.partial(bucket.store_reduced, output_S, self.scale, adds), self.stream)
         return flight

@@ -91,17 +91,17 @@ def check_parameterwise(kind: Callable[..., torch.optim.Optimizer], settings: Ma
 def probed_state(
     kind: Callable[..., torch.optim.Optimizer], settings: Mapping[str, Any], like: Tensor
 ) -> Mapping[str, Any] | None:
-    """What an optimiser keeps of a parameter as `like` after one step; None: it cannot be tried out."""
+    """Return an optimiser's state for a parameter like `like` after one step; None: that cannot be tried out."""
     parameter = nn.Parameter(torch.zeros_like(like))
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             optimizer = kind([{"params": [parameter]}], **settings)
             parameter.grad = torch.zeros_like(like)
             optimizer.step()
-            held: Mapping[str, Any] = dict(optimizer.state[parameter])
+            state: Mapping[str, Any] = dict(optimizer.state[parameter])
     except Exception:  # noqa: BLE001 - it may need what only a training run has
         return None
-    return held
+    return state
 
 
 def _step(

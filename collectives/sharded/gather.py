@@ -2,9 +2,9 @@
 
 After an optimiser step only a rank's own shards are current. `publish` starts the gathers of all buckets, in the order
 of the buckets on every rank, so that they run under data loading and the forward pass: all of them at once, so that
-whoever reads a parameter later waits on this rank alone, or `prefetch` of them ahead of the computation.
-Where the optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and
-`publish_rest` starts the others. Left out: letting go of the parameters after their use (ZeRO stage 3).
+whoever reads a parameter later waits on this rank alone, or `prefetch` of them ahead of the computation. Where the
+optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and `publish_rest`
+starts the others. Not covered: letting go of the parameters after their use (ZeRO stage 3).
 
 [Note: parameters that others write] Where parameters are of another dtype than the masters, the next `publish` would
 overwrite what somebody has written into them (a checkpoint, say). `adopt` takes that over into the masters before an
@@ -53,6 +53,7 @@ class ParameterGather:
         self._stale = self._changed_unseen = False
         self.compares_each_step = True
         """Whether each step looks for what was written through `.data` (a pass over every shard)."""
+        # Any thread may read a parameter; re-entrant, for such a read may begin a step, which waits for buckets itself.
         self._lock = threading.RLock()
         self._home: torch.cuda.Stream | None = None
         """The stream that the last `publish` stood in, which the optimiser and the forward pass run in."""
@@ -81,6 +82,7 @@ class ParameterGather:
     def stale(self, value: bool) -> None:
         self._stale = value
         if value:
+            # From here on a read drives the gathers: see [Note: parameters that others read].
             for bucket in self.buckets:
                 mark_pending(bucket.parameters)
         else:
@@ -117,7 +119,9 @@ class ParameterGather:
         """Start the gathers of all buckets, if the shards have changed; the first `prefetch` are launched now."""
         if not self.stale:
             return
+        # First of all: the gathers below would overwrite what somebody has written, and nobody would notice.
         self._refuse_writes(range(len(self.buckets)))
+        # Gathers of the last publish still write into the buffers that these take.
         self.wait_all()
         # Gathers start from here, whenever they are launched: not behind the computation queued up by then.
         now = self.lane.mark()
@@ -127,7 +131,7 @@ class ParameterGather:
         self._start(range(len(self.buckets)))
 
     def stepping(self, index: int) -> None:
-        """This bucket's slice is stepped inside the backward pass: nothing else of the pass may read its parameters."""
+        """Mark a bucket that is stepped inside the backward pass: nothing else of the pass may read its parameters."""
         self._stepped.add(index)
         self._changing((index,))
 
@@ -141,6 +145,7 @@ class ParameterGather:
         if after is not None:
             self._after[index] = after
         self._early.add(index)
+        # `BackwardStep` has published the shard itself, behind its update.
         self._in_place.add(index)
         self._launch(index)
 
@@ -152,6 +157,7 @@ class ParameterGather:
         """
         rest = [index for index in range(len(self.buckets)) if index not in self._early]
         self._stepped.clear()
+        # Waited for during the pass already, but left marked then, for its parameters may not be read in it.
         for index in self._early - self._flights.keys():
             mark_current(self.buckets[index].parameters)
         self._early.clear()
@@ -168,6 +174,7 @@ class ParameterGather:
                     "backward pass that has stepped them already: build the optimiser without step_in_backward"
                 )
             with self._lock:
+                # Before the wait, so that the next gathers are on their way while this one is waited for.
                 self._launch_until(index + 1 + self._depth)
                 flight = self._flights.get(index)
                 if flight is not None:
@@ -181,6 +188,7 @@ class ParameterGather:
             if here != self._home:
                 self._home.wait_stream(here)
         del self._flights[index]
+        # A bucket whose shard has changed again stays marked: its parameters are outdated.
         if not self.stale and index not in self._stepped:
             mark_current(self.buckets[index].parameters)
 
@@ -202,6 +210,7 @@ class ParameterGather:
             return
         waiting = set(self._to_launch)
         for index, (bucket, version) in enumerate(zip(self.buckets, self._versions, strict=True)):
+            # What is still to be launched takes such a change along.
             if index not in waiting and bucket.master_S._version != version:
                 raise RuntimeError(
                     f"shards of bucket {index} ({bucket.plan.slots[0].name}, ...) were changed after they "
@@ -217,6 +226,7 @@ class ParameterGather:
         Raises:
             RuntimeError: something was written while the gather that overwrites it was under way.
         """
+        # The masters are ahead of the parameters: to take these over would undo the step.
         if self.stale and self.shards_have_changed:
             return
         written = [index for index in range(len(self.buckets)) if self._is_written(index)]
@@ -225,6 +235,7 @@ class ParameterGather:
             bucket = self.buckets[index]
             if index not in self._flights and index not in self._to_launch:
                 bucket.adopt()
+                # The adoption has raised the version itself, and leaves nothing to publish.
                 self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
 
     def note_changed(self) -> None:
@@ -266,6 +277,7 @@ class ParameterGather:
         mark_pending(parameters)
         torch.autograd.graph.increment_version(parameters)
         for index in indices:
+            # The versions raised just above are no writes of the user's.
             self._writes[index] += len(self.buckets[index].parameters)
 
     def _launch_until(self, end: int) -> None:
@@ -277,6 +289,7 @@ class ParameterGather:
         prepare = None if index in self._in_place else bucket.publish
         flight = self.lane.all_gather(bucket.full_N, prepare, self._after.pop(index, None))
         self._in_place.discard(index)
+        # The version that travels: a later one was changed too late, see `check_unchanged`.
         self._versions[index] = bucket.master_S._version
         self._flights[index] = flight
         if not self.overlap:

@@ -1,4 +1,4 @@
-"""What stands on a module's parameters as `.grad` when a backward pass has reduced and sharded their gradients.
+"""Stand-ins on a module's parameters, as `.grad`, when a backward pass has reduced and sharded their gradients.
 
 The gradient itself lies in pieces on all ranks, and not on the parameter. A `ShardedGradient` has its shape and no
 memory. torch's clipping works on it: norms are taken over all ranks, so every rank asks for them, and what is
@@ -21,10 +21,10 @@ from collectives.sharded.norms import each_norm
 
 
 class ReducedPieces(Protocol):
-    """Where the gradients are."""
+    """Owner of the reduced gradients."""
 
     def reduced_pieces(self, places: Sequence[tuple[int, int]]) -> list[Tensor | None]:
-        """This rank's pieces of the gradients at (bucket, position); None of one that it has no part of.
+        """Return this rank's pieces of the gradients at (bucket, position); None for one that it has no part of.
 
         Finishes the gradients of the step: collective, where the backward pass has left anything to reduce.
         """
@@ -102,9 +102,9 @@ def _norms(grads: Sequence[ShardedGradient], order: float) -> list[Tensor]:
     pieces = source.reduced_pieces([grad.place for grad in grads])
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
     values = torch.zeros(len(grads), dtype=dtype, device=grads[0].device)
-    held = [(index, piece) for index, piece in enumerate(pieces) if piece is not None]
-    if held:
-        indices, tensors = zip(*held, strict=True)
+    own = [(index, piece) for index, piece in enumerate(pieces) if piece is not None]
+    if own:
+        indices, tensors = zip(*own, strict=True)
         norms = each_norm(tensors) if order == 2 else torch._foreach_norm(list(tensors), order)
         values[list(indices)] = torch.stack([norm.to(dtype) for norm in norms])
     values = combine_norms(values, order, source.reduce_norms)
@@ -135,6 +135,6 @@ def _apply_in_place(
         return
     chosen = [index for index, piece in enumerate(pieces) if piece is not None]
     if chosen:
-        # A list beside the gradients has an entry for each of them.
-        beside = [[other[i] for i in chosen] if isinstance(other, list | tuple) else other for other in others]
-        func([pieces[index] for index in chosen], *beside, **kwargs)
+        # Another list among the arguments has an entry for each gradient.
+        rest = [[other[i] for i in chosen] if isinstance(other, list | tuple) else other for other in others]
+        func([pieces[index] for index in chosen], *rest, **kwargs)

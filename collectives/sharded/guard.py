@@ -9,7 +9,8 @@ Shape, dtype and the like do not wait. A forward pass meets parameters of their 
 over the same memory. Every parameter has a storage of its own, so that one can tell that there is such a tensor: the
 gather is then waited for as soon as it is launched (`has_aliases`).
 
-Left out: code that is handed the bare pointer of a tensor, or reads it in C++ without asking for `__torch_function__`.
+Not covered: code that is handed the bare pointer of a tensor, or reads it in C++ without asking for
+`__torch_function__`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _getters(*names: str) -> set[Any]:
 
 @functools.cache
 def _needs_no_values() -> frozenset[Any]:
-    """What of a tensor tells nothing of its values; its gradient is another tensor."""
+    """Return the functions that read nothing of a tensor's values; its gradient is another tensor."""
     getters = _getters("shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "grad_fn", "_version")
     getters |= _getters("itemsize", "nbytes", "names", "output_nr", "grad")
     getters |= _getters("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -78,7 +79,7 @@ def watch_access(parameters: Iterable[nn.Parameter], waiter: Waiter, index: int)
 
 
 def mark_pending(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on, who reads or writes one of these waits first."""
+    """Make every read or write of these parameters wait for their gather first."""
     for parameter in parameters:
         own: Any = type(parameter)
         if not issubclass(own, _Pending):
@@ -86,7 +87,7 @@ def mark_pending(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def mark_current(parameters: Iterable[nn.Parameter]) -> None:
-    """They may be read again as any others."""
+    """Let these parameters be read without a wait again."""
     for parameter in parameters:
         pending: Any = type(parameter)
         if issubclass(pending, _Pending):
@@ -119,7 +120,7 @@ class CompanionHook:
 
 
 class Unsharded(nn.Module):
-    """What a wrapper is where it is copied or pickled: its module, behind the same names."""
+    """Copy or pickle of a wrapper: its module, under the same names."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -17,12 +17,12 @@ _RUN = 1 << 17
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all elements of the tensors, of which there is at least one: a scalar."""
+    """Return the norm of all elements of at least one tensor: a scalar."""
     return torch.nn.utils.get_total_norm([run for tensor in tensors for run in _runs(tensor)])
 
 
 def each_norm(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Of every tensor, scalars."""
+    """Return the norm of each tensor: scalars."""
     if all(tensor.device.type != "cpu" for tensor in tensors):
         return torch._foreach_norm(list(tensors))
     return [total_norm([tensor]) for tensor in tensors]

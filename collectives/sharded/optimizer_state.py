@@ -12,7 +12,7 @@ only. So each parameter's state has one key more, `master_param`: without it a r
 [Note: what torch asks] torch's functions look an optimiser's parameters up in the model, where shards are not. So the
 two functions behind them ask here first (`serve_checkpoints`). Other optimisers go the way that they always went.
 
-Left out: files; the state of one rank's shard (`collectives.sharded.state`).
+Not covered: files; the state of one rank's shard (`collectives.sharded.state`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _in_row(box: Box, row: int, inner: int) -> Box:
 
 
 class _Spec(NamedTuple):
-    """What a state holds under one key: elements of a dtype, a tensor of one number and its dtype, or a value."""
+    """Kind of a state's value under one key: elements of a dtype, a tensor of one number and its dtype, or a value."""
 
     kind: str
     dtype: str
@@ -122,7 +122,7 @@ class NamedState:
         return optimizer
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """Of the module, by their names."""
+        """Return the module's parameters by their names."""
         chosen = set(self._all)
         return {
             slot.name: parameter
@@ -133,10 +133,10 @@ class NamedState:
 
     @torch.no_grad()
     def full(self, names: Names = str, device: torch.device | str | None = None, keeps: bool = True) -> dict[str, Any]:
-        """Whole tensors.
+        """Return the state as whole tensors.
 
         Args:
-            names: as said.
+            names: the key of a parameter's state, from its name here.
             device: where they go; None: stay.
             keeps: on this rank; False: it takes part, and gets nothing.
         """
@@ -157,12 +157,12 @@ class NamedState:
 
     @torch.no_grad()
     def sharded(self, names: Names = str, device: torch.device | str | None = None) -> dict[str, Any]:
-        """Each tensor as this rank's part of the whole; of one rank alone it is the whole. Memory is the optimiser's.
+        """Return each tensor as this rank's part of the whole; a single rank has the whole. Memory is the optimiser's.
 
         A tensor of which this rank holds nothing is not there.
 
         Args:
-            names: as said.
+            names: as in `full`.
             device: where copies go; None: no copies.
         """
         specs = self._agreed_specs()
@@ -214,7 +214,7 @@ class NamedState:
         self._note_changed(any(there for [there] in self._lane.tell([differ], "state")))
 
     def load_broadcast(self, state: Mapping[str, Any], names: Names = str, strict: bool = True) -> None:
-        """As `load` of what rank 0 alone has: one tensor after the other goes to all ranks."""
+        """Load a state that only rank 0 has: it broadcasts one tensor after the other. Arguments as in `load`."""
         if self._lane.ranks[0] != 0:
             raise ValueError(
                 "broadcast_from_rank0: rank 0 has no replica in this group; load the state on every rank instead"
@@ -278,17 +278,17 @@ class NamedState:
         return not value.ndim or (value.numel() == 1 and tuple(value.shape) != tuple(shape))
 
     def _agreed_specs(self) -> dict[str, dict[str, _Spec]]:
-        """What every parameter's state holds, whichever rank holds it."""
+        """Return the specs of every parameter's state, whichever rank holds it."""
         optimizer, index_of = self.optimizer, {name: index for index, name in enumerate(self._all)}
         has_none = not any(has for [has] in self._lane.tell([bool(optimizer.state)], "state"))
         own: dict[str, list[int]] = {}
         for name, (bucket, piece) in self._pieces.items():
             if has_none:  # nothing was stepped: what the first step would make
-                held = self._probed[self._group_of[name]]
-                shape: Sequence[int] = next((v.shape for v in held.values() if isinstance(v, Tensor) and v.ndim), ())
+                state = self._probed[self._group_of[name]]
+                shape: Sequence[int] = next((v.shape for v in state.values() if isinstance(v, Tensor) and v.ndim), ())
             else:
-                held, shape = optimizer.state.get(piece.parameter, {}), piece.parameter.shape
-            specs = {str(key): self._spec(name, str(key), value, shape) for key, value in held.items()}
+                state, shape = optimizer.state.get(piece.parameter, {}), piece.parameter.shape
+            specs = {str(key): self._spec(name, str(key), value, shape) for key, value in state.items()}
             if not bucket.shares_storage:
                 specs[MASTER] = _Spec("elements", str(piece.parameter.dtype), None)
             own.setdefault(json.dumps(specs, sort_keys=True), []).append(index_of[name])
@@ -321,7 +321,7 @@ class NamedState:
         )
 
     def _elements(self, name: str, key: str, spec: _Spec) -> Tensor:
-        """This rank's own, flat; zeros where the optimiser has none yet."""
+        """Return this rank's elements, flat; zeros where the optimiser has none yet."""
         _, piece = self._pieces[name]
         if key == MASTER:
             return piece.parameter.detach().flatten()
@@ -346,7 +346,7 @@ class NamedState:
         return whole
 
     def _shards_of(self, plan: BucketPlan, name: str) -> list[tuple[int, int, Box]]:
-        """(rank in the group, where its piece begins in the whole, box) of every box of a parameter."""
+        """Return (rank in the group, start of its piece in the whole, box) of every box of a parameter."""
         shards = []
         for rank in range(plan.world_size):
             for index, start, end in plan.pieces(rank):
@@ -421,7 +421,7 @@ class NamedState:
         return {"state": local, "param_groups": groups, **self._header}, masters
 
     def _own_value(self, value: Any, bucket: Bucket, piece: Piece, key: str, name: str) -> Any:
-        """What of a whole value, however it is cut, this rank holds."""
+        """Return this rank's part of a whole value, however that is sharded."""
         shape, span = tuple(piece.shape), own_range(bucket, piece)
         if isinstance(value, _Own):
             if value.shape != shape:
@@ -444,10 +444,10 @@ class NamedState:
         whole_shape = tuple(value.metadata().size)
         if whole_shape != tuple(shape):
             raise ValueError(_other_shape(name, key, whole_shape, shape))
-        held = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+        shards = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
         parts = []
         for box in boxes_of(shape, span.start, span.stop):
-            part = held.get(box.offsets)
+            part = shards.get(box.offsets)
             if part is None or tuple(part.shape) != box.sizes:
                 raise ValueError(
                     f"state {key!r} of {name} is cut otherwise than here: let torch.distributed.checkpoint.load() read "
@@ -477,7 +477,7 @@ def _quiet_sharded_tensor() -> Any:
 
 
 class _Own(NamedTuple):
-    """This rank's elements of a whole tensor of this shape."""
+    """One rank's elements of a whole tensor of this shape."""
 
     shape: tuple[int, ...]
     elements: Tensor
@@ -512,13 +512,13 @@ _named_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, NamedState] = we
 
 
 def name_state(optimizer: torch.optim.Optimizer, state: NamedState) -> None:
-    """From now on torch's functions for states of optimisers find this one's."""
+    """Register an optimiser's state, so that torch's functions for optimiser states use it."""
     _named_states[optimizer] = state
     serve_checkpoints()
 
 
 def named_state(optimizer: torch.optim.Optimizer) -> NamedState:
-    """Of an optimiser over shards.
+    """Return the state of an optimiser over shards.
 
     Raises:
         ValueError: it is none.
@@ -596,7 +596,7 @@ def _serving_load(original: Callable[..., None], fqns_of: Callable[..., Iterable
 
 
 def _names_in(model: nn.Module, state: NamedState, fqns_of: Callable[..., Iterable[str]]) -> Names:
-    """What `model`, or a module around it, calls the parameters of an optimiser."""
+    """Return the names that `model`, or a module around it, gives the parameters of an optimiser."""
     by_id = {id(parameter): next(iter(fqns_of(model, key))) for key, parameter in model.named_parameters()}
     names = {name: by_id.get(id(parameter)) for name, parameter in state.whole_parameters().items()}
     missing = [name for name, fqn in names.items() if fqn is None]
@@ -606,7 +606,7 @@ def _names_in(model: nn.Module, state: NamedState, fqns_of: Callable[..., Iterab
 
 
 def _loaded_settings(names: Sequence[str], group_of: Mapping[str, Mapping[str, Any]], strict: bool) -> dict[str, Any]:
-    """What these parameters, one group here, were trained with; nothing where none of them is known."""
+    """Return the settings that these parameters, one group here, were trained with; empty if none is known."""
     missing = [name for name in names if name not in group_of]
     if missing and strict:
         raise ValueError(f"the optimiser state has nothing of {missing[0]}: give that of this model")

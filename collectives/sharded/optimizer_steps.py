@@ -1,8 +1,8 @@
-"""What an optimiser over the shards does beside its own step: gradients are finished before, gathers started after.
+"""Work around an optimiser's step over the shards: gradients are finished before it, gathers started after it.
 
-Behind the backward pass by hooks on the step; or inside it, bucket by bucket (`collectives.sharded.backward_step`),
-where the optimiser's `step()` is left to wait, and to say that the step is over. Left out: building the optimiser
-(`ShardedDataParallel.optimizer`).
+After the backward pass it is done by hooks on the step; or inside that pass, bucket by bucket
+(`collectives.sharded.backward_step`), where the optimiser's `step()` only waits, and says that the step is over.
+Not covered: building the optimiser (`ShardedDataParallel.optimizer`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ class OptimizerSteps:
             waits: for all gradients.
             names: of the parameters that it steps.
         """
+        # The optimiser that was built last decides where steps are taken.
         self._reduce.follower = self._follower = None
         stepped = frozenset(names)
+        # `_after` would wait for a step of the replaced one that never comes, and start no gathers.
         for earlier in [each for each, others in self._tied.items() if others & stepped]:
             del self._tied[earlier]
         self._tied[optimizer] = stepped
@@ -88,12 +90,15 @@ class OptimizerSteps:
 
         def step(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             called = self._before(_optimizer, (_optimizer, closure), {})
+            # No backward pass has stepped: all were under `no_sync`, or `inside` is off.
             if not self._reduce.stepped:
                 take_step()
+            # `_start_step` does it for stale shards only, and a pass that steps has published them.
             self._reduce.begin_step()
             self._start_step()
             return None if called is None else called[0][1]()
 
+        # A bound method: torch's schedulers wrap the function inside.
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     @property
@@ -117,12 +122,15 @@ class OptimizerSteps:
             return None
         if not callable(closure):
             raise ValueError(f"step() takes a closure or nothing, got a {type(closure).__name__}")
+        # The closure runs a backward pass, and a caller may step under no_grad.
         with torch.enable_grad():
             loss = closure()
         self._finish(waits)
+        # The step would call the closure again, for a second backward pass: it gets the loss alone.
         return (optimizer, lambda: loss), {}
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        # With `waits=False` the step has waited for the gradients that it read, and for no others.
         self._reduce.departures.wait_all()
         self._have_stepped.add(optimizer)
         # Of several optimisers the last one starts the gathers; where it takes no step, the next forward pass does.
@@ -133,7 +141,7 @@ class OptimizerSteps:
 
 
 def parameter_groups(
-    shapes: Mapping[str, torch.Size], held: Mapping[str, nn.Parameter], options: Options
+    shapes: Mapping[str, torch.Size], pieces: Mapping[str, nn.Parameter], options: Options
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Groups of the pieces that have the same options, and the names of all parameters of each.
 
@@ -141,19 +149,20 @@ def parameter_groups(
 
     Args:
         shapes: of all parameters, whole.
-        held: this rank's pieces of those that it has any of.
-        options: as said.
+        pieces: this rank's, of the parameters of which it has any.
+        options: of a parameter, from its name and shape.
     """
     chosen: list[dict[str, Any]] = []
     names: list[list[str]] = []
     for name, shape in shapes.items():
         own = dict(options(name, shape))
+        # By equality and in order of first use, so that all ranks number the groups alike.
         if own not in chosen:
             chosen.append(own)
             names.append([])
         names[chosen.index(own)].append(name)
     groups = [
-        {"params": [held[name] for name in group if name in held], **own}
+        {"params": [pieces[name] for name in group if name in pieces], **own}
         for own, group in zip(chosen, names, strict=True)
     ]
     return groups, names

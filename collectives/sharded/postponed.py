@@ -9,8 +9,8 @@ A pipeline stage sends its input's gradient on, and computes its weights' where 
 
 The products keep what they read: of each linear its input, and its output's gradient. Only operators that write into
 slots (`collectives.sharded.slot`) postpone anything; what others make comes in the backward pass, as ever. `compute`
-runs on its caller's stream, which must be that of the backward pass, or behind it. Left out: reducing what was computed
-(`collectives.sharded.reduce`).
+runs on its caller's stream, which must be that of the backward pass, or behind it. Not covered: reducing what was
+computed (`collectives.sharded.reduce`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collectives.sharded.slot import Write
 
 
 class Postponed:
-    """What one backward pass has left.
+    """Weight gradients that one backward pass has deferred.
 
     Args:
         compute: has all of it computed, and reduced where the pass was the last of a step; given this.
@@ -33,11 +33,11 @@ class Postponed:
         self._writes: dict[int, list[tuple[int, Write]]] = defaultdict(list)
 
     def add(self, index: int, position: int, write: Write) -> None:
-        """Of the parameter at `position` in bucket `index`."""
+        """Add a deferred write for the parameter at `position` in bucket `index`."""
         self._writes[index].append((position, write))
 
     def take(self, index: int) -> list[tuple[int, Write]]:
-        """(position, what writes) of a bucket, in the order of the backward pass; they are forgotten here."""
+        """Take the (position, write) pairs of a bucket, in the order of the backward pass; they are forgotten here."""
         return self._writes.pop(index, [])
 
     def compute(self) -> None:

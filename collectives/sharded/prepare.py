@@ -1,6 +1,6 @@
-"""Before the first step: what is supported, communicators, which order, and the same start on every rank.
+"""Preparation of the first step: checks of what is supported, communicators, bucket order, the same start on all ranks.
 
-Left out: modules on several devices, and parameters that do not exist yet.
+Not covered: modules on several devices, and parameters that do not exist yet.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def open_groups(
     other ranks open groups of theirs there, or all of them wait.
 
     Args:
-        group, device, names: as said.
+        group: the ranks; None: all.
+        device: that the groups carry tensors of.
+        names: one group each.
         timeout: of the new groups; None: that of `group`.
         windows: what they carry lies in windows: gathers then go by copy engines, where NCCL can (on one host).
 
@@ -189,12 +191,12 @@ def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], setti
     described["order"] = ", ".join(slot.name for plan in plans for slot in plan.slots)
     text = json.dumps(described)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    if len({said for [said] in lane.tell([digest], "arguments")}) == 1:
+    if len({other for [other] in lane.tell([digest], "arguments")}) == 1:
         return
-    said = [json.loads(one) for one in lane.tell_texts(text, "arguments")]
+    arguments = [json.loads(one) for one in lane.tell_texts(text, "arguments")]
     raise ValueError(
         "ranks differ in the module's parameters or buffers, or in the arguments of the wrapper: "
-        f"{first_difference(said, lane.ranks)}; give every rank the same"
+        f"{first_difference(arguments, lane.ranks)}; give every rank the same"
     )
 
 
@@ -236,10 +238,11 @@ def open_travel(
     windows: bool,
     peers: bool,
 ) -> Travel:
-    """How gradients travel in `dtype`, `count` buckets at once, on a lane of several ranks.
+    """Open the buffers in which gradients travel in `dtype`, `count` buckets at once, on a lane of several ranks.
 
     Args:
-        lane, module, plans, dtype, count: as said.
+        lane, module, plans: the communicator, the module and its buckets.
+        dtype, count: of the gradients on their way; buckets in flight at once.
         adds: whether sums are added to those of a pass before: then none stays where it lands.
         windows: in NCCL's windows.
         peers: copied to the peers, whatever `windows` says.
@@ -363,22 +366,22 @@ def execution_order(module: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
 
 
 def _units_of_parameters(module: nn.Module, units: Sequence[nn.Module]) -> dict[int, int]:
-    """Which unit each parameter is in, by its id; the first one for a parameter of several."""
-    parts, taken = set(module.modules()), set[nn.Module]()
+    """Return the unit that each parameter is in, by the parameter's id; the first one for a parameter of several."""
+    parts, seen = set(module.modules()), set[nn.Module]()
     unit_of: dict[int, int] = {}
     for number, unit in enumerate(units):
         inside = set(unit.modules())
-        if not inside <= parts or inside & taken:
+        if not inside <= parts or inside & seen:
             where = "is no part of the module" if not inside <= parts else "lies in another unit, or holds one"
             raise ValueError(f"units[{number}] ({type(unit).__name__}) {where}: give parts that do not overlap")
-        taken |= inside
+        seen |= inside
         for parameter in unit.parameters():
             unit_of.setdefault(id(parameter), number)
     return unit_of
 
 
 def _replicated(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """What every rank holds whole: frozen parameters and buffers."""
+    """Return the tensors that every rank holds whole: frozen parameters and buffers."""
     frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     return [*frozen, *module.named_buffers()]
 

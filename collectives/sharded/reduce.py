@@ -3,8 +3,8 @@
 A round is one reduce-scatter of every bucket. Each backward pass outside `no_sync` is one round: a bucket is launched
 when all its gradients have come, what is then left is launched at the end of the pass, with zeros for parameters that
 got no gradient. A `BackwardStep` may step the optimiser bucket by bucket behind the reductions of a step's last pass.
-Left out: what a reduce-scatter itself is (`collectives.sharded.departure`), and telling ranks apart, so every rank must
-run the same number of such passes between two calls of `finish`.
+Not covered: what a reduce-scatter itself is (`collectives.sharded.departure`), and telling ranks apart, so every rank
+must run the same number of such passes between two calls of `finish`.
 
 [Note: launch order] A backend matches collectives by the order in which each rank launches them. Autograd may complete
 buckets in any order, and in another one on another rank (branches, unused parameters). So buckets are launched strictly
@@ -73,7 +73,7 @@ class GradientReduce:
         self._skips_unused = skips_unused
         self._source = None if source is None else weakref.ref(source)
         self._used_by_all: tuple[Flight, Tensor, Tensor] | None = None
-        """On its way: which parameters have a gradient on some rank; and what the host has told of that."""
+        """In flight: which parameters have a gradient on some rank; and the host's copy of this rank's own."""
         self.buckets, self.lane, self.stage = buckets, lane, stage
         self.departures = Departures(lane, dtype, in_flight, overlap, travel or Travel(), mean)
         self.is_last = True
@@ -90,6 +90,7 @@ class GradientReduce:
         """Where the backward pass that runs now leaves it."""
         self._promises: list[Promise] = []
         """Of the backward pass that runs now, kept or not."""
+        # What adds up on this rank over several passes would lose digits in a narrow dtype of the wire.
         self._local_dtype = torch.promote_types(dtype, torch.float32)
         self._in_backward = False
         self._is_round = False
@@ -135,10 +136,12 @@ class GradientReduce:
             if (reduce := owner()) is not None:
                 # Nothing is to be added to what stands for a reduced gradient.
                 reduce.buckets[index].note_cleared(True, (position,))
+                # `after` is not called by every torch where nothing is accumulated.
                 if gradient is None:
                     reduce._on_gradient(index)
 
         def after(parameter: Tensor) -> None:
+            # Where torch calls it all the same, `before` has counted the parameter.
             if parameter.grad is not None and (reduce := owner()) is not None:
                 reduce._on_gradient(index)
 
@@ -163,11 +166,13 @@ class GradientReduce:
         set_slot_source(parameter, SlotSource(give, postpones, postpone, promise))
 
     def _slot(self, index: int, position: int) -> GradientSlot | None:
+        # An operator may ask for its slot before autograd calls the first hook.
         if not self._in_backward:
             self._begin_backward()
         self._open(index)
         slot = self.buckets[index].slot(position)
         if slot is not None and self.lane.device.type == "cuda":
+            # Operators may run on several streams of autograd: the reduction has to follow all of them.
             self._writers.add(current_stream(self.lane.device))
         return slot
 
@@ -215,6 +220,7 @@ class GradientReduce:
         self._open(index)
         if not self.buckets[index].is_wide_enough:
             return None
+        # Awaited as one more gradient, so that the bucket is not launched without it.
         self._missing[index] += 1
 
         @torch.no_grad()
@@ -236,6 +242,7 @@ class GradientReduce:
         self._in_backward, self._is_round = True, self.is_last  # until it is through: what raises here leaves it broken
         if self._is_round:
             self._begin_round()
+        # From the last to the first, as in every round: see [Note: launch order].
         for index in reversed(range(len(self.buckets))):
             for position, write in postponed.take(index):
                 slot = self._slot(index, position)
@@ -264,6 +271,7 @@ class GradientReduce:
             bucket.open(bucket.grad_S, holds_all=self._adds(index))
         elif not self._is_round:
             bucket.open_new(self._local_dtype)
+        # The others have no memory yet in a round: see [Note: slots].
         elif index == self._next:
             self.departures.claim(bucket)
 
@@ -274,7 +282,7 @@ class GradientReduce:
         self.buckets[index].fold_gradients(self._local_dtype)
 
     def _join_writers(self) -> None:
-        """What was written into slots is there, once the current stream comes here."""
+        """Make the current stream wait for the streams that have written into slots."""
         if self._writers:
             here = current_stream(self.lane.device)
             for stream in self._writers - {here}:
@@ -316,6 +324,7 @@ class GradientReduce:
             if waits:
                 self.departures.wait_all()
             return
+        # All passes were under `no_sync`, or this rank had none: the others wait for its part of a round.
         if self._unreduced or self._num_rounds == 0:
             self._begin_round()
             self._end_round()
@@ -327,6 +336,7 @@ class GradientReduce:
             for piece in bucket.pieces:
                 if (bucket.plan.index, piece.position) not in unused | cleared:
                     piece.parameter.grad = piece.grad
+        # The next round adds to these sums only where their gradients are still on the pieces (`keep_reduced`).
         self._reduced.clear()
         self._num_rounds, self._finished = 0, True
         self.num_finished, self._num_forwards = self.num_finished + 1, 0
@@ -341,6 +351,7 @@ class GradientReduce:
         """Forget all gradients, finished or not; every rank does so at the same place."""
         if self.broken:
             self.abandon()
+        # Reductions in flight still write into what is dropped here.
         self.departures.wait_all()
         self._waiting.clear()
         for bucket in self.buckets:
@@ -355,9 +366,10 @@ class GradientReduce:
         self._num_rounds, self._unreduced, self._finished, self.stepped = 0, False, False, False
 
     def abandon(self) -> None:
-        """After a backward pass that raised: complete its round, so that ranks stay in step, and drop its gradients."""
+        """Complete the round of a backward pass that raised, so that ranks stay in step, and drop its gradients."""
         logger.warning("a backward pass did not complete: %s", self._loss())
         self._promises.clear()  # nobody else holds them
+        # The others go through the whole round: this rank launches its part, and drops what comes.
         if self._is_round:
             self._end_round()
         self._in_backward = self._follows = False
@@ -378,6 +390,7 @@ class GradientReduce:
             )
         self._take_cleared(hides=True)
         self._in_backward, self._finished = True, False
+        # This pass belongs to the last of the forward passes; none came for those before it.
         self.num_left_out += max(0, self._num_forwards - 1)
         self._num_forwards = 0
         self._is_round = self.is_last or self.stage == 2
@@ -391,6 +404,7 @@ class GradientReduce:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        # At the latest now: the launches below send what is there.
         for promise in self._promises:
             promise()
         self._promises.clear()
@@ -399,6 +413,7 @@ class GradientReduce:
             self._advise()
         else:
             self._unreduced = True
+            # Complete buckets were folded as they came; of the others some parameters got no gradient in this pass.
             for index, bucket in enumerate(self.buckets):
                 if bucket.has_gradients():
                     self._fold(index)
@@ -431,13 +446,15 @@ class GradientReduce:
             return
         is_used = [position in bucket.used for bucket in self.buckets for position in range(len(bucket.parameters))]
         on_cuda = lane.device.type == "cuda"
+        # Pinned: a copy from other memory would make the host wait for what the device has to do by now.
         own = torch.tensor(is_used, dtype=torch.uint8, device="cpu", pin_memory=on_cuda)
         shared = own.to(lane.device, non_blocking=True) if on_cuda else own
         flight = lane.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
+        # `own` too, until the copy has read it.
         self._used_by_all = flight, shared, own
 
     def _unused_on_all(self) -> set[tuple[int, int]]:
-        """(bucket, position) of parameters without a gradient on any rank, where those are skipped."""
+        """Return (bucket, position) of parameters without a gradient on any rank, where those are skipped."""
         unused = {
             (bucket.plan.index, position)
             for bucket in self.buckets
@@ -449,6 +466,7 @@ class GradientReduce:
             return unused
         if self._used_by_all is None:  # nobody can tell inside the capture of a CUDA graph
             return set()
+        # From here the host waits: only on a rank that lacks a gradient itself.
         flight, shared, _ = self._used_by_all
         flight.wait()
         places = ((bucket.plan.index, p) for bucket in self.buckets for p in range(len(bucket.parameters)))
@@ -465,6 +483,7 @@ class GradientReduce:
             bucket.note_cleared(hides)
             cleared |= {(bucket.plan.index, position) for position in bucket.cleared}
         if cleared:
+            # Reductions in flight would write the gradients that somebody has forgotten once more.
             self.departures.wait_all()
             for bucket in self.buckets:
                 bucket.forget_cleared()
@@ -472,6 +491,7 @@ class GradientReduce:
 
     def _begin_round(self) -> None:
         self._check_nothing_waits()
+        # Gathers are launched and steps compared before any reduction: one order of collectives on all ranks.
         self._before_round()
         self._next = len(self.buckets) - 1
 
@@ -483,6 +503,7 @@ class GradientReduce:
         while self._next >= 0:
             self._launch_next()
         self.departures.land()
+        # At a fixed place, behind the reductions: it goes on the same communicator.
         self._exchange_used()
         if self._follows and self.follower is not None:
             self.follower.complete()
@@ -500,9 +521,11 @@ class GradientReduce:
         # Not asked of one that stays: that may write into the shard, where its gradients are already.
         flight = self.departures.launch(bucket, adds=not stays and self._adds(index))
         self._reduced.add(index)
+        # Behind this bucket's sends: by then the peers have sent what the bucket before is summed of.
         self.departures.land_before()
         if self._follows and self.follower is not None:
             self.follower.reduced(index, flight)
+        # Last: the next bucket may be filled while as many as allowed are in flight.
         self.departures.wait_for_room()
 
     def _adds(self, index: int) -> bool:

@@ -1,4 +1,4 @@
-"""Where an operator may write a parameter's gradient itself, in place of handing it to autograd.
+"""Slots into which an operator may write a parameter's gradient itself, in place of handing it to autograd.
 
 A `ShardedDataParallel` lets gradients travel in one flat buffer a bucket, mostly in another dtype than they are
 computed in. A product that writes there spares a copy, a cast and the memory between, and what it adds up stays in the
@@ -60,7 +60,7 @@ class Promise:
 
 
 class SlotSource:
-    """Where slots of one parameter come from.
+    """Source of one parameter's gradient slots.
 
     Args:
         give: a slot, to be written at once; None where none is free.
@@ -79,7 +79,7 @@ class SlotSource:
         self._give, self._postpones, self._postpone, self._promise = give, postpones, postpone, promise
 
     def slot(self, accumulator: object) -> GradientSlot | None:
-        """To be called in a backward pass; None: there is no place, return the gradient.
+        """Return a slot, when called in a backward pass; None: there is none, return the gradient.
 
         Args:
             accumulator: autograd's node of the parameter, one of the function's `next_functions`.
@@ -118,7 +118,7 @@ _sources: MutableMapping[Tensor, SlotSource] = WeakTensorKeyDictionary()
 
 
 def set_slot_source(parameter: Tensor, source: SlotSource) -> None:
-    """From now on slots of this parameter come from there, which must not hold the parameter."""
+    """Set the source of this parameter's slots; the source must not hold the parameter."""
     _sources[parameter] = source
 
 

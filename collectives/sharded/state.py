@@ -1,6 +1,6 @@
 """Whole parameters in and out of shards, by the module's own names: for checkpoints, and for tests.
 
-Left out: files.
+Not covered: files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CALLED_ALONE = "called on every rank?"
 
 @contextmanager
 def calling_all(caller: str) -> Iterator[None]:
-    """Around what every rank must call: the error of one that is alone with it says so.
+    """Wrap a call that every rank must make: a rank that makes it alone gets an error that says so.
 
     Raises:
         CollectiveTimeout, PeerLost: other ranks did not call it.
@@ -98,14 +98,14 @@ def load_parameters(buckets: Sequence[Bucket], whole: Callable[[str], Tensor]) -
 
 
 def own_pieces(bucket: Bucket, whole: Callable[[str], Tensor]) -> Iterator[tuple[Piece, Tensor]]:
-    """Every piece of this rank beside its elements of the whole, which `whole` gives by name: the reverse."""
+    """Yield every piece of this rank with its elements of the whole, which `whole` returns by name."""
     for piece, place in _own_places(bucket):
         yield piece, whole(piece.name).flatten()[place]
 
 
 @torch.no_grad()
 def load_full_state_dict(module: nn.Module, buckets: Sequence[Bucket], state: Mapping[str, Any]) -> None:
-    """The reverse; names must match. Parameters and masters are both set, so nothing is left to gather."""
+    """Load a full state; names must match. Parameters and masters are both set, so nothing is left to gather."""
     module.load_state_dict(state)  # fills the buffers, and the parameters rounded to the dtype of the computation
     values = {id(value): state[name] for name, value in module.state_dict(keep_vars=True).items()}
     for bucket in buckets:
@@ -212,13 +212,13 @@ def _gather_masters(bucket: Bucket, lane: Lane) -> Tensor:
 
 
 def _own_places(bucket: Bucket) -> Iterator[tuple[Piece, slice]]:
-    """Every piece of this rank, and which elements of the whole parameter it has."""
+    """Yield every piece of this rank, and the range of the parameter's elements that it has."""
     for piece in bucket.pieces:
         yield piece, own_range(bucket, piece)
 
 
 def own_range(bucket: Bucket, piece: Piece) -> slice:
-    """Which elements of the whole parameter a piece of this rank has."""
+    """Return the range of a parameter's elements that this rank's piece has."""
     slot = bucket.plan.slots[piece.position]
     first = max(0, bucket.rank * bucket.plan.shard_numel - slot.offset)
     return slice(first, first + piece.parameter.numel())

@@ -1,19 +1,19 @@
 """Whether all ranks are at the same training step, and run it in the same way: a few numbers, compared now and then.
 
 A rank that leaves a step out alone launches the same collectives as the others, only for other data: nothing that is
-exchanged anyway would tell. So each rank says which step it is at. The numbers travel in a gather of their own before a
-round of reductions: not with the gradients (a rank sees its own slice of their sum alone), nor with the parameters (a
-shard has no room that would not tear parameters apart).
+exchanged anyway would tell. So each rank sends the step that it is at. The numbers travel in a gather of their own
+before a round of reductions: not with the gradients (a rank sees its own slice of their sum alone), nor with the
+parameters (a shard has no room that would not tear parameters apart).
 
 [Note: what it costs] Rounds 1, 2, 4, 8 and each 16th are checked: what has gone apart stays apart, so it is found all
 the same, and 15 of 16 rounds have no collective more. On CUDA nobody waits for it: the numbers are looked at in the
 next round, when they have come long ago. The first round waits, for what ranks do differently may hang there. A watch
 hears of it, a recorder does not. Nothing is compared inside the capture of a CUDA graph, or on a muted lane.
 
-[Note: which step] The one that was said (`ShardedDataParallel.start_step`, `Watch.begin_step`, `Recorder.begin_step`).
-Where not every rank says one: the steps taken so far, and the forward passes in training that no backward pass
+[Note: which step] The announced one (`ShardedDataParallel.start_step`, `Watch.begin_step`, `Recorder.begin_step`).
+Where not every rank announces one: the steps taken so far, and the forward passes in training that no backward pass
 followed, which is what a step left out after its forward pass looks like. A rank that leaves out the forward pass too
-is noticed only where steps are said.
+is noticed only where steps are announced.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from collectives.transport.lane import Lane
 from netlayer.errors import CheckFailed
 
 CHECKED_EVERY = 16
-UNSAID = -1
+UNANNOUNCED = -1
 
 
 class Place(NamedTuple):
-    """Where a rank is, and how it runs.
+    """Step and settings of one rank.
 
     Args:
-        said: the step that somebody said, or `UNSAID`.
+        announced: the step that the caller has announced, or `UNANNOUNCED`.
         counted: the step by this rank's own count.
         prefetch, overlap, step_in_backward: as of `ShardedDataParallel`, now.
         gather_in_backward: the share in millionths; 0 without `step_in_backward`.
     """
 
-    said: int
+    announced: int
     counted: int
     prefetch: int
     overlap: int
@@ -120,19 +120,21 @@ def raise_difference(places: Sequence[Place], ranks: Sequence[int]) -> None:
     for field in Place._fields[2:]:
         values = [getattr(place, field) for place in places]
         if len(set(values)) > 1:
-            shown = [_shown(field, value) for value in values]
-            raise ValueError(f"ranks differ in their settings: {spread(field, shown, ranks)}; give every rank the same")
-    are_said = all(place.said != UNSAID for place in places)
-    steps = [place.said if are_said else place.counted for place in places]
+            texts = [_format_setting(field, value) for value in values]
+            raise ValueError(f"ranks differ in their settings: {spread(field, texts, ranks)}; give every rank the same")
+    are_announced = all(place.announced != UNANNOUNCED for place in places)
+    steps = [place.announced if are_announced else place.counted for place in places]
     if len(set(steps)) > 1:
-        hint = "" if are_said else ", and run forward passes that are not trained on under torch.no_grad() or eval()"
+        hint = (
+            "" if are_announced else ", and run forward passes that are not trained on under torch.no_grad() or eval()"
+        )
         raise CheckFailed(
             f"ranks train different steps: {spread('step', steps, ranks)}; gradients of different steps may have been "
             f"averaged since the last check, so load a checkpoint; leave a step out on every rank or on none{hint}"
         )
 
 
-def _shown(field: str, value: int) -> str:
+def _format_setting(field: str, value: int) -> str:
     if field == "gather_in_backward":
         return f"{value / 1e6:g}"
     return str(value) if field == "prefetch" else str(bool(value))

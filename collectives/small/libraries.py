@@ -3,7 +3,7 @@
 - `NcclWindows`: NCCL on symmetric windows of ours, so with a copy before and after (NCCL >= 2.27).
 - `TorchSymmetric`: torch's own symmetric-memory kernels on a buffer of ours, with a copy before.
 
-Left out: multicast (torch's multimem operations; NCCL uses its own as the user has set it).
+Not covered: multicast (torch's multimem operations; NCCL uses its own as the user has set it).
 """
 
 from __future__ import annotations

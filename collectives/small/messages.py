@@ -7,8 +7,8 @@
 
 They do what torch.distributed does, on the current stream, and can be captured in a CUDA graph. What no path of ours
 takes goes to torch.distributed: large messages, other operators and types, sizes that are not whole units of 8 bytes,
-groups on gloo. Left out: a timeout inside our kernels. They wait for their peers as long as it takes; with a `watch`,
-the collective that does not complete is named (outside graphs).
+groups on gloo. Not covered: a timeout inside our kernels. They wait for their peers as long as it takes; with a
+`watch`, the collective that does not complete is named (outside graphs).
 
 One stream at a time: collectives of one object share a window, so any two of them must be ordered, by a stream or by
 events, as with an NCCL communicator; the same holds for replays of graphs. Another stream at the same time needs an
@@ -71,8 +71,8 @@ class SmallCollectives:
         self.group, self.device, self.max_bytes, self.name = chosen, device, max_bytes, name
         self.num_ranks = dist.get_world_size(chosen)
         self.table = DEFAULT_TABLE if table is None else table
-        wanted = {choice.path for kind in KINDS for choice in self.table.choices(kind, self.num_ranks)}
-        opened, left_out = open_paths(sorted(wanted) if max_bytes else (), chosen, device, max_bytes)
+        names = {choice.path for kind in KINDS for choice in self.table.choices(kind, self.num_ranks)}
+        opened, left_out = open_paths(sorted(names) if max_bytes else (), chosen, device, max_bytes)
         self._paths: dict[PathName, Path] = opened
         self.left_out: dict[PathName, str] = left_out
         """Paths that the table names and this group cannot have, and why."""
@@ -127,7 +127,7 @@ class SmallCollectives:
         self._launch("all_reduce", tensor, name, launch)
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """`part` of rank r into slice r of `out`; in place where `part` is this rank's own slice.
+        """Gather `part` of rank r into slice r of `out`; in place where `part` is this rank's own slice.
 
         Raises:
             ValueError: the shapes or types do not match, or a tensor is not contiguous.

@@ -1,7 +1,7 @@
-"""What a way of carrying a small collective is: one interface, and torch.distributed behind it.
+"""Paths of a small collective: one interface, and its implementation by torch.distributed.
 
-A path says by data which kinds it offers (`calls`), and which messages of these it takes. Left out: which path is best
-where (`tuning`), and reductions but the sum (torch.distributed's own aside).
+A path says by data which kinds it offers (`calls`), and which messages of these it takes. Not covered: which path is
+best where (`tuning`), and reductions but the sum (torch.distributed's own aside).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Calls = Mapping[Kind, Callable[[Tensor, Tensor], None]]
 
 
 class Path(ABC):
-    """One way. Tensors are contiguous and begin at a multiple of `alignment_bytes`; work goes to the current stream."""
+    """One path. Tensors are contiguous and start at multiples of `alignment_bytes`; work goes to the current stream."""
 
     alignment_bytes = 1
     calls: Calls
@@ -56,11 +56,11 @@ class Plain(Path):
         return True
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """In place."""
+        """Reduce in place."""
         dist.all_reduce(tensor, op=op, group=self.group)
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
-        """`part` of rank r into slice r of every rank's `out`."""
+        """Gather `part` of rank r into slice r of every rank's `out`."""
         all_gather_single(out.view(-1), part.view(-1), group=self.group)
 
     def reduce_scatter(self, out: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

@@ -1,4 +1,4 @@
-"""Which of the ways that a small collective can take a group has: opens them, and says why the others are left out.
+"""Opening of the paths that a group has for small collectives, with the reason for each that it does not have.
 
 - `one_shot`, `two_shot`: our kernels (`small_kernels`).
 - `nccl`: torch.distributed as it is, on a group of gloo as on one of NCCL.
@@ -23,7 +23,7 @@ _BY_PEERS: tuple[PathName, ...] = ("one_shot", "two_shot", "torch_symmetric")
 def open_paths(
     names: Sequence[PathName], group: dist.ProcessGroup, device: torch.device, max_bytes: int
 ) -> tuple[dict[PathName, Path], dict[PathName, str]]:
-    """Those of `names` that can be had, and why the others cannot. Every rank calls it, and gets the same.
+    """Return the paths of `names` that could be opened, and the reasons of the others. All ranks call it alike.
 
     Args:
         max_bytes: the largest message.
@@ -60,7 +60,7 @@ def _open_windows(group: dist.ProcessGroup, device: torch.device, max_bytes: int
         reason = f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
     reasons: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reasons, reason, group=group)
-    found = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
-    if found is not None or windows is None:
-        return found or "it could not be opened"
+    why_none = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
+    if why_none is not None or windows is None:
+        return why_none or "it could not be opened"
     return windows

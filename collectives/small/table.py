@@ -1,8 +1,8 @@
-"""Which path a small collective takes, by kind, size and number of ranks: a table.
+"""Table of the path that a small collective takes, by kind, size and number of ranks.
 
 A table is data: JSON that can be kept and given to `SmallCollectives`. `DEFAULT_TABLE` was measured on 4 x H200; for
-another machine or another number of ranks, `small_tune.tune` measures one. Left out: tables for data types and for
-streams that compute beside (it is of bfloat16, on GPUs that do nothing else).
+another machine or another number of ranks, `small_tune.tune` measures one. Not covered: tables for data types and for
+streams that compute at the same time (it is of bfloat16, on GPUs that do nothing else).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TuningTable(_Strict):
         return self
 
     def choices(self, kind: Kind, num_ranks: int) -> tuple[Choice, ...]:
-        """Those measured for this many ranks; else those of the nearest number of ranks, the smaller of two."""
+        """Return the choices for this number of ranks; else those of the nearest number, the smaller of two."""
         entries = [entry for entry in self.entries if entry.kind == kind]
         nearest = min(entries, key=lambda entry: (abs(entry.num_ranks - num_ranks), entry.num_ranks), default=None)
         return () if nearest is None else nearest.choices

@@ -1,6 +1,6 @@
 """Measures a tuned table: all paths that a group has, for each kind and size, in turn and on the same data.
 
-Data are bfloat16, on GPUs that do nothing else. Left out: the table itself (`tuning`).
+Data are bfloat16, on GPUs that do nothing else. Not covered: the table itself (`tuning`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tune(
     """Measure all paths that this group has, and choose the fastest for each kind and size. Every rank gets the same.
 
     Sizes double from 1 KiB to `max_bytes`; a size between two is taken for the larger. A path counts with what it needs
-    beside, such as copies into its windows. One whose data comes out wrong is left out everywhere.
+    with it, such as copies into its windows. One whose data comes out wrong is omitted everywhere.
 
     Args:
         launches: in a captured graph.
@@ -71,16 +71,16 @@ def tune(
 
 def fastest(figures: Sequence[Measured], kind: Kind, num_ranks: int) -> Entry:
     """The fastest path of each size that was measured, as choices."""
-    mine = [figure for figure in figures if (figure.kind, figure.num_ranks) == (kind, num_ranks)]
+    selected = [figure for figure in figures if (figure.kind, figure.num_ranks) == (kind, num_ranks)]
     chosen = []
-    for num_bytes in sorted({figure.num_bytes for figure in mine}):
-        best = min((one for one in mine if one.num_bytes == num_bytes), key=lambda one: one.median_us)
+    for num_bytes in sorted({figure.num_bytes for figure in selected}):
+        best = min((one for one in selected if one.num_bytes == num_bytes), key=lambda one: one.median_us)
         chosen.append(Choice(up_to_bytes=num_bytes, path=best.path))
     return Entry(kind=kind, num_ranks=num_ranks, choices=_merge(chosen))
 
 
 def describe(device: torch.device, num_ranks: int, launches: int) -> str:
-    """What a table was measured on."""
+    """Return a line on the devices and versions that a table was measured with."""
     if device.type != "cuda":
         return f"{num_ranks} ranks on {device.type}, torch {torch.__version__}, loops of {launches} launches"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """cublasLt's products, called directly: torch gives no choice among its algorithms.
 
 For one shape the library knows some ten. Which is the fastest its heuristics guess, for a chip that has all the power
-it wants; one that is busy has not. Left out: batches, 8-bit floats, epilogues but the bias.
+it wants; one that is busy has not. Not covered: batches, 8-bit floats, epilogues but the bias.
 
 [Note: rows and columns] cublasLt counts matrices by columns. Memory of a [M, N] by rows is its [N, M] by columns, so it
 is asked for the transposed product: D^T = B^T A^T.
@@ -66,11 +66,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class Shape:
-    """What algorithms are chosen for: the operands of D^T = B^T A^T, their types, and how far addresses are aligned.
+    """Key of the choice of an algorithm: the operands of D^T = B^T A^T, their types, and the alignment of addresses.
 
     Args:
         alignments: of b, of a, and of the output.
-        spared: multiprocessors that it leaves to what runs beside.
+        spared: multiprocessors that it leaves to other streams.
     """
 
     device: torch.device
@@ -164,7 +164,7 @@ class Product:
 
     @staticmethod
     def to_text(algorithm: _Heuristic) -> str:
-        """What `from_text` makes the same of, with this release of the library."""
+        """Return a text from which `from_text` makes the same algorithm, with this release of the library."""
         return bytes(algorithm.algorithm).hex()
 
     @staticmethod
@@ -175,22 +175,22 @@ class Product:
             ValueError: it is none.
         """
         algorithm = bytes.fromhex(text)
-        found = _Heuristic()
-        if len(algorithm) != ctypes.sizeof(found.algorithm):
+        heuristic = _Heuristic()
+        if len(algorithm) != ctypes.sizeof(heuristic.algorithm):
             raise ValueError(
-                f"an algorithm of {len(algorithm)} bytes: cublasLt's have {ctypes.sizeof(found.algorithm)}"
+                f"an algorithm of {len(algorithm)} bytes: cublasLt's have {ctypes.sizeof(heuristic.algorithm)}"
             )
-        ctypes.memmove(found.algorithm, algorithm, len(algorithm))
-        return found
+        ctypes.memmove(heuristic.algorithm, algorithm, len(algorithm))
+        return heuristic
 
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
         function = _library().cublasLtMatmulDescSetAttribute
         _call(function, self._description, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
     def _find(self, shape: Shape) -> Sequence[_Heuristic]:
-        """By its own guess, the best first."""
+        """Return the algorithms that the library's heuristic proposes, best guess first."""
         lt, preference, count = _library(), ctypes.c_void_p(), ctypes.c_int()
-        found = (_Heuristic * _MOST_ALGORITHMS)()
+        heuristics = (_Heuristic * _MOST_ALGORITHMS)()
         _call(lt.cublasLtMatmulPreferenceCreate, ctypes.byref(preference))
         aligned = *shape.alignments, shape.alignments[-1]  # what is added is where the result goes
         limits: list[tuple[int, ctypes.c_uint32 | ctypes.c_uint64]] = [
@@ -209,11 +209,11 @@ class Product:
             *operands,
             preference,
             _MOST_ALGORITHMS,
-            found,
+            heuristics,
             ctypes.byref(count),
         )
         _call(lt.cublasLtMatmulPreferenceDestroy, preference)
-        return [each for each in found[: count.value] if each.status == 0]
+        return [each for each in heuristics[: count.value] if each.status == 0]
 
 
 def is_there() -> bool:
@@ -222,13 +222,13 @@ def is_there() -> bool:
 
 
 def version() -> int:
-    """Of the library."""
+    """Return the version of the library."""
     return int(_library().cublasLtGetVersion())
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    """By the name under which torch has loaded its own, which the loader then gives."""
+    """Load the library by the name of torch's own copy, so that the loader returns that one."""
     if torch.version.cuda is None:
         return None
     try:
@@ -258,7 +258,7 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
 
 @functools.cache
 def _workspace(device: torch.device, _stream: int) -> Tensor:
-    """One a stream: products of one stream follow each other."""
+    """Return the workspace of a stream, whose products follow each other."""
     return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 

@@ -7,7 +7,7 @@ leave as they are computed (`scatter`). Two ways to carry the parts:
   and no multiprocessor is taken from the matrix products;
 - `LaneTensorExchange`: anything torch.distributed runs on; a lane carries some rows of all ranks each.
 
-Left out: sums of partial products in a ring (one rounding more a hop, and each hop waits for the one before).
+Not covered: sums of partial products in a ring (one rounding more a hop, and each hop waits for the one before).
 
 Shapes: W ranks, m rows of a rank, M = W * m, C columns. Row r * m + i of the whole is row i of rank r. A part is a
 `Rows` into the view [W, m, C] of a whole matrix.
@@ -50,7 +50,7 @@ class Gathering(ABC):
 
     @abstractmethod
     def parts(self) -> Iterator[tuple[Rows, Tensor]]:
-        """Every part once, in the order in which they arrive: which rows, and their values [ranks, rows, C]."""
+        """Yield every part once, in the order of arrival: its rows, and their values [ranks, rows, C]."""
 
     @abstractmethod
     def whole(self) -> Tensor:
@@ -62,7 +62,7 @@ class Gathering(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """What was gathered has been read, once the current stream comes here."""
+        """Release the gathered rows: they have been read once the current stream gets here."""
 
 
 class Scattering(ABC):
@@ -70,7 +70,7 @@ class Scattering(ABC):
 
     @abstractmethod
     def parts(self) -> Iterator[tuple[Rows, Tensor]]:
-        """Every part once: which rows, and a buffer [ranks, rows, C] to fill with this rank's summand."""
+        """Yield every part once: its rows, and a buffer [ranks, rows, C] to fill with this rank's summand."""
 
     @abstractmethod
     def result(self, bias_C: Tensor | None = None) -> Tensor:
@@ -90,7 +90,7 @@ class TensorExchange(ABC):
     """Whether backward passes gather and compute what nobody waits for while parts are under way: where these may take
     longer than the products that wait for them."""
     spared = 0
-    """Multiprocessors that products should leave to what carries the parts beside them."""
+    """Multiprocessors that products should leave to the kernels that carry the parts meanwhile."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane, self.rank, self.world_size = lane, lane.rank, lane.world_size
@@ -103,7 +103,7 @@ class TensorExchange(ABC):
         """Weights' gradients that wait for parts to be under way."""
 
     def compute_deferred(self) -> None:
-        """To be called when parts are under way; what other backward passes have left is theirs."""
+        """Compute deferred gradients, when parts are in flight; those of other backward passes are left to them."""
         deferred, self.deferred = self.deferred, []
         for promise in (reference() for reference in deferred):
             if promise is not None and promise.is_due:
@@ -235,7 +235,7 @@ class PeerTensorExchange(TensorExchange):
         return _PeerScattering(self, self._rounds_of("scatter", partial_WmC[0].nbytes), partial_WmC)
 
     def sending(self, rounds: PeerRounds, kind: str, num_bytes: int) -> AbstractContextManager[Collective | None]:
-        """Around sends of one collective: they start, and are recorded, from this point of the current stream on."""
+        """Wrap the sends of one collective: they start, and are recorded, from this point of the current stream on."""
         rounds.follow()
         return self.lane.recording("tensor", kind, num_bytes, lane=f"tensor {kind}", stream=rounds.copy_stream)
 
@@ -372,7 +372,7 @@ class _LaneGathering(Gathering):
             self._flights.append((rows, part_WiC, exchange.lane.all_gather(part_WiC.view(-1))))
 
     def __del__(self) -> None:
-        """Of a backward pass that raised, or did not come to it: its memory is written to until the device has."""
+        """Close it for a backward pass that raised or did not use it: the device may still write to its memory."""
         if self._stream is not None and not all(flight.was_waited_for for _, _, flight in self._flights):
             with torch.cuda.stream(self._stream):
                 self.close()
@@ -428,7 +428,7 @@ def nccl_blocks(variables: Mapping[str, str]) -> int:
 
 
 def _check_sendable(rows_mC: Tensor) -> None:
-    """Before anything is sent: a refusal later would leave the peers waiting."""
+    """Raise for rows that cannot be sent, before anything is: a later error would leave the peers waiting."""
     if rows_mC.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"peer memory carries bfloat16, float16 and float32, got {rows_mC.dtype}; take path='lane'")
     num_bytes = rows_mC.numel() * rows_mC.element_size()

@@ -20,7 +20,7 @@ nobody waits for. A row-parallel linear gathers its output's gradient, and behin
 linear before it has to gather again, whose backward pass comes next; weights' gradients are promised
 (`collectives.sharded.slot`), and computed when the next gather or scatter is under way.
 
-Left out: 8-bit floats, and autocast (cast the module).
+Not covered: 8-bit floats, and autocast (cast the module).
 
 Shapes: W ranks, m rows of a rank, M = W * m, K features in, N features out. Leading dimensions are rows: the first of
 them is spread over the ranks.
@@ -122,7 +122,7 @@ class ColumnParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, *linears: nn.Linear, exchange: TensorExchange) -> ColumnParallelLinear:
-        """This rank's part of whole layers that read the same input; the same ones on every rank.
+        """Return this rank's part of whole layers that read the same input; the same layers on every rank.
 
         Raises:
             ValueError: the layers differ in features in, bias, dtype or device.
@@ -210,7 +210,7 @@ class RowParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, *linears: nn.Linear, exchange: TensorExchange) -> RowParallelLinear:
-        """This rank's part of whole layers whose outputs are added (their biases too); the same ones on every rank.
+        """Return this rank's part of whole layers whose outputs are added (biases too); the same ones on every rank.
 
         Raises:
             ValueError: the layers differ in features out, bias, dtype or device.
@@ -334,7 +334,7 @@ class _Row(torch.autograd.Function):
 
 
 def _unpacked(ctx: Any, gathers: bool) -> tuple[tuple[Tensor, Tensor], Gathering | None]:
-    """What a column-parallel linear saved, which may be unpacked once, and its input's rows on their way."""
+    """Return what a column-parallel linear saved, which may be unpacked once, and the gather of its input's rows."""
     x, weight_NK = ctx.saved_tensors
     return (x, weight_NK), ctx.linear.exchange.gather(x, in_parts=False) if gathers else None
 
@@ -396,7 +396,7 @@ def _source(weight_NK: Tensor) -> SlotSource | None:
 
 
 def _whole(gathering: Gathering, sources: Sequence[SlotSource | None]) -> Tensor:
-    """What was gathered, as long as the weights' products need it."""
+    """Return the gathered rows, which live as long as the weights' products need them."""
     postpones = any(source is not None and source.postpones for source in sources)
     return gathering.kept() if postpones else gathering.whole()
 
@@ -411,7 +411,7 @@ def _part(tensor: Tensor, dim: int, exchange: TensorExchange) -> Tensor:
 
 
 def _check_input(x: Tensor, weight_NK: Tensor) -> None:
-    """Before anything is sent: a refusal later would leave the other ranks waiting."""
+    """Raise for a wrong input, before anything is sent: a later error would leave the other ranks waiting."""
     if x.dim() < 2 or x.shape[-1] != weight_NK.shape[1] or 0 in x.shape:
         raise ValueError(f"the input must be [rows, ..., {weight_NK.shape[1]}] and not empty, got {tuple(x.shape)}")
     if x.dtype != weight_NK.dtype:

@@ -1,6 +1,7 @@
 """Products of narrow matrices, also such that add up in a wide one, as gradients of weights do over micro-batches.
 
-Left out: the products themselves, which are the vendor's; which of its algorithms computes one, `tuned_product` says.
+Not covered: the products themselves, which are the vendor's; which of its algorithms computes one, `tuned_product`
+says.
 
 Shapes: M rows, K features in, N features out.
 """
@@ -37,7 +38,7 @@ def multiply(
         out_MN: where it goes.
         adds: to what `out_MN` holds, and no bias.
         tuned: by the fastest algorithm, where there is a choice (`collectives.tensor.tuned_product`).
-        spared: multiprocessors that such a product leaves to what runs beside it.
+        spared: multiprocessors that such a product leaves to concurrent kernels.
     """
     place_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out_MN is None else out_MN
     if tuned and can_tune(a_MK, b_KN, spared) and PRODUCTS.run(a_MK, b_KN, place_MN, bias_N, adds, spared):
@@ -60,10 +61,10 @@ class WeightGradient:
     spared: int = 0
 
     def into(self, source: SlotSource | None, accumulator: object) -> Tensor | None:
-        """In the slot of a linear's weight (then None), else to be handed to autograd.
+        """Compute into the slot of a linear's weight and return None; else return the gradient, for autograd.
 
         Args:
-            source, accumulator: as `collectives.sharded.slot` has them; no source: of a weight that is in no bucket.
+            source, accumulator: as in `collectives.sharded.slot`; no source: of a weight that is in no bucket.
         """
         if source is not None and source.write(accumulator, self._write):
             return None
@@ -81,7 +82,7 @@ class WeightGradient:
 def weight_gradient(
     dy_MN: Tensor, x_MK: Tensor, source: SlotSource | None, accumulator: object, *, tuned: bool = False
 ) -> Tensor | None:
-    """As `WeightGradient.into`, of factors that are there."""
+    """Do as `WeightGradient.into` with factors that are available already."""
     return WeightGradient(lambda: dy_MN, lambda: x_MK, tuned).into(source, accumulator)
 
 

@@ -1,8 +1,9 @@
 """Algorithms of products that were measured, kept for the next start: those of a 7B model take 20 s to measure.
 
 A file for each kind of card with its torch and cublasLt, in the user's cache folder; whoever removes it has them
-measured again. Ranks write it side by side, each what it has found beside what is there: of two that write in the same
-moment one's is measured again. What cannot be read or written is said, and does without. Left out: how one is chosen.
+measured again. Ranks write it concurrently, each adding its choices to those in it: of two that write in the same
+moment one's is measured again. A file that cannot be read or written is logged, and not used. Not covered: how one is
+chosen.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProductChoices:
-    """What was chosen for which shape: an algorithm, as `cublaslt.Product.to_text` has it, or torch's, which is empty.
+    """Algorithms by shape: each a text from `cublaslt.Product.to_text`, or empty for torch's own product.
 
     Args:
         path: of the file; None: nothing is kept.
@@ -54,18 +55,18 @@ class ProductChoices:
         if self._path is None or not self._path.exists():
             return {}
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+            choices = json.loads(self._path.read_text(encoding="utf-8"))
+            if not isinstance(choices, dict) or not all(isinstance(value, str) for value in choices.values()):
                 raise ValueError("it is no table of texts")
         except (OSError, ValueError) as exc:
             logger.info("%s: what is kept there is measured again: %s", self._path, exc)
             return {}
-        return found
+        return choices
 
 
 @functools.cache
 def choices_of(device: torch.device) -> ProductChoices:
-    """Those of this kind of card, in the cache folder."""
+    """Return the choices for this GPU model, in the cache folder."""
     try:
         folder = cache_folder()
     except OSError as exc:
@@ -77,6 +78,6 @@ def choices_of(device: torch.device) -> ProductChoices:
 
 
 def _key(shape: cublaslt.Shape) -> str:
-    """All of it but the device: cards of a kind are alike."""
+    """Return the shape as a key, without the device: GPUs of a model are alike."""
     _device, *rest = dataclasses.astuple(shape)
     return str(rest)

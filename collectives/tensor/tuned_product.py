@@ -4,7 +4,7 @@ A chip under full load is bound by its power: what counts is how much of it an a
 knows, and no measurement that is over before the clock has come down. On an H200 an algorithm that took 7% less time
 than the one that torch is given, in turns of milliseconds, took 5% more after a tenth of a second; others, of products
 of a 7B model, take up to 5% less then too. Candidates are torch's own product and cublasLt's algorithms for the shape,
-on the data of its first call: some 1.3 s a shape, 20 s of a 7B model, kept for the next start. Left out: small
+on the data of its first call: some 1.3 s a shape, 20 s of a 7B model, kept for the next start. Not covered: small
 products, whose launch counts most, and shapes first met while a CUDA graph is captured.
 
 Runs may choose otherwise, and so round sums otherwise: not where torch is asked for deterministic algorithms, or for
@@ -41,14 +41,14 @@ _SETTLING_S = 0.2
 _LEAST_GAIN = 0.005
 
 Run = Callable[[], object]
-Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
+Operands = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """The factors, where the product goes, and a bias."""
 Choice = tuple[cublaslt.Product, Any] | None
 """A product and the best of its algorithms; None: torch's."""
 
 
 class TunedProducts:
-    """Those of this process. A shape is met, measured and chosen for in `run`.
+    """Tuned products of this process. The first `run` with a shape measures and chooses its algorithm.
 
     Args:
         measure: seconds of each candidate, in their order.
@@ -77,7 +77,7 @@ class TunedProducts:
         """out = a b (+ bias), or out += a b; False: torch is to do it, which is no slower, or nothing is chosen yet.
 
         Args:
-            spared: multiprocessors that are left to what runs beside, which no product of torch's does.
+            spared: multiprocessors that are left to concurrent kernels, which no product of torch's does.
         """
         seen = _seen(a_MK, b_KN, out_MN, bias_N, spared)
         if seen not in self._met:
@@ -99,49 +99,51 @@ class TunedProducts:
         product.run(algorithm, a_MK, b_KN, out_MN, bias_N, adds)
         return True
 
-    def _choose(self, shape: cublaslt.Shape, given: Given) -> Choice:
+    def _choose(self, shape: cublaslt.Shape, operands: Operands) -> Choice:
         choices = self._choices(shape.device)
         kept = choices.find(shape)
         if kept is not None:
             try:
-                return _taken(shape, kept, given)
+                return _earlier_choice(shape, kept, operands)
             except (RuntimeError, ValueError) as exc:
-                logger.info("%s: what was chosen earlier does not run, and is chosen anew: %s", _words(given), exc)
+                logger.info(
+                    "%s: what was chosen earlier does not run, and is chosen anew: %s", _describe(operands), exc
+                )
         if not self._measures:
             logger.info("matrix products: measuring which algorithms are the fastest, a second or two for each shape")
             self._measures = True
         try:
-            chosen = self._fastest(shape, given)
+            chosen = self._fastest(shape, operands)
         except RuntimeError as exc:
-            logger.warning("torch's own product is taken for %s: %s", _words(given), exc)
+            logger.warning("torch's own product is taken for %s: %s", _describe(operands), exc)
             return None
         choices.add(shape, "" if chosen is None else chosen[0].to_text(chosen[1]))
         return chosen
 
-    def _fastest(self, shape: cublaslt.Shape, given: Given) -> Choice:
+    def _fastest(self, shape: cublaslt.Shape, operands: Operands) -> Choice:
         product = cublaslt.Product(shape)
         candidates = list(product.algorithms)
-        runs = [functools.partial(product.run, each, *given, False) for each in candidates]
-        torch_s, *others = self._measure([functools.partial(by_torch, *given), *runs])
+        runs = [functools.partial(product.run, each, *operands, False) for each in candidates]
+        torch_s, *others = self._measure([functools.partial(by_torch, *operands), *runs])
         best_s = min(others, default=torch_s)
         is_worth_it = bool(others) and (shape.spared > 0 or best_s < torch_s * (1 - _LEAST_GAIN))
-        said = "product %s: torch %.1f us, the best of %d algorithms %.1f us"
-        logger.debug(said, _words(given), torch_s * 1e6, len(others), best_s * 1e6)
+        template = "product %s: torch %.1f us, the best of %d algorithms %.1f us"
+        logger.debug(template, _describe(operands), torch_s * 1e6, len(others), best_s * 1e6)
         return (product, candidates[others.index(best_s)]) if is_worth_it else None
 
 
-def _taken(shape: cublaslt.Shape, kept: str, given: Given) -> Choice:
-    """What was chosen earlier; it runs once, for what it says where it cannot."""
+def _earlier_choice(shape: cublaslt.Shape, kept: str, operands: Operands) -> Choice:
+    """Return an earlier choice, after one run: that raises if it cannot run here."""
     if not kept:
         return None
     product = cublaslt.Product(shape)
     algorithm = product.from_text(kept)
-    product.run(algorithm, *given, False)
+    product.run(algorithm, *operands, False)
     return product, algorithm
 
 
 def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, spared: int = 0) -> tuple[object, ...]:
-    """What `cublaslt.Shape.of` looks at, as it is: in a fifth of the time, which a step takes hundreds of times."""
+    """Return the raw inputs of `cublaslt.Shape.of`: in a fifth of its time, and a step needs hundreds of them."""
     bias = None if bias_N is None else (bias_N.dtype, bias_N.stride(), bias_N.data_ptr() % cublaslt.LARGEST_ALIGNMENT)
     return (
         a_MK.get_device(),
@@ -198,7 +200,7 @@ def _settled(run: Run, about_s: float) -> float:
 
 
 def _seconds(run: Run, count: int) -> float:
-    """Of a call, in the mean of some that follow each other."""
+    """Return the seconds of a call, as the mean of `count` in a row."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(count):
@@ -241,6 +243,6 @@ def can_tune(a: Tensor, b_KN: Tensor, spared: int = 0) -> bool:
     )
 
 
-def _words(given: Given) -> str:
-    a_MK, b_KN, *_ = given
+def _describe(operands: Operands) -> str:
+    a_MK, b_KN, *_ = operands
     return f"{a_MK.shape[0]} x {a_MK.shape[1]} x {b_KN.shape[1]}"

@@ -1,4 +1,4 @@
-"""What lanes and links have in common: on CUDA a stream of their own, and who hears of what they carry.
+"""Base of lanes and links: on CUDA a stream of their own, and the recorder and watch that observe them.
 
 [Note: streams are few] torch hands out streams from a pool of 32 a priority, round robin: the 33rd is the first again,
 and NCCL's process groups draw from the same pools. Where a receive that spins and what its peer waits for lie on one
@@ -6,7 +6,7 @@ stream, a pipeline stands still. So a stream is opened when it is first needed, 
 allows it, and not opened where nothing travels.
 
 The recorder times collectives, the watch counts them. Neither hears of a CUDA graph's capture: nothing runs then, and
-its events cannot be asked. Left out: launching anything (`collectives.transport.lane`, `collectives.pipeline.link`).
+its events cannot be asked. Not covered: launching anything (`collectives.transport.lane`, `collectives.pipeline.link`).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Carrier:
     def recording(
         self, group: str, kind: str, num_bytes: int, **more: Any
     ) -> AbstractContextManager[Collective | None]:
-        """Around the call that launches a collective; arguments as in `Recorder.launching`."""
+        """Record the call in the block, which launches a collective; arguments as in `Recorder.launching`."""
         if self.recorder is None or self.is_capturing:
             return nullcontext()
         return self.recorder.launching(group, kind, num_bytes, **more)
 
     def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
-        """Around what makes the computation wait for a collective; None: one that was not recorded.
+        """Record the wait in the block, of the computation for a collective; None: it was not recorded.
 
         Raises:
             CollectiveFailed: a collective is overdue.
@@ -78,7 +78,7 @@ class Carrier:
 
 
 def new_stream(device: torch.device, priority: int = -1) -> torch.cuda.Stream | None:
-    """One for transfers and what they wait for; None on the CPU. See [Note: streams are few].
+    """Return a stream for transfers and what they wait for; None on the CPU. See [Note: streams are few].
 
     The GPU shall prefer the few blocks of a transfer to the many of a matrix product that they compete with.
 

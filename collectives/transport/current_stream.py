@@ -1,7 +1,7 @@
 """The stream that is current, at a price that can be paid thousands of times a step.
 
 A tensor-parallel step asks for it some 5,000 times; torch makes an object of it each time, behind several checks of the
-device: an eighth of what the host then did (rank 0 of two H200, 125M, under cProfile). Left out: new streams
+device: an eighth of what the host then did (rank 0 of two H200, 125M, under cProfile). Not covered: new streams
 (`collectives.transport.carrier`).
 """
 
@@ -14,7 +14,7 @@ _STREAMS: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
 
 def current_stream(device: torch.device | None = None) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, the same object each time.
+    """Return what `torch.cuda.current_stream` does, but the same object each time.
 
     Args:
         device: None, or without an index: the current one.

@@ -1,15 +1,15 @@
 """A lane: the communicator of one direction, with a stream of its own on CUDA, and the collectives that run on it.
 
 Gathers of parameters and reductions of gradients need not queue behind each other, so each direction can have a process
-group of its own (MegaScale 3.2). Left out: the order of collectives, which belongs to who launches them, but a lane
+group of its own (MegaScale 3.2). Not covered: the order of collectives, which belongs to who launches them, but a lane
 runs them in the order of their launch, and every rank must launch the same ones.
 
 [Note: streams] On CUDA a collective is issued as a synchronous one inside the lane's stream, which orders it on that
 stream without blocking the host. What it reads was written on the compute stream, so the lane waits for an event of
 that stream first; what it writes is read there, so `Flight.wait` makes the compute stream wait for the lane. Tensors
 that were allocated on the compute stream are kept until then: freed earlier, their memory could be handed out again.
-What fills a buffer that will travel runs on a stream beside the lane: neither the computation nor the transfers before
-it wait for that copy. A lane of one rank has no streams: its copies are part of the computation. Several wrappers may
+The copy that fills a buffer to send runs on a side stream: neither the computation nor the transfers before it wait for
+that copy. A lane of one rank has no streams: its copies are part of the computation. Several wrappers may
 share a lane, where all ranks use them in one order (`collectives.transport.carrier`, [Note: streams are few]).
 
 [Note: works that ended] A thread of gloo's lets go of a collective's tensors after `wait` has returned, and takes
@@ -82,6 +82,7 @@ class Flight:
         self._lane, self._collective, self._work, self._kind = lane, collective, work, kind
         self._arrived = self._landed = landed
         self._then, self._keep = [] if then is None else [then], keep
+        # Until `land`, there is no event yet that a follower's stream could wait for.
         self._late, self._following = late, list[tuple[Callable[[], None], torch.cuda.Stream | None]]()
         self._done = False
 
@@ -95,6 +96,7 @@ class Flight:
                 self._arrived = self._landed = self._lane.stream.record_event()
         self._late = None
         following, self._following = self._following, []
+        # In the order in which they came: one may use what the one before has computed.
         for function, stream in following:
             self.follow(function, stream)
 
@@ -112,9 +114,11 @@ class Flight:
         if self._landed is None or stream is None:
             self._then.append(function)
             return
+        # By an event, on a side stream: neither the host nor the lane's next transfer waits for `function`.
         stream.wait_event(self._landed)
         with torch.cuda.stream(stream):
             function()
+            # Whoever waits from now on waits for this too.
             self._landed = stream.record_event()
 
     @property
@@ -166,6 +170,7 @@ class Lane(Carrier):
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         track = None if watch is None or group is None else watch.track(name, group)
+        # One rank transfers nothing, and its copies belong to the computation: torch's pools of streams are small.
         stream = None if self.world_size == 1 else new_stream(as_device(device))
         super().__init__(device, recorder, track, stream)
         self.ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
@@ -177,16 +182,17 @@ class Lane(Carrier):
         self.peer_streams: Streams | None = None
         """Of all `PeerReduce` that are opened for it, once there is one."""
         self._emulated: dict[torch.dtype, bool] = {}
+        # Now, where all ranks are: it is a collective, and connects them before anything is timed.
         self._gathers_in_place = self.world_size == 1 or self._probe_gather()
 
     @functools.cached_property
     def behind(self) -> torch.cuda.Stream | None:
-        """For what follows flights: the next transfer does not wait for that. None where the lane has no stream."""
+        """Stream for work after a flight: the next transfer does not wait for it. None where the lane has no stream."""
         return None if self.world_size == 1 else new_stream(self.device, priority=0)
 
     @functools.cached_property
     def _beside(self) -> torch.cuda.Stream | None:
-        """For fills."""
+        """Side stream for fills."""
         return None if self.world_size == 1 else new_stream(self.device)
 
     @functools.cached_property
@@ -199,7 +205,7 @@ class Lane(Carrier):
         return self.stream is not None and is_power and "cuda:nccl" in dist.get_backend_config(self.group)
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event at this point of the compute stream; None on the CPU, where work is done when it returns."""
+        """Record an event at this point of the compute stream; None on the CPU, where work is done when it returns."""
         return None if self.stream is None else current_stream(self.device).record_event()
 
     def all_gather(
@@ -210,17 +216,18 @@ class Lane(Carrier):
         *,
         is_recorded: bool = True,
     ) -> Flight:
-        """Every rank's own slice of `full_N` to all ranks, in place.
+        """Gather every rank's own slice of `full_N` on all ranks, in place.
 
         Args:
             full_N: this rank has filled the slice that it owns.
             prepare: fills that slice; runs on the lane.
             after: the point of the compute stream to start from; now, where it is None.
-            is_recorded: False for what ranks agree upon beside the training.
+            is_recorded: False for agreements between ranks that are no part of a step.
         """
 
         def issue(async_op: bool) -> dist.Work | None:
             own_S = self._own(full_N)
+            # Not every backend may read where it writes: see `_probe_gather`.
             source_S = own_S if self._gathers_in_place else own_S.clone()
             return all_gather_single(full_N, source_S, group=self.group, async_op=async_op)
 
@@ -235,18 +242,20 @@ class Lane(Carrier):
         mean: bool = False,
         by: PeerReduce | None = None,
     ) -> Flight:
-        """Sum of the ranks' `input_N`; slice r to rank r's `output_S`.
+        """Sum the ranks' `input_N`; slice r goes to rank r's `output_S`.
 
         Args:
             output_S: where the sum goes.
             input_N: what this rank gives.
-            fill: writes `input_N`, beside the lane; None: it is written.
+            fill: writes `input_N`, on the side stream; None: it is written.
             read: what `fill` reads; kept until it has run.
             mean: in place of the sum, where this lane `divides_on_the_way`, or `by` is given.
             by: in place of the backend, into float32. Its sum is launched when the flight lands.
         """
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        # Muted, a rank keeps its own part: the memory and the copies are as ever, and nothing is sent.
         local = self.world_size == 1 or self.muted
+        # Of an empty bucket no rank sends anything.
         if by is not None and not local and input_N.numel():
             return self._reduce_by(by, output_S, input_N, self._fill(fill, read), mean)
         if local or self.can_reduce_scatter(input_N.dtype):
@@ -260,6 +269,7 @@ class Lane(Carrier):
             then = keep_own if local else None
             after = self._fill(fill, read)
             return self._launch("reduce_scatter", input_N, issue, then=then, after=after, keep=(output_S,))
+        # The backend has no reduce-scatter of this dtype: an all-reduce in a wide one gives the same sum.
         wide_N = torch.empty_like(input_N, dtype=torch.promote_types(input_N.dtype, torch.float32))
 
         def fill_wide() -> None:
@@ -279,6 +289,7 @@ class Lane(Carrier):
         self, by: PeerReduce, output_S: Tensor, input_N: Tensor, after: torch.cuda.Event | None, mean: bool
     ) -> Flight:
         if self.stream is not None:
+            # What is sent is complete behind its fill; without one, behind the computation so far.
             self.stream.wait_event(after or self.mark())  # type: ignore[arg-type]
         counted = self.counted("reduce_scatter", input_N.nbytes)
         # Of this rank's own copies: what a late peer costs is in the wait for the flight.
@@ -288,6 +299,7 @@ class Lane(Carrier):
             with counted or nullcontext(), recording as collective:
                 add = by.send(input_N)
 
+        # Launched later, behind the next bucket's sends: the peers' parts have arrived by then, and nobody waits.
         def land() -> None:
             add(output_S, mean)
             if counted is not None:
@@ -296,13 +308,13 @@ class Lane(Carrier):
         return Flight(self, collective, None, None, None, (input_N, output_S), "reduce_scatter", land)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """In place, and waited for."""
+        """Reduce in place, and wait."""
         self.start_all_reduce(tensor, op).wait()
 
     def start_all_reduce(
         self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_recorded: bool = True
     ) -> Flight:
-        """In place; `tensor` is to be left alone until it was waited for. `is_recorded` as of `all_gather`."""
+        """Start a reduction in place; leave `tensor` alone until the wait. `is_recorded` as in `all_gather`."""
 
         def issue(async_op: bool) -> dist.Work | None:
             return _all_reduce(tensor, op=op, group=self.group, async_op=async_op)
@@ -310,7 +322,7 @@ class Lane(Carrier):
         return self._launch("all_reduce", tensor, issue, is_recorded=is_recorded)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's values into every rank's `tensor` (contiguous), and waited for."""
+        """Copy rank 0's values into every rank's `tensor` (contiguous), and wait."""
 
         def issue(async_op: bool) -> dist.Work | None:
             return _broadcast(tensor, group=self.group, group_src=0, async_op=async_op)
@@ -318,9 +330,9 @@ class Lane(Carrier):
         self._launch("broadcast", tensor, issue).wait()
 
     def tell(self, values: Sequence[int], what: str) -> list[list[int]]:
-        """Every rank's `values`, as many on each, in rank order; the host waits.
+        """All-gather `values`, the same number on each rank, in rank order; the host waits.
 
-        For what ranks agree upon beside the training: it is watched, but not recorded.
+        For agreements between ranks that are no part of a step: it is watched, but not recorded.
 
         Args:
             what: they are about, for the watch's line.
@@ -341,8 +353,9 @@ class Lane(Carrier):
         return rows
 
     def tell_texts(self, text: str, what: str) -> list[str]:
-        """Every rank's `text`, in rank order; the host waits. As `tell`."""
+        """All-gather `text`, in rank order; the host waits. Otherwise as `tell`."""
         coded = text.encode()
+        # Two rounds: texts are padded to the longest, and no rank knows that before the first.
         lengths = [length for [length] in self.tell([len(coded)], what)]
         rows = self.tell([*coded, *[0] * (max(lengths) - len(coded))], what)
         return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
@@ -357,20 +370,22 @@ class Lane(Carrier):
             return
         landed, limit = self.stream.record_event(), timeout_of(self.group, self.device)
         begun_s = time.monotonic()
+        # Polled: a synchronisation has no limit, and NCCL's own ends the process.
         while not landed.query():
             age_s = time.monotonic() - begun_s
             if limit is not None and age_s > NEAR * limit.total_seconds():
                 raise CollectiveTimeout(f"{self.describe('a collective')} did not complete in {age_s:.3g} s{_ASK}")
             time.sleep(_POLL_S)
+        # A quiet point: all of the lane has landed, so what is freed here waits for no peer.
         release_left()
 
     def describe(self, kind: str) -> str:
-        """A collective of this lane in words."""
+        """Return a collective of this lane in words."""
         return f"{kind} of group {self.name}, on rank {dist.get_rank()},"
 
     @contextmanager
     def explaining(self, kind: str) -> Iterator[None]:
-        """Around what fails where a collective does not complete: says so in our words. A watch says more.
+        """Turn the backend's error about an incomplete collective in the block into our own. A watch says more.
 
         Raises:
             CollectiveTimeout, PeerLost: from the backend's own error.
@@ -387,6 +402,7 @@ class Lane(Carrier):
     def free_filled(self) -> None:
         """Let go of what fills have read."""
         if self._filled is not None:
+            # The tensors are this stream's: handed out again before the fill has read them, it would read other values.
             current_stream(self.device).wait_event(self._filled[0])
             self._filled = None
 
@@ -396,6 +412,7 @@ class Lane(Carrier):
             _call(fill)
             return None
         self.free_filled()  # one fill behind: done long ago, so nobody waits
+        # The computation has written what the fill reads.
         self._beside.wait_stream(current_stream(self.device))
         with torch.cuda.stream(self._beside):
             fill()
@@ -418,24 +435,28 @@ class Lane(Carrier):
         keep: Sequence[Tensor] = (),
         is_recorded: bool = True,
     ) -> Flight:
+        # Until it was waited for: see [Note: streams].
         keep = (buffer, *keep)
         if self.stream is None:
             _call(prepare)
             with self.explaining(kind):
                 collective, work = self._issue(kind, buffer, issue, async_op=True, is_recorded=is_recorded)
             return Flight(self, collective, work, None, then, keep, kind)
+        # A given point may lie far behind: a transfer shall not wait for computation that was queued since.
         after = after or self.mark()
         assert after is not None
         self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
             _call(prepare)
             collective, _ = self._issue(kind, buffer, issue, async_op=False, is_recorded=is_recorded)
+            # On the lane and before the event: whoever waits for the flight waits for this.
             _call(then)
             return Flight(self, collective, None, self.stream.record_event(), None, keep, kind)
 
     def _issue(
         self, kind: str, buffer: Tensor, issue: Issue, async_op: bool, is_recorded: bool = True
     ) -> tuple[Collective | None, dist.Work | None]:
+        # Decided alike on every rank, so the numbers by which the watch compares them stay in step.
         if self.world_size == 1 or self.muted or buffer.numel() == 0:
             return None, None
         issue = self._watched(kind, buffer, issue)
@@ -452,6 +473,7 @@ class Lane(Carrier):
 
     def _probe_gather(self) -> bool:
         """Whether the backend gathers in place; also sets the communicator up, before the first step is timed."""
+        # No rank's number: a slot that nobody has written shows.
         full_N = torch.full((self.world_size,), -1, device=self.device)
         full_N[self.rank] = self.rank
         try:

@@ -1,4 +1,4 @@
-"""What windows leave when they are gone: memory of the peers, registrations with NCCL. Given back where nobody waits.
+"""Leftovers of windows that are gone: memory of the peers, registrations with NCCL. Freed at a quiet point.
 
 [Note: freeing] To free such memory is to wait for the device, and where a stream waits for a peer by then, for that
 peer: Python's garbage collector would do it in the midst of a step. So what a collected object leaves is kept until a
@@ -15,7 +15,7 @@ _left: list[Callable[[], object]] = []
 
 
 class Leftover:
-    """What an object leaves: given back by `release`, or later where the garbage collector comes first.
+    """Resources that an object leaves: freed by `release`, or later where the garbage collector comes first.
 
     Args:
         owner: that is gone one day.

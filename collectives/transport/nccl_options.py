@@ -1,4 +1,4 @@
-"""What a new NCCL communicator is asked for."""
+"""Options of a new NCCL communicator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 def nccl_options(
     timeout: timedelta | None, *, max_ctas: int | None = None, is_urgent: bool = False, zero_ctas: bool = False
 ) -> Any:
-    """For `new_group`.
+    """Return NCCL's options for `new_group`.
 
     Args:
         timeout: the same as is given there, or torch warns; None: torch's own.

@@ -2,7 +2,7 @@
 
 With a host identity of its own a rank cannot be reached through peer memory or shared memory, so NCCL goes through its
 network path: sockets on the loopback interface. That path, its timeouts and its error reports are the real ones; its
-speed is not (a few GB/s). Left out: RDMA, and a network that loses packets.
+speed is not (a few GB/s). Not covered: RDMA, and a network that loses packets.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A matrix product has one block on each multiprocessor, in clusters of two on neighbours, and as many waves of these as
 its tiles need: where a collective holds but one multiprocessor, a wave is added. On two H200 NCCL's reduce-scatter had
-9 of 132 for 3.4 ms of each layer's backward pass, and the products beside it took 16% longer, as on 114; a kernel that
+9 of 132 for 3.4 ms of each layer's backward pass, and concurrent products took 16% longer, as on 114; a kernel that
 waited for the peer on a single one cost 4 to 13%.
 
 So the parts are copied into the peers' memory (`collectives.transport.symmetric`), and added between two products, on
@@ -10,7 +10,7 @@ the whole GPU at once. Little waits for a peer there either: the sum of one buck
 next, by when its parts have come if the ranks are in step (`Flight.land`). Sums are of float32, in the order of the
 ranks, whatever travels.
 
-Left out: groups on several hosts (`symmetric.why_unusable` says what is missing).
+Not covered: groups on several hosts (`symmetric.why_unusable` says what is missing).
 
 Shapes: N elements of a padded bucket, W ranks, S = N / W.
 """
@@ -41,7 +41,7 @@ class PeerReduce:
         device: of this rank, and this process' current one.
         part_bytes: most that one rank sends to another at a time.
         streams: of another one, to be shared (`collectives.transport.carrier`, [Note: streams are few]); None: of its
-        own.
+            own.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PeerReduce:
             rounds.close()
 
     def follow(self) -> None:
-        """What is sent next leaves behind what the current stream does by now."""
+        """Make the next sends wait for the work that the current stream has by now."""
         self._turns[0].follow()
 
     def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:

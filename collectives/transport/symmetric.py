@@ -1,7 +1,7 @@
 """Peer memory: windows that every GPU of a host can write to, and exchanges over them that take no multiprocessor.
 
 A `Window` is a symmetric allocation (torch symmetric memory: memory shared between processes by its virtual address, no
-multicast). `PeerRounds` move matrices between windows beside the computation: the GPU's copy engines write to the
+multicast). `PeerRounds` move matrices between windows under the computation: the GPU's copy engines write to the
 peers, one after the other, each rank to another peer at any time; kernels of one warp set and await the flags. The
 kernels are in `peer.cu`, compiled at first use (CuPy, NVRTC).
 
@@ -13,7 +13,8 @@ on the device, so a captured CUDA graph can be replayed. Every rank runs the sam
 share a hardware queue. So a wait for the peer `k` places behind starts only when this rank's own send `k` places ahead
 is through. Among ranks that all wait, the one with the smallest k then waits for a peer whose send k is through too.
 
-Left out: groups on several hosts, and hosts without peer access between all GPUs (`why_unusable` says what is missing).
+Not covered: groups on several hosts, and hosts without peer access between all GPUs (`why_unusable` says what is
+missing).
 
 Shapes: W ranks of the group; the window of rounds is HEAD_BYTES of flags, then W slots, slot r for what rank r sends.
 """
@@ -61,7 +62,7 @@ _SIGNATURES: dict[str, tuple[bool, tuple[type, ...]]] = {
 
 
 def why_unusable(group: dist.ProcessGroup | None, device: torch.device, kernels: bool = True) -> str | None:
-    """What keeps the ranks of `group` from using peer memory; None where they can.
+    """Return the reason why the ranks of `group` cannot use peer memory; None where they can.
 
     Every rank of the group calls it and hears the same.
 
@@ -71,11 +72,11 @@ def why_unusable(group: dist.ProcessGroup | None, device: torch.device, kernels:
     reason = _why_unusable_here(group, device, kernels)
     if group is None or dist.get_world_size(group) == 1:
         return reason
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (reason, host_id()), group=group)
-    found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(said) if why is not None), None)
-    num_hosts = len({host for _, host in said})
-    return f"the ranks are on {num_hosts} hosts" if found is None and num_hosts > 1 else found
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (reason, host_id()), group=group)
+    why_not = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(answers) if why is not None), None)
+    num_hosts = len({host for _, host in answers})
+    return f"the ranks are on {num_hosts} hosts" if why_not is None and num_hosts > 1 else why_not
 
 
 def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device, kernels: bool) -> str | None:
@@ -185,7 +186,7 @@ class Window:
             raise RuntimeError(f"kernel {name} was not launched: CUDA driver error {error}")
 
     def copy(self, source: Tensor, rank: int, start: int, stream: torch.cuda.Stream) -> None:
-        """`source` (contiguous) to `start` bytes behind the beginning of a rank's window, by the copy engine."""
+        """Copy `source` (contiguous) to `start` bytes after the beginning of a rank's window, by the copy engine."""
         error = driver().cuMemcpyAsync(
             ctypes.c_uint64(self.addresses[rank] + start),
             ctypes.c_uint64(source.data_ptr()),
@@ -215,12 +216,12 @@ def driver() -> ctypes.CDLL:
 
 def adds_in_sum(bias_N: Tensor, own: Tensor) -> bool:
     """Whether the kernel that sums rows like `own`, [..., N], takes this bias: both come in words of 16 bytes."""
-    words = bias_N.data_ptr() % 16 == 0 and bias_N.nbytes % 16 == 0 and bias_N.is_contiguous()
-    return words and bias_N.dtype == own.dtype and bias_N.shape == own.shape[-1:]
+    is_in_16_byte_words = bias_N.data_ptr() % 16 == 0 and bias_N.nbytes % 16 == 0 and bias_N.is_contiguous()
+    return is_in_16_byte_words and bias_N.dtype == own.dtype and bias_N.shape == own.shape[-1:]
 
 
 class PeerRounds:
-    """Sends matrices to peers by the copy engines, round after round, beside the computation.
+    """Sends matrices to peers by the copy engines, round after round, under the computation.
 
     One round: `begin`, `follow` and `send` to any peers, `wait` for any, read `staged` or `reduce` it, `finish`. A rank
     may skip its sends to a peer only if that peer does not wait for them. Kernels wait for a peer without a limit of
@@ -240,7 +241,7 @@ class PeerRounds:
         self.slot_bytes = -(-slot_bytes // 256) * 256
         self.window = Window(group, HEAD_BYTES + dist.get_world_size(group) * self.slot_bytes, device)
         self.rank, self.num_ranks, self.device = self.window.rank, self.window.num_ranks, device
-        # Copies follow each other without a gap; what tells the peers of them runs beside, or it would open gaps.
+        # Copies follow each other without a gap; signals to the peers go by another stream, or they would open gaps.
         if streams is None:
             streams = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.streams = streams
@@ -274,7 +275,7 @@ class PeerRounds:
         return self.window.memory[HEAD_BYTES : HEAD_BYTES + self.num_ranks * num_bytes].view(self.num_ranks, num_bytes)
 
     def follow(self) -> None:
-        """What is sent from now on leaves behind what the current stream does by now."""
+        """Make sends from now on wait for the work that the current stream has by now."""
         self._make_wait(self.copy_stream, current_stream(self.device))
 
     def send(self, source: Tensor, ahead: int) -> None:
@@ -308,7 +309,7 @@ class PeerRounds:
         self.window.launch("await_arrived", 1, 32, self.window.own, self.rank, behind, count)
 
     def reduce(self, own: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-        """`out` = `own` + what every peer has sent in this round (+ `bias`), in float32, in the order of the ranks.
+        """Set `out` = `own` + the parts of all peers in this round (+ `bias`), in float32, in the order of the ranks.
 
         All peers have been waited for. Sizes and addresses are multiples of 16 bytes; bfloat16, float16 or float32.
 
@@ -322,7 +323,7 @@ class PeerRounds:
         self._launch_sum("reduce_staged", own, out, *of_bias)
 
     def reduce_wide(self, own: Tensor, out: Tensor, mean: bool) -> None:
-        """As `reduce`, with `out` in float32, and the mean over the ranks where that is asked for."""
+        """Reduce as `reduce` does, with `out` in float32, and to the mean over the ranks if `mean`."""
         if out.dtype != torch.float32:
             raise ValueError(f"wide sums are of float32, got {out.dtype}")
         self._launch_sum("reduce_wide", own, out, int(mean))
@@ -347,6 +348,6 @@ class PeerRounds:
         self._sent.clear()
 
     def _make_wait(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-        """As `wait_stream`, by one event for all."""
+        """Do as `wait_stream`, with one event for all calls."""
         self._mark.record(earlier)
         later.wait_event(self._mark)

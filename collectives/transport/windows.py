@@ -6,7 +6,7 @@ products where plain ones ran at 25, and reductions at 30 against 22.
 
 A part that a rank gives or gets must begin at a multiple of `ALIGNMENT_BYTES`: NCCL 2.28.9 gave wrong sums where it did
 not. NCCL's kernels find a peer's buffer at the place of the own one, so everything lies in one allocation, laid out
-alike on all ranks: where single ones came to lie would differ by rank. Left out: giving parts back.
+alike on all ranks: where single ones came to lie would differ by rank. Not covered: giving parts back.
 
 NCCL keeps a registration as long as its communicator, whoever made that: `close` ends it, and so does the garbage
 collector, later (`collectives.transport.leftovers`).
@@ -52,8 +52,8 @@ def are_worth_it(group: dist.ProcessGroup | None, lane: Lane, *, has_room: bool 
     if lane.device.type != "cuda":
         return False
     can = group is not None and has_room and _gathers_by_copy_engines(group, lane.device)
-    told = dict(zip(lane.ranks, lane.tell_texts(f"{can} on {host_id()}", "windows"), strict=True))
-    return can and len({told[rank] for rank in dist.get_process_group_ranks(group)}) == 1
+    answers = dict(zip(lane.ranks, lane.tell_texts(f"{can} on {host_id()}", "windows"), strict=True))
+    return can and len({answers[rank] for rank in dist.get_process_group_ranks(group)}) == 1
 
 
 def _gathers_by_copy_engines(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -79,8 +79,8 @@ class Windows:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
         if device.type != "cuda" or "cuda:nccl" not in dist.get_backend_config(group):
-            found = f"the device is {device.type} and the backend {dist.get_backend_config(group)}"
-            raise ValueError(f"windows: only NCCL on CUDA has them, and {found}; leave them out")
+            actual = f"the device is {device.type} and the backend {dist.get_backend_config(group)}"
+            raise ValueError(f"windows: only NCCL on CUDA has them, and {actual}; leave them out")
         release_left()
         backend: Any = group._get_backend(device)
         self._pool = torch.cuda.MemPool(backend.mem_allocator)
@@ -88,7 +88,7 @@ class Windows:
             self.memory = torch.zeros(max(num_bytes, _STRIDE), dtype=torch.uint8, device=device)
         backend.register_mem_pool(self._pool, symm=True)
         self._leftover = Leftover(self, _Registration(group, backend, self._pool, device).end)
-        self._taken = 0
+        self._used_bytes = 0
 
     def close(self) -> None:
         """End the registration, once the device has come here. Twice does no harm.
@@ -105,14 +105,14 @@ class Windows:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor [numel] in the memory, zeroed, of nobody else."""
-        start, self._taken = self._taken, self._taken + self.room(numel, dtype)
-        if self._taken > max(self.memory.numel(), _STRIDE):
+        start, self._used_bytes = self._used_bytes, self._used_bytes + self.room(numel, dtype)
+        if self._used_bytes > max(self.memory.numel(), _STRIDE):
             raise ValueError(f"windows of {self.memory.numel()} bytes have no room for {numel} of {dtype} more")
         return self.memory[start : start + numel * dtype.itemsize].view(dtype)
 
 
 class _Registration:
-    """Of a pool with a group's communicator; it keeps the pool until it has ended."""
+    """Registration of a pool with a group's communicator; it keeps the pool until it has ended."""
 
     _open: ClassVar[weakref.WeakSet[_Registration]] = weakref.WeakSet()
     """Weak: where the process ends, pools go before their groups, or torch ends it for that (torch 2.11)."""
@@ -144,7 +144,7 @@ class _Registration:
 
     @classmethod
     def end_of_process(cls) -> None:
-        """Those of living groups stay: to end one is to wait for the peers."""
+        """Forget registrations of dead groups. Those of living groups stay: to end one is to wait for the peers."""
         for registration in [one for one in cls._open if not one._group_lives]:
             registration._forget()
 

@@ -1,8 +1,8 @@
-"""Who is to blame for a collective that did not complete: one line from what the ranks of its group say of themselves.
+"""Diagnosis of a collective that did not complete: one line that blames ranks, from the reports of its group.
 
-A `Report` is what a rank tells of its progress; `diagnose` compares the reports of a group with the collective that is
-stuck. Ranks that answer and have not launched it are told from ranks that do not answer, and from ranks that launched
-another one in its place. Left out: how reports travel (`roll_call`), and which link or switch is at fault.
+A `Report` has the progress of a rank; `diagnose` compares the reports of a group with the collective that is stuck.
+Ranks that answer and have not launched it are told from ranks that do not answer, and from ranks that launched another
+one in its place. Not covered: how reports travel (`roll_call`), and which link or switch is at fault.
 
 Collectives of a group are numbered from 1, in order of launch, on each rank for itself.
 """
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """How far a rank is in one group.
+    """Progress of a rank in one group.
 
     Args:
         launched: number of its last collective there, 0 before the first.
@@ -57,7 +57,7 @@ class GroupProgress:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself.
+    """Report of a rank on itself.
 
     Args:
         rank: in the world.
@@ -224,8 +224,8 @@ class _Verdict:
             self._layout.describe([rank]) if self._layout is not None else "",
             f"host {report.host}" if report is not None else "",
         )
-        shown = "; ".join(filter(None, known))
-        return f"rank {rank} ({shown})" if shown else f"rank {rank}"
+        place = "; ".join(filter(None, known))
+        return f"rank {rank} ({place})" if place else f"rank {rank}"
 
     def _doing(self, report: Report, progress: GroupProgress) -> str:
         last = f"last launched #{progress.launched}" if progress.launched else "launched nothing there yet"
@@ -241,6 +241,6 @@ def first_difference(stuck: Stuck, progress: GroupProgress) -> tuple[Entry, Entr
 
 
 def _join(parts: Mapping[int, str]) -> str:
-    shown = list(parts.values())[:_MOST_DETAILED]
+    detailed = list(parts.values())[:_MOST_DETAILED]
     rest = list(parts)[_MOST_DETAILED:]
-    return "; ".join(shown + ([f"the same of {describe_ranks(rest)}"] if rest else []))
+    return "; ".join(detailed + ([f"the same of {describe_ranks(rest)}"] if rest else []))

@@ -1,8 +1,8 @@
-"""What communication costs a step: counts, bytes and times of every collective, and how long the computation waited.
+"""Cost of communication in a step: counts, bytes and times of every collective, and how long the computation waited.
 
 `exposed_comm` is the share of a step (0..1) in which the compute stream waits for a communication, by events: on CUDA
 two events around each wait, on the CPU the time that the host is blocked in it. Reading a time is what waits for the
-events, never the step itself. All times, of host and device, are on the time base of `collectives.clock`. Left out:
+events, never the step itself. All times, of host and device, are on the time base of `collectives.clock`. Not covered:
 contention (a step with its communication removed must run for that), and what a collective costs beside a computation
 that it hides behind.
 
@@ -57,7 +57,7 @@ class Collective:
         labels: more about it, for a trace: peer, micro-batch, phase.
         flow: the same text on a send and on its receive, in all steps alike; "" where there is no such pair.
         start, end: when it ran. On CUDA events on the lane's stream, from when it could start there. On the CPU the
-            end is when somebody noticed: whoever waited for it, unless the lane watches its collectives.
+            end is when it was noticed: by the wait for it, unless the lane watches its collectives.
     """
 
     group: str
@@ -76,7 +76,7 @@ class Collective:
 
     @property
     def ended(self) -> Mark | None:
-        """When it ended, as far as anybody knows."""
+        """Return the time of its end; that of its wait where there is no better one."""
         return self.end if self.end is not None else self.wait_end_ns or None
 
 
@@ -92,7 +92,7 @@ class Span(NamedTuple):
 
 
 class _Computation(NamedTuple):
-    """On the compute stream."""
+    """Computation on the compute stream."""
 
     name: str
     labels: Labels
@@ -101,7 +101,7 @@ class _Computation(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """Of the compute stream, for a collective."""
+    """Wait of the compute stream for a collective."""
 
     collective: Collective
     start: Mark
@@ -164,7 +164,7 @@ class StepComm:
     def spans(self) -> list[Span]:
         """The step, its computations, its waits and its collectives, on the host's clock; waits for all of them.
 
-        A collective that nobody has waited for yet is left out on the CPU, where nobody knows when it ends.
+        A collective without a wait so far is omitted on the CPU, where its end is not known.
         """
         assert self._time_base is not None
         ns = self._time_base.ns
@@ -200,7 +200,7 @@ class StepComm:
 
     @cached_property
     def _under_way(self) -> _Busy:
-        """When any collective was; asks of none that goes on after the step, and so waits for none."""
+        """Return the times with any collective in flight; one that outlives the step is not asked or waited for."""
         assert self._time_base is not None
         ns, times = self._time_base.ns, []
         for one in (*self._earlier, *self.collectives):
@@ -211,7 +211,7 @@ class StepComm:
 
 
 class _Busy:
-    """How much of any span of time lies in some intervals: sorted once, then two look-ups a question."""
+    """Overlap of any span of time with a set of intervals: sorted once, then two look-ups a query."""
 
     def __init__(self, intervals: Iterable[tuple[int, int]]) -> None:
         self._merged = union(intervals)
@@ -302,7 +302,7 @@ class Recorder:
         flow: str = "",
         stream: torch.cuda.Stream | None = None,
     ) -> Iterator[Collective]:
-        """Around the call that launches a collective; arguments as in `Collective`.
+        """Record the call in the block, which launches a collective; arguments as in `Collective`.
 
         On CUDA it runs on `stream`; None: on the one that is current.
         """
@@ -320,7 +320,7 @@ class Recorder:
 
     @contextmanager
     def waiting(self, collective: Collective) -> Iterator[None]:
-        """Around what makes the computation wait: the host's wait, or the wait put into the compute stream."""
+        """Record the wait in the block: the host's, or the one that it puts into the compute stream."""
         collective.wait_start_ns = time.perf_counter_ns()
         with self._timing() as marks:
             yield
@@ -330,7 +330,7 @@ class Recorder:
 
     @contextmanager
     def computing(self, name: str, **labels: Label) -> Iterator[None]:
-        """Around a computation, to show it in a trace; outside a step nothing is recorded."""
+        """Record the computation in the block, for a trace; outside a step nothing is recorded."""
         with self._timing() as marks:
             yield
         if self._open and len(marks) == 2:

@@ -2,7 +2,7 @@
 
 Nothing is written or read until somebody asks. From `listen` on, one blocked command of the store waits for that, so
 that a rank answers whatever its main thread does, as long as Python runs. Works on everything with torch's Store API
-(RedisStore, TCPStore). Left out: what a report says (`diagnosis`), and when to ask (`watch`).
+(RedisStore, TCPStore). Not covered: what a report says (`diagnosis`), and when to ask (`watch`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VERDICT, _VERDICT_COMES = "watch/verdict", timedelta(seconds=2)
 
 
 class RollCall:
-    """One rank's part in it.
+    """One rank's part in the roll call.
 
     The store's own object is left alone, since a wait may hold it: every thread here uses a clone.
 
@@ -78,7 +78,7 @@ class RollCall:
         return store.get(_VERDICT).decode()
 
     def verdict(self) -> str | None:
-        """What `decide` wrote, on whichever rank; None where there is none yet.
+        """Return the verdict that `decide` wrote, on whichever rank; None where there is none yet.
 
         Raises:
             RuntimeError, NetlayerError, OSError: the store does not work (`STORE_ERRORS`).
@@ -111,11 +111,11 @@ class RollCall:
         self._publish(store)
         answers: dict[int, Answer] = {}
         waiting: list[int] = []
-        asked = {self._rank}
+        asked_ranks = {self._rank}
 
         def ask(more: Sequence[int]) -> None:
-            for rank in (rank for rank in more if rank not in asked):
-                asked.add(rank)
+            for rank in (rank for rank in more if rank not in asked_ranks):
+                asked_ranks.add(rank)
                 report = _read(store, rank)
                 if report is not None:
                     answers[rank] = Answer(report, final(report))

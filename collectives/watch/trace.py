@@ -2,7 +2,7 @@
 
 A rank is a process of the trace, a lane of it a thread; arrows go from a send to its receive. Ranks of one host share
 its clock (CLOCK_MONOTONIC, behind `time.perf_counter_ns`), so their times are comparable as they are; clocks of several
-hosts are aligned by a few barriers. Format: Trace Event Format, "JSON Object Format" (Google, 2016). Left out: what
+hosts are aligned by a few barriers. Format: Trace Event Format, "JSON Object Format" (Google, 2016). Not covered: what
 other programs do on the machine.
 """
 
@@ -32,12 +32,12 @@ _NUM_BARRIERS = 9
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank has recorded. Picklable: ranks hand theirs to whoever writes the file.
+    """Spans that one rank has recorded. Picklable: ranks send theirs to the one that writes the file.
 
     Args:
         rank: global rank.
         spans: on this rank's host clock.
-        name: shown beside the rank: `stage 2`.
+        name: shown next to the rank: `stage 2`.
         offset_ns: subtract it from the clock of this rank to get the clock of the first (`align_clocks`).
     """
 
@@ -49,7 +49,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class ClockAlignment:
-    """How the clock of this rank relates to that of the group's first rank.
+    """Offset of this rank's clock from that of the group's first rank.
 
     Args:
         offset_ns: this clock minus that one.
@@ -63,7 +63,7 @@ class ClockAlignment:
 
 
 def record_trace(rank: int, steps: Iterable[StepComm], name: str = "", offset_ns: int = 0) -> RankTrace:
-    """All spans of recorded steps; waits until the device has done them."""
+    """Return all spans of recorded steps; waits until the device has done them."""
     return RankTrace(rank, [span for step in steps for span in step.spans()], name, offset_ns)
 
 
@@ -102,7 +102,7 @@ def chrome_trace(ranks: Sequence[RankTrace], about: dict[str, Any] | None = None
 
     Args:
         ranks: one or many.
-        about: stands in the file beside the events: how clocks were aligned, what ran.
+        about: metadata in the file, next to the events: how clocks were aligned, what ran.
     """
     starts = [span.start_ns - trace.offset_ns for trace in ranks for span in trace.spans]
     origin_ns = min(starts, default=0)

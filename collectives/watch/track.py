@@ -1,7 +1,7 @@
-"""What one rank has launched in one group, and what of it is still under way: counted in memory, at hardly any cost.
+"""Track of the collectives that one rank has launched in one group, and of those in flight: counted in memory, cheaply.
 
-Each collective gets the next number of its group; ranks that launch the same things give them the same numbers. Left
-out: looking at the numbers (`watch`) and comparing them (`diagnosis`).
+Each collective gets the next number of its group; ranks that launch the same things give them the same numbers. Not
+covered: looking at the numbers (`watch`) and comparing them (`diagnosis`).
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Operation:
         return time.monotonic() - self.launched_s
 
     def finish(self) -> None:
-        """It is complete on this rank."""
+        """Mark it as complete on this rank."""
         self.done, self.is_done = True, None
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        """It is complete once `is_done()`, which the watch asks from its own thread: `event.query`."""
+        """Take it as complete once `is_done()`, which the watch calls from its own thread: `event.query`."""
         self.is_done = is_done
 
     def follow(self, work: dist.Work) -> None:
-        """It is complete once this handle says so, and without an error.
+        """Take it as complete once this handle is, without an error.
 
         A handle that learns of it by its wait only (gloo's isend and irecv) must be waited for within the timeout.
         """
@@ -95,7 +95,7 @@ class Operation:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Around what blocks the calling thread until it is complete, where another thread waits for it itself."""
+        """Wrap a call that blocks this thread until it is complete, where another thread waits for it itself."""
         self._block()
         try:
             yield
@@ -188,7 +188,7 @@ class Track:
 
     @contextmanager
     def around(self, kind: str, num_bytes: int, detail: str = "") -> Iterator[Operation]:
-        """Around the call that launches a collective; arguments and errors as in `launch`."""
+        """Track the call in the block, which launches a collective; arguments and errors as in `launch`."""
         operation = self.launch(kind, num_bytes, detail)
         with operation:
             yield operation
@@ -211,13 +211,13 @@ class Track:
         return cast(dist.Work, WatchedWork(operation, work))
 
     def progress(self) -> GroupProgress:
-        """For a report."""
+        """Return this rank's progress, for a report."""
         with self._lock:
             given_up = self.given_up.entry.seq if self.given_up is not None else 0
             return GroupProgress(self._launched, tuple(self._recent), given_up)
 
     def oldest(self) -> Operation | None:
-        """What has been under way for longest; forgets what has completed. Asks the device: the watch's thread only."""
+        """Return the operation longest in flight; forget completed ones. Queries the device: watch's thread only."""
         while (operation := self._first()) is not None:
             is_done = operation.is_done  # which the main thread takes away when it finishes the operation
             if not operation.done and (is_done is None or not is_done()):
@@ -231,21 +231,21 @@ class Track:
         return None
 
     def peek(self) -> Operation | None:
-        """What has been under way for longest, as far as it was noticed."""
+        """Return the operation that is longest in flight, as last noticed."""
         with self._lock:
             return next((operation for operation in self._under_way if not operation.done), None)
 
     def broken(self) -> str:
-        """What the communicator itself reports of a lost peer; empty where it knows of none."""
+        """Return the communicator's own report of a lost peer; empty where it knows of none."""
         get_error = getattr(self._backend, "get_error", None)
         error = "" if get_error is None else str(get_error()).rpartition(".")[2]
         return "" if error in ("", "SUCCESS", "TIMEOUT") else f"the communicator reports {error}"
 
-    def explain(self, operation: Operation, said: str) -> CollectiveFailed | None:
+    def explain(self, operation: Operation, message: str) -> CollectiveFailed | None:
         """The error for what a backend said of this collective; None where that is about no timeout and no peer."""
-        if lost_or_late(said) is None:
+        if lost_or_late(message) is None:
             return None
-        lost, timed_out = _LOST.search(said), _TIMED_OUT.search(said)
+        lost, timed_out = _LOST.search(message), _TIMED_OUT.search(message)
         self.given_up = self.given_up or operation
         # A peer that times out closes its connections: one that breaks at the end of the time is no cause.
         early = lost is not None and timed_out is None and operation.age_s < NEAR * self.watch.timeout_s
@@ -253,7 +253,7 @@ class Track:
         return self.watch.call_roll_soon(replace(stuck, timeout_s=min(stuck.age_s, stuck.timeout_s)))
 
     def stuck(self, operation: Operation, lost: str) -> Stuck:
-        """This collective for a diagnosis; `lost` as there."""
+        """Describe this collective for a diagnosis; `lost` as there."""
         return Stuck(
             key=self.key,
             group=self.name,
@@ -271,8 +271,8 @@ class Track:
             return self._under_way[0] if self._under_way else None
 
 
-def lost_or_late(said: str) -> type[CollectiveFailed] | None:
-    """Which error a backend's message stands for; None where it is about no timeout and no peer."""
-    if _TIMED_OUT.search(said):
+def lost_or_late(message: str) -> type[CollectiveFailed] | None:
+    """Return the error type for a backend's message; None where it is about no timeout and no peer."""
+    if _TIMED_OUT.search(message):
         return CollectiveTimeout
-    return PeerLost if _LOST.search(said) else None
+    return PeerLost if _LOST.search(message) else None

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.alike import first_difference, spread
-from collectives.sharded.step_check import CHECKED_EVERY, UNSAID, Place, StepCheck, is_checked, raise_difference
+from collectives.sharded.step_check import CHECKED_EVERY, UNANNOUNCED, Place, StepCheck, is_checked, raise_difference
 from collectives.transport.lane import Lane
 from netlayer.errors import CheckFailed
 
-AT = Place(said=UNSAID, counted=7, prefetch=2, overlap=1, step_in_backward=0, gather_in_backward=0)
+AT = Place(announced=UNANNOUNCED, counted=7, prefetch=2, overlap=1, step_in_backward=0, gather_in_backward=0)
 
 
 def test_checks_become_rare() -> None:
@@ -28,16 +28,16 @@ def test_whatever_goes_apart_is_compared_within_as_many_rounds(first: int) -> No
 
 
 def test_the_step_that_was_said_goes_before_the_one_that_was_counted() -> None:
-    places = [AT._replace(said=41), AT._replace(said=41, counted=3), AT._replace(said=42)]
+    places = [AT._replace(announced=41), AT._replace(announced=41, counted=3), AT._replace(announced=42)]
     with pytest.raises(CheckFailed, match=r"step = 41 on ranks 4,5, 42 on rank 9; .*on none$"):
         raise_difference(places, [4, 5, 9])
-    raise_difference([place._replace(said=41) for place in places], [4, 5, 9])  # what is counted alone is none
+    raise_difference([place._replace(announced=41) for place in places], [4, 5, 9])  # what is counted alone is none
 
 
 def test_where_not_all_say_a_step_it_is_counted() -> None:
     with pytest.raises(CheckFailed, match=r"step = 7 on rank 0, 8 on rank 1; .*under torch\.no_grad\(\) or eval\(\)"):
-        raise_difference([AT._replace(said=41), AT._replace(counted=8)], [0, 1])
-    raise_difference([AT._replace(said=41), AT], [0, 1])  # one of them is recorded, say
+        raise_difference([AT._replace(announced=41), AT._replace(counted=8)], [0, 1])
+    raise_difference([AT._replace(announced=41), AT], [0, 1])  # one of them is recorded, say
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_loss_that_is_no_number_stops_with_step_and_rank(text_folder: Path, co
 def test_of_many_ranks_that_lose_their_numbers_the_first_are_named(text_folder: Path, corpus: Corpus) -> None:
     trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
     trainer.job = tiny_job(text_folder, ranks=16, batch={"global_size": 32})
-    notes = Notes(losses=[1.0] + [math.nan] * 15, asked=0, grad_norm=math.nan, own_square=math.nan)
+    notes = Notes(losses=[1.0] + [math.nan] * 15, num_asked=0, grad_norm=math.nan, own_square=math.nan)
     with pytest.raises(CheckFailed, match=r"is nan on rank 1 .*, nan on rank 8 \(.*\), and on 7 more ranks; lower"):
         trainer._check_finite(2, notes)
 

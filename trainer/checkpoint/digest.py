@@ -1,4 +1,4 @@
-"""What notices damage to a checkpoint: a CRC-32 of each tensor, each header and each file beside them.
+"""Digests that show damage to a checkpoint: a CRC-32 of each tensor, each header and each file next to them.
 
 A file's header has the digests of its tensors, and `meta.json` those of the headers, of the tokenizer and of itself. So
 damage is noticed in what is read, when it is read. It guards against disks and wires, not against people: who can write

@@ -2,7 +2,7 @@
 
 Eight bytes with the length of a header, the header (JSON: dtype, shape and place of each tensor), the elements. Nothing
 in it is code, other tools read it, and neither side holds more of it than one tensor. The header's metadata has a
-digest of each tensor; one of the header is for whoever reads the file to keep. Left out: dtypes that no master has.
+digest of each tensor; one of the header is for whoever reads the file to keep. Not covered: dtypes that no master has.
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -38,7 +38,7 @@ class TensorWriter:
         path: of the file; replaced if it is there.
         tensors: (name, shape), in the order in which they will be added.
         dtype: of all of them.
-        metadata: text to keep beside them.
+        metadata: text to keep with them.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class TensorWriter:
         metadata: Mapping[str, str],
     ) -> None:
         self._names, self._dtype = iter([name for name, _ in tensors]), dtype
-        self._told = tensors, dtype, metadata
-        self._header = _header(*self._told, [digest(b"")] * len(tensors))  # as long as the last one
+        self._header_arguments = tensors, dtype, metadata
+        self._header = _header(*self._header_arguments, [digest(b"")] * len(tensors))  # as long as the last one
         self._digests: list[str] = []
         self._thread = ThreadPoolExecutor(1)
         self._file = path.open("wb")
@@ -86,7 +86,7 @@ class TensorWriter:
             if (missing := next(self._names, None)) is not None:
                 raise ValueError(f"{missing} was not added")
             self._file.seek(0)
-            self._file.write(_header(*self._told, self._digests))
+            self._file.write(_header(*self._header_arguments, self._digests))
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -145,7 +145,7 @@ class TensorFile:
 
 
 def header_digest(path: Path) -> str:
-    """Of a file that was just written, to be kept beside it.
+    """Return the digest of the header of a file that was just written, to be kept next to it.
 
     Raises:
         ValueError: it is no such file.
@@ -167,7 +167,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
     """Return the metadata and the entry of each tensor, of the types that they should have.
 
     Raises:
-        ValueError: something in it is otherwise. A digest beside the file proves no more than who wrote both.
+        ValueError: something in it differs. A digest next to the file proves no more than that one hand wrote both.
     """
     try:
         header = json.loads(text)

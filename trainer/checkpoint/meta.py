@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and what stands beside their tensors. Needs no torch: who launches reads it too."""
+"""Checkpoints of a folder, and the facts next to their tensors. Needs no torch: who launches reads it too."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class Meta:
-    """What stands beside the tensors: `step` steps were taken, with samples drawn by `seed`, in this job.
+    """Facts next to the tensors: `step` steps were taken, with samples drawn by `seed`, in this job.
 
     Args:
-        job: what `job` was, section by section.
+        job: the job of the run, section by section.
         corpus: digests of the text and of the tokenizer; empty where the run had none.
         digests: of the tokenizer, and of the header of each file of tensors (`trainer.checkpoint.digest`).
         field: how the user named it, for errors.
@@ -60,7 +60,7 @@ class Meta:
 
     @property
     def tokenizer_file(self) -> Path:
-        """As the `tokenizers` library reads it.
+        """Return the tokenizer's path, in the format of the `tokenizers` library.
 
         Raises:
             ConfigError: it is not there, or not as it was written.
@@ -74,7 +74,7 @@ class Meta:
 
     @contextlib.contextmanager
     def undamaged(self, name: str) -> Iterator[None]:
-        """Around what reads one of its files: what no whole file would raise is a ConfigError."""
+        """Read one of its files in the block: an error that an intact file would not raise becomes a ConfigError."""
         with _undamaged(self.field, self.path / name):
             yield
 
@@ -102,20 +102,20 @@ def find(path: Path, field: str = "--resume") -> Meta:
             raise ConfigError(field, folder, rule, "go on with the version that wrote it")
         if meta.pop(_OWN_DIGEST) != digest(json.dumps(meta).encode()):
             raise ValueError(_ALTERED)
-        told = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
+        facts = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
         newer = [each for each in folders[: folders.index(folder)] if each != path]
         if folder != path:
             newer += [each for each in unproven_in(folder.parent) if step_of(each) > meta["step"]]
-        found = Meta(folder, **told, field=field, passed_over=newer)
-    for tp, pp in itertools.product(range(found.tp), range(found.pp)):
+        checkpoint = Meta(folder, **facts, field=field, passed_over=newer)
+    for tp, pp in itertools.product(range(checkpoint.tp), range(checkpoint.pp)):
         if not (folder / file_name(tp, pp)).is_file():
             raise ConfigError(field, folder, f"lacks {file_name(tp, pp)}", "give an older checkpoint")
-    return found
+    return checkpoint
 
 
-def sealed(told: Mapping[str, Any]) -> str:
+def sealed(facts: Mapping[str, Any]) -> str:
     """The text of `meta.json`, with its own digest."""
-    return json.dumps({**told, _OWN_DIGEST: digest(json.dumps(told).encode())}, indent=1) + "\n"
+    return json.dumps({**facts, _OWN_DIGEST: digest(json.dumps(facts).encode())}, indent=1) + "\n"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -124,17 +124,17 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def unproven_in(folder: Path) -> list[Path]:
-    """Those that nothing vouches for yet, oldest first."""
+    """Return the checkpoints that are not verified yet, oldest first."""
     return _named(folder, UNPROVEN)
 
 
 def halves_in(folder: Path) -> list[Path]:
-    """What is no checkpoint: halves of saves under way or killed, and what has been replaced."""
+    """Return folders that are no checkpoints: halves of saves in progress or killed, and replaced checkpoints."""
     return sorted([*folder.glob(".step-*.part"), *folder.glob(".step-*.old")])
 
 
 def file_name(tp: int, pp: int) -> str:
-    """What the first data-parallel rank of a place writes."""
+    """Return the name of the file that the first data-parallel rank of a (tp, pp) position writes."""
     return f"tp{tp}-pp{pp}.safetensors"
 
 
@@ -169,40 +169,40 @@ def check_same_text(meta: Meta, corpus: Mapping[str, str], job: JobConfig) -> No
         raise ConfigError("job.data.folder", value, rule, "set job.checkpoint.other_text to true to keep that one")
 
 
-def seed_of(meta: Meta, given: int | None, job: JobConfig) -> int:
+def seed_of(meta: Meta, option_seed: int | None, job: JobConfig) -> int:
     """The seed to go on with: the checkpoint's.
 
     Args:
-        given: by the user, as an option; None: not at all.
+        option_seed: from the option `--seed`; None: not set.
 
     Raises:
         ConfigError: another was given, and the job does not say that it means other samples.
     """
-    if given is None or given == meta.seed:
+    if option_seed is None or option_seed == meta.seed:
         return meta.seed
     if job.checkpoint.other_text:
-        return given
+        return option_seed
     rule = f"is another than the {meta.seed} that {meta.path} was trained with"
-    raise ConfigError("--seed", given, rule, "leave it out, or set job.checkpoint.other_text to true")
+    raise ConfigError("--seed", option_seed, rule, "leave it out, or set job.checkpoint.other_text to true")
 
 
 def going_on(meta: Meta, job: JobConfig) -> list[str]:
     """Lines for the user: from where a job goes on, and what of its optimiser and batch is otherwise than before."""
-    said = [f"goes on from {meta.path}, behind step {meta.step:,}"]
+    lines = [f"goes on from {meta.path}, behind step {meta.step:,}"]
     for path in meta.passed_over:
         why = "nothing vouches for it" if path.suffix == UNPROVEN else f"it lacks {META}"
-        said.append(f"note: {path} is newer, and was passed over: {why}")
+        lines.append(f"note: {path} is newer, and was passed over: {why}")
     for path in halves_in(meta.path.parent):
         what = f"({format_size(_size(path))}) is what a killed save left"
-        said.append(f"note: {path} {what}; delete it, unless a run still writes there")
+        lines.append(f"note: {path} {what}; delete it, unless a run still writes there")
     for section in ("optimizer", "batch"):
         for key, value in getattr(job, section).model_dump(mode="json").items():
             before = meta.job[section].get(key, value)
             if value != before:
                 bends = key == "steps" and job.optimizer.schedule != "constant"
                 also = f", and the {job.optimizer.schedule} schedule of the learning rate moves with it" * bends
-                said.append(f"note: job.{section}.{key} is now {value}, and was {before} up to the checkpoint{also}")
-    return said
+                lines.append(f"note: job.{section}.{key} is now {value}, and was {before} up to the checkpoint{also}")
+    return lines
 
 
 def _named(folder: Path, suffix: str) -> list[Path]:
@@ -211,7 +211,7 @@ def _named(folder: Path, suffix: str) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """After which a checkpoint was saved, by its name."""
+    """Return the step after which a checkpoint was saved, from its name."""
     return int(path.name.removeprefix("step-").removesuffix(UNPROVEN))
 
 
@@ -228,12 +228,12 @@ def _undamaged(field: str, path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise ConfigError(field, path, f"is damaged ({_words(exc)})", "give an older checkpoint") from exc
+        raise ConfigError(field, path, f"is damaged ({_one_line(exc)})", "give an older checkpoint") from exc
 
 
-def _words(exc: Exception) -> str:
-    """In one line that has an end; some errors hold the whole file."""
+def _one_line(exc: Exception) -> str:
+    """Return an error's text in one line of bounded length; some errors hold the whole file."""
     if isinstance(exc, UnicodeDecodeError):
         return f"no UTF-8 at byte {exc.start:,}"
-    said = f"it lacks {exc}" if isinstance(exc, KeyError) else str(exc) or type(exc).__name__
-    return textwrap.shorten(said, 150, placeholder=" ...")
+    text = f"it lacks {exc}" if isinstance(exc, KeyError) else str(exc) or type(exc).__name__
+    return textwrap.shorten(text, 150, placeholder=" ...")

@@ -24,7 +24,7 @@ AUTO = Path("auto")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts.
+    """Start of a run.
 
     Args:
         meta: checkpoint to resume from; None: the first step.
@@ -40,7 +40,7 @@ class Start:
 
 
 def start_of(resume: Path | None, out: Path | None, environ: Mapping[str, str]) -> Start:
-    """What `--resume` means together with `--out`; every rank of a launcher reads the same.
+    """Return the start that `--resume` and `--out` mean together; every rank of a launcher reads the same.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is not said which.
@@ -83,7 +83,7 @@ def check_steps_left(start: Start, job: JobConfig) -> bool:
 
 
 def _newest(out: Path) -> Start:
-    """Of the good checkpoints the newest that is not damaged, as far as can be seen without its tensors.
+    """Return the newest good checkpoint that is not damaged, as far as can be seen without its tensors.
 
     Raises:
         ConfigError: there are some, and all are damaged: to start from the first step would be no answer.

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-000050` with a file for each (tensor-parallel, pipeline) place, written by its first
 data-parallel rank, the tokenizer, and `meta.json`. State travels one bucket at a time, from the shards into the file
-and back. Left out: writing beside the training (ranks wait), and ranks that do not see the same folder.
+and back. Not covered: writing beside the training (ranks wait), and ranks that do not see the same folder.
 
 [Note: whole or not there] All of it is made durable (fsync: files, then their folder) under a name that begins with a
 dot, then the folder is renamed, then the rename is made durable. An older one is renamed away before it is removed. So
@@ -58,14 +58,14 @@ from trainer.notes import every_ranks
 from trainer.parallel import Optimizers, SplitModel
 
 PARAMETER = "parameter"
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW and of LAMB; beside them `step`
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW and of LAMB, which also have `step`
 _EMBEDDING, _HEAD = "embedding.tokens.weight", "head.tokens.weight"
 _PARTS = "parts"
 
 
 @dataclass(frozen=True)
 class Text:
-    """What of a corpus goes with the parameters: the tokenizer, as its file has it, and `Corpus.identity`."""
+    """Parts of a corpus that are saved with the parameters: the tokenizer's file, and `Corpus.identity`."""
 
     tokenizer: bytes
     identity: Mapping[str, str]
@@ -108,7 +108,7 @@ def save(
             room.agree()
             if is_first:
                 with room.watched():
-                    _write_beside(model, aside, step, seed, text)
+                    _write_meta(model, aside, step, seed, text)
                     _rename(aside, path)
             room.agree()
     except BaseException:
@@ -134,7 +134,7 @@ class _Room:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Around what writes: that it finds no room is noted, and the block ends there."""
+        """Write in the block: a full disk is noted, and ends the block there."""
         try:
             yield
         except OSError as exc:
@@ -157,7 +157,7 @@ class _Room:
 
     @property
     def needed_bytes(self) -> int:
-        """Of all files of tensors together: a parameter and two moments an element."""
+        """Return the bytes of all files of tensors together: a parameter and two moments an element."""
         job, width = self._model.job, self._model.chunks[0].buckets[0].master_S.itemsize
         elements = sum(stage_elements(job, stage) for stage in range(job.parallel.pp)) * job.parallel.tp
         return elements * width * (1 + len(_MOMENTS))
@@ -178,7 +178,7 @@ class _Room:
 
 
 def good_name(path: Path) -> Path:
-    """Of what `save` gave, once it is vouched for."""
+    """Return the path that a checkpoint of `save` has once it is verified."""
     return path.with_name(path.name.removesuffix(UNPROVEN))
 
 
@@ -234,7 +234,7 @@ class Files:
         return lambda name: self.local(kind, name, cut.get(name))
 
     def local(self, kind: str, name: str, part: Part | None) -> Tensor:
-        """This rank's part of a parameter or of one of its moments, however it was spread when it was written.
+        """Return this rank's part of a parameter or of one of its moments, whatever the layout was at its save.
 
         Raises:
             ConfigError: it is not there, or its file is damaged.
@@ -252,7 +252,7 @@ class Files:
         return whole if exchange is None else part.local(whole, exchange.rank, exchange.world_size)
 
     def _where(self, kind: str, name: str) -> tuple[str, int]:
-        """By which name it was written, and on which pipeline stage: a tied table may stand under either of two."""
+        """Return the saved name and pipeline stage of a parameter: a tied table may have either of two names."""
         other = {_EMBEDDING: _HEAD, _HEAD: _EMBEDDING}.get(name, name)
         for each, pp in itertools.product((name, other), range(self._meta.pp)):
             if _key(kind, each) in self._file(0, pp):
@@ -292,7 +292,7 @@ def _write(model: SplitModel, optimizers: Optimizers, path: Path, room: _Room) -
         pass
 
 
-def _write_beside(model: SplitModel, aside: Path, step: int, seed: int, text: Text | None) -> None:
+def _write_meta(model: SplitModel, aside: Path, step: int, seed: int, text: Text | None) -> None:
     """The tokenizer, and what `Meta` says; the files of tensors are there."""
     digests = {}
     for tp, pp in itertools.product(range(model.layout.tp), range(model.layout.pp)):
@@ -305,8 +305,8 @@ def _write_beside(model: SplitModel, aside: Path, step: int, seed: int, text: Te
         _write_durably(aside / TOKENIZER, text.tokenizer)
     numbers = {"format": FORMAT, "step": step, "seed": seed, "tp": model.layout.tp, "pp": model.layout.pp}
     identity = {} if text is None else text.identity
-    told = {**numbers, "corpus": identity, "job": model.job.model_dump(mode="json"), "digests": digests}
-    _write_durably(aside / META, sealed(told).encode())
+    facts = {**numbers, "corpus": identity, "job": model.job.model_dump(mode="json"), "digests": digests}
+    _write_durably(aside / META, sealed(facts).encode())
     sync_folder(aside)
 
 
@@ -318,7 +318,7 @@ def _rename(path: Path, target: Path) -> None:
 
 
 def _old(path: Path) -> Path:
-    """What `_clear` removes."""
+    """Return the path of a replaced checkpoint, which `_clear` removes."""
     return path.with_name(f".{path.name}.old")
 
 
@@ -332,8 +332,8 @@ def _states(model: SplitModel, optimizers: Optimizers) -> Iterator[tuple[str, Te
 
 def _value_of(kind: str, optimizer: torch.optim.Optimizer) -> Callable[[Piece], Tensor]:
     def value(piece: Piece) -> Tensor:
-        held: Tensor = piece.parameter if kind == PARAMETER else optimizer.state[piece.parameter][kind]
-        return held.detach()
+        tensor: Tensor = piece.parameter if kind == PARAMETER else optimizer.state[piece.parameter][kind]
+        return tensor.detach()
 
     return value
 

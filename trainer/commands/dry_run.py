@@ -1,7 +1,7 @@
 """`netlayer train --dry-run`: what a job will be, for any number of ranks, with none started.
 
-Size, layout, schedule with its proof and bubble, memory a rank by stage, bytes a step, and what does not fit. Left out:
-times.
+Size, layout, schedule with its proof and bubble, memory a rank by stage, bytes a step, and what does not fit. Not
+covered: times.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def preview(config: Config, *, echoes: bool) -> list[dict[str, Any]]:
         click.echo("\n".join([f"{job.name}: {lines[0]}", *lines[1:], _schedule_line(job, schedule)]))
         # Of what no stage has any there is no column.
         has_any = {key for row in stages for key, value in row.items() if value or value is False}
-        shown = {key: heading for key, heading in _COLUMNS.items() if key in has_any}
+        columns = {key: heading for key, heading in _COLUMNS.items() if key in has_any}
         title = "A rank of each pipeline stage: what it holds (estimate), and what it sends in a step (predicted)"
-        print_rows(title, stages, {"stage": "stage", **shown})
+        print_rows(title, stages, {"stage": "stage", **columns})
         for note in notes(config.job, backend):
             click.echo(f"note: {note}")
     named = {"job": [{"lines": lines}], "schedule": [schedule], "stage": stages, "collective": collective_rows(job)}
@@ -115,10 +115,10 @@ def record_of(
 
 
 def _backend(config: Config) -> Backend:
-    """That the ranks will most likely run on: what is previewed for GPUs elsewhere need not have any here."""
-    asked = config.job.launch.backend
-    if asked != "auto":
-        return asked
+    """Return the backend that ranks will most likely have: a preview for GPUs elsewhere needs none here."""
+    backend = config.job.launch.backend
+    if backend != "auto":
+        return backend
     elsewhere = config.cluster.gpu_memory_bytes or config.cluster.servers > 1
     return "nccl" if elsewhere or environ.usable_gpus() else "gloo"
 

@@ -19,11 +19,11 @@ def check_memory(job: JobConfig, ranks: int, backend: Literal["gloo", "nccl"]) -
     """
     there, where = _room(backend)
     job = with_overlap(job, windows=False) if backend == "gloo" else in_room(job, there)
-    found = estimate(job)
+    needed = estimate(job)
     sharing = 1 if backend == "nccl" else ranks
-    line = f"a rank will hold about {found}"
+    line = f"a rank will hold about {needed}"
     if sharing > 1:
-        line += f"; {ranks} ranks {gib(found.total * ranks)}"
+        line += f"; {ranks} ranks {gib(needed.total * ranks)}"
     if not there:
         return line
     line += f"; {where} {gib(there)}"

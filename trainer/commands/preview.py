@@ -1,6 +1,6 @@
-"""What a user is told of a job before any of it starts: its size, and what its file does not show.
+"""Preview of a job before any of it starts: its size, and effects that its file does not show.
 
-Left out: its memory (`netlayer.workload.memory`), and what is refused (`netlayer.config.tree`, `trainer.train`). No
+Not covered: its memory (`netlayer.workload.memory`), and what is refused (`netlayer.config.tree`, `trainer.train`). No
 torch.
 """
 
@@ -20,7 +20,7 @@ _MOST_SHOWN = 8
 
 
 def lines(job: JobConfig, backend: Literal["gloo", "nccl"], memory: str, *, is_traced: bool = False) -> list[str]:
-    """All of it; `memory` is what `check_memory` says."""
+    """Return all lines of the preview; `memory` is the one of `check_memory`."""
     return [
         f"{job.name}: {size(job, backend)}",
         f"memory (estimate): {memory}",
@@ -29,7 +29,7 @@ def lines(job: JobConfig, backend: Literal["gloo", "nccl"], memory: str, *, is_t
 
 
 def size(job: JobConfig, backend: Literal["gloo", "nccl"]) -> str:
-    """One line: parameters, ranks and their degrees, steps and what each takes."""
+    """Return one line: parameters, ranks and their degrees, steps, and the batch of each."""
     layout, batch = job.parallel.layout, job.batch
     count = job.optimizer.steps
     chunks = f"vpp {layout.vpp}, " * (layout.vpp > 1)
@@ -41,48 +41,48 @@ def size(job: JobConfig, backend: Literal["gloo", "nccl"]) -> str:
 
 
 def _layers_by_stage(job: JobConfig) -> str:
-    """Where stages hold other numbers of layers."""
-    held = [num_layers(job, stage) for stage in range(job.parallel.pp)]
-    if min(held) == max(held):
+    """Return the numbers of layers by stage; empty where all stages have the same."""
+    layers = [num_layers(job, stage) for stage in range(job.parallel.pp)]
+    if min(layers) == max(layers):
         return ""
-    if len(held) > _MOST_SHOWN:
-        return f" ({min(held):g} to {max(held):g} layers each)"
-    return f" ({' + '.join(f'{number:g}' for number in held)} layers)"
+    if len(layers) > _MOST_SHOWN:
+        return f" ({min(layers):g} to {max(layers):g} layers each)"
+    return f" ({' + '.join(f'{number:g}' for number in layers)} layers)"
 
 
 def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool = False) -> list[str]:
-    """What the trainer does otherwise than the job reads, or what of it has no effect: a line each.
+    """Return a line for each setting of the job that has no effect, or that the trainer changes.
 
     Args:
         is_traced: whether the run is given `--trace`.
     """
     model, tp, optimizer = job.model, job.parallel.tp, job.optimizer
-    said = [f"job.{key} has no effect: {why}" for key, why in _without_effect(job)]
-    if others := _beside_preset(model):
-        said.append(f"not all of the preset {model.preset}, for given beside it: {', '.join(others)}")
+    lines = [f"job.{key} has no effect: {why}" for key, why in _without_effect(job)]
+    if others := _overrides_of_preset(model):
+        lines.append(f"not all of the preset {model.preset}, for given beside it: {', '.join(others)}")
     padded = padded_vocabulary(model.vocab_size, tp)
     if padded > model.vocab_size:
-        said.append(
+        lines.append(
             f"job.model.vocab_size = {model.vocab_size:,} is no multiple of job.parallel.tp = {tp}: padded to "
             f"{padded:,} with rows that no token uses and the loss leaves out"
         )
     if optimizer.warmup_steps > optimizer.steps:
-        said.append(
+        lines.append(
             f"job.optimizer.warmup_steps = {optimizer.warmup_steps:,} is above job.optimizer.steps = "
             f"{optimizer.steps:,}: the learning rate never reaches job.optimizer.lr"
         )
     if (last := batch_size(job.batch, optimizer.steps)) < job.batch.global_size:
-        said.append(
+        lines.append(
             f"job.batch.start_size = {job.batch.start_size:,} grows to {last:,} in job.optimizer.steps = "
             f"{optimizer.steps:,}, and never to job.batch.global_size = {job.batch.global_size:,}"
         )
     if job.loop.cuda_graph and backend == "gloo":
-        said.append("job.loop.cuda_graph has no effect on a CPU")
+        lines.append("job.loop.cuda_graph has no effect on a CPU")
     elif job.loop.cuda_graph and is_traced:
-        said.append("--trace shows no parts of a step that is replayed, for job.loop.cuda_graph = true")
+        lines.append("--trace shows no parts of a step that is replayed, for job.loop.cuda_graph = true")
     if job.overlap.windows is True and (backend == "gloo" or job.parallel.dp == 1):
-        said.append("job.overlap.windows has no effect: only data-parallel ranks on NCCL have them")
-    return said
+        lines.append("job.overlap.windows has no effect: only data-parallel ranks on NCCL have them")
+    return lines
 
 
 def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
@@ -165,7 +165,7 @@ def _is_given(section: Section, key: str) -> bool:
     return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
-def _beside_preset(model: ModelConfig) -> list[str]:
+def _overrides_of_preset(model: ModelConfig) -> list[str]:
     """Keys of the shape that are not the preset's: a file gives them, and `--set job.model.preset` leaves them."""
     preset = MODELS.get(model.preset, {})
     return [f"job.model.{key} = {getattr(model, key)}" for key, value in preset.items() if _differs(model, key, value)]

@@ -58,6 +58,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
       netlayer train --dry-run examples/megascale-12288.toml
       torchrun --nproc-per-node 2 -m netlayer train examples/laptop.toml
     """
+    # Imported here and below, and not at the top: `netlayer --help` has to start without all of it.
     from netlayer import environ
     from netlayer.errors import ConfigError
     from netlayer.launch.early_end import ending_at
@@ -74,40 +75,47 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     if dry_run:
         _dry_run(config, options, env, {"--resume": resume, "--trace": trace})
         return
+    # Ranks on this machine: under a launcher, those of other machines check their own.
     here = config.cluster.num_gpus if env is None else env.local_world_size
     if env is None and config.cluster.servers > 1:
         rule = "only ranks of one machine are started from here"
         remedy = "start with torchrun, srun or mpirun, or preview with --dry-run"
         raise ConfigError("cluster.servers", config.cluster.servers, rule, remedy)
+    # Before any rank starts, so that a job that cannot run costs seconds and no rank's traceback.
     backend = environ.choose_backend(config.job.launch.backend, here, env)
     check_supported(config.job, here if env is None else env.world_size)
     memory = check_memory(config.job, here, backend)
+    # Under a launcher every rank comes by here: one of them speaks for all.
     speaks = env is None or env.rank == 0
     if speaks:
-        said = lines(config.job, backend, memory, is_traced=bool(trace))
-        click.echo("\n".join([*said, *_without_effect(config.job, env)]), err=True)
+        preview = lines(config.job, backend, memory, is_traced=bool(trace))
+        click.echo("\n".join([*preview, *_without_effect(config.job, env)]), err=True)
+        # The sinks are rank 0's: another machine needs neither the port nor the package.
         check_metrics(config.job.metrics)
         _check_schedule(config.job)
-    asked, options = _asked_of(resume, trace, options, config.job, speaks=speaks)
-    if asked.is_done:
+    start, options = _start_options(resume, trace, options, config.job, speaks=speaks)
+    if start.is_done:
         return
+    # Without it rank 0 names a folder of its own, which the other ranks do not know.
     if env is not None and config.job.checkpoint.every_steps and options.out is None:
         rule = f"is needed for checkpoints: {env.launcher} started ranks that write to one folder"
         raise ConfigError("--out", None, rule, "give a folder that all of them see")
     if env is not None and env.rank:
         with ending_at(*PASSED_ON):  # until training takes them over; the first rank says it for all
-            _join(config, options, backend, asked, env, options.out or Path())
+            _join(config, options, backend, start, env, options.out or Path())
         return
-    with ending_at(*PASSED_ON), open_run(options.out, "train", continues=asked.continues) as out:
+    with ending_at(*PASSED_ON), open_run(options.out, "train", continues=start.continues) as out:
+        # The same command line either starts the ranks or is one of them.
         train_it = _start if env is None else functools.partial(_join, env=env)
-        with _end_in_words(out):
-            arguments = options.arguments() | {"resume": str(asked.resume or ""), "resumed_step": asked.steps_done}
+        with _explain_end(out):
+            arguments = options.arguments() | {"resume": str(start.resume or ""), "resumed_step": start.steps_done}
             arguments["trace"] = trace or ""
-            run = functools.partial(train_it, config, options, backend, asked, out=out)
+            run = functools.partial(train_it, config, options, backend, start, out=out)
             result, record = _recorded(config, options.seed, arguments, out, run)
+    # stdout is for data: where the record goes there, this line does not.
     click.echo(_last_line(result, out), err=str(options.json_file) == "-")
     if result.stop:
-        click.echo(_how_to_go_on(result.stop, out) + _what_is_not_traced(result.stop, asked.trace, out), err=True)
+        click.echo(_how_to_go_on(result.stop, out) + _what_is_not_traced(result.stop, start.trace, out), err=True)
     if options.json_file:
         write_text(options.json_file, record.to_json())
 
@@ -130,6 +138,7 @@ def _dry_run(config: Config, options: RunOptions, env: RankEnv | None, others: M
     from netlayer.results import utc_now, write_text
     from trainer.commands.dry_run import check_fits, preview, record_of
 
+    # Refused and not ignored: a user who gives these expects a run.
     for option, value in (*others.items(), ("--out", options.out)):
         if value:
             raise ConfigError(option, value, "has no effect with --dry-run, which starts nothing", "leave one out")
@@ -145,8 +154,8 @@ def _dry_run(config: Config, options: RunOptions, env: RankEnv | None, others: M
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
-    """What a call asks for beside its configuration: a checkpoint, steps to trace, whether to resume in a folder."""
+class _StartOptions:
+    """Options of a call that are not configuration: a checkpoint, steps to trace, whether to resume in a folder."""
 
     resume: Path | None
     steps_done: int
@@ -156,14 +165,14 @@ class _Asked:
 
 
 def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
-    """A line for each key that means nothing to the ranks of a launcher."""
+    """Return a line for each key that has no effect on the ranks of a launcher."""
     if env is None or not job.store.url:
         return []
     return [f"note: job.store.url has no effect: ranks of {env.launcher} meet at the first one, by MASTER_ADDR"]
 
 
 def _check_schedule(job: JobConfig) -> None:
-    """Once a job: its ranks have the same schedule, and of thousands of micro-batches the proof takes a while."""
+    """Check the schedule, once a job: its ranks have the same one, and thousands of micro-batches take a while."""
     from netlayer.workload.schedule import micro_batches
     from netlayer.workload.schedule_check import check_job, num_actions
     from trainer.commands.dry_run import MANY_ACTIONS
@@ -173,10 +182,10 @@ def _check_schedule(job: JobConfig) -> None:
     check_job(job)
 
 
-def _asked_of(
+def _start_options(
     resume: Path | None, trace: str | None, options: RunOptions, job: JobConfig, *, speaks: bool
-) -> tuple[_Asked, RunOptions]:
-    """What `--resume` and `--trace` come to, said to the user, and the options with the checkpoint's seed.
+) -> tuple[_StartOptions, RunOptions]:
+    """Resolve `--resume` and `--trace`, print notes on them, and return the options with the checkpoint's seed.
 
     Raises:
         ConfigError: there is no such checkpoint, it is of another model or seed, it has taken all steps, or the steps
@@ -187,34 +196,37 @@ def _asked_of(
     from trainer.trace import parse_steps
 
     start = start_of(resume, options.out, os.environ)
-    said, path, steps_done, is_done = list(start.notes), None, 0, False
+    notes, path, steps_done, is_done = list(start.notes), None, 0, False
     if start.meta:
         path, steps_done = start.meta.path, start.meta.step
+        # The default seed is no wish of the user's, and gives way to the checkpoint's without a word.
         is_given = click.get_current_context().get_parameter_source("seed") is not ParameterSource.DEFAULT
         seed = seed_of(start.meta, options.seed if is_given else None, job)
         check_model(start.meta, job)
         options = dataclasses.replace(options, seed=seed)
-        said += going_on(start.meta, job)
+        notes += going_on(start.meta, job)
         if is_done := not check_steps_left(start, job):
-            said = [f"{path} has taken all {steps_done:,} steps of the job: nothing to do"]
+            notes = [f"{path} has taken all {steps_done:,} steps of the job: nothing to do"]
     traced = range(0)
     if trace and not is_done:
         # Of a run that resumes in its folder, an earlier start may have traced them.
         traced = parse_steps(trace, 1 if start.continues else steps_done + 1, job.optimizer.steps)
         if traced[0] <= steps_done:
-            said.append(f"note: --trace {trace} has no effect up to step {steps_done}, from which it resumes")
+            notes.append(f"note: --trace {trace} has no effect up to step {steps_done}, from which it resumes")
+            # What an earlier start has traced stays as it is: the range shrinks to what is still to come.
             traced = range(steps_done + 1, max(traced.stop, steps_done + 1))
-    if speaks and said:
-        click.echo("\n".join(said), err=True)
-    return _Asked(path, steps_done, traced, start.continues, is_done), options
+    if speaks and notes:
+        click.echo("\n".join(notes), err=True)
+    return _StartOptions(path, steps_done, traced, start.continues, is_done), options
 
 
-def _start(config: Config, options: RunOptions, backend: Backend, asked: _Asked, out: Path) -> TrainResult:
-    """On ranks of this machine, which are started here."""
+def _start(config: Config, options: RunOptions, backend: Backend, start: _StartOptions, out: Path) -> TrainResult:
+    """Start the ranks on this machine, and train on them."""
     from netlayer.launch.interrupt import held_interrupt
     from netlayer.progress import Stages
     from netlayer.store.meeting import meeting_place
 
+    # torch loads for seconds: a Ctrl-C waits until it is whole.
     with held_interrupt():
         from trainer import train as training
 
@@ -222,11 +234,12 @@ def _start(config: Config, options: RunOptions, backend: Backend, asked: _Asked,
     with Stages() as stages, meeting_place(job.store.url) as place:
         with stages.open("text") as bar:
             corpus = training.prepare(
-                job, ranks, options.seed, out, lambda stage, done, total: bar(done, total, stage), asked.resume
+                job, ranks, options.seed, out, lambda stage, done, total: bar(done, total, stage), start.resume
             )
         with stages.open("training") as bar:
 
             def show(progress: Progress) -> None:
+                # Then there is no row for the bar: see `Progress`.
                 if progress.warning:
                     stages.say(f"warning: {progress.warning}")
                 else:
@@ -241,15 +254,17 @@ def _start(config: Config, options: RunOptions, backend: Backend, asked: _Asked,
                 out=out,
                 seed=options.seed,
                 on_progress=show,
-                resume=asked.resume,
-                trace=asked.trace,
+                resume=start.resume,
+                trace=start.trace,
                 stops_gently=True,
-                continues=asked.continues,
+                continues=start.continues,
             )
 
 
-def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, env: RankEnv, out: Path) -> TrainResult:
-    """As one of the ranks that a launcher has started; rank 0 alone writes and shows."""
+def _join(
+    config: Config, options: RunOptions, backend: Backend, start: _StartOptions, env: RankEnv, out: Path
+) -> TrainResult:
+    """Train as one of the ranks that a launcher has started; rank 0 alone writes files and shows progress."""
     from congestion.nic.env import as_record, exported, for_ranks
     from netlayer.launch.interrupt import held_interrupt
     from netlayer.launch.rank import RankContext
@@ -260,8 +275,9 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
     with held_interrupt():  # torch takes two seconds to load
         from trainer import train as training
         from trainer.worker import run_rank
+    # NCCL reads its variables when the first communicator is made: they must be there by then.
     with exported(nccl), contextlib.ExitStack() as stack:
-        corpus = training.prepare(job, env.world_size, options.seed, out, resume=asked.resume)
+        corpus = training.prepare(job, env.world_size, options.seed, out, resume=start.resume)
         context = RankContext(env)
         if env.rank == 0:
             bar = stack.enter_context(stack.enter_context(Stages()).open("training"))
@@ -271,10 +287,12 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
                     bar(progress.done, progress.total, words_of(progress))
 
             context = RankContext(env, report)
+        # Only a folder that the user has named is known to be one for all ranks.
         is_shared = options.out is not None
-        told = (asked.resume, asked.trace, is_shared, True, asked.continues)
-        work = training.Work(job, corpus, init_method, backend, out, options.seed, *told)
+        arguments = (start.resume, start.trace, is_shared, True, start.continues)
+        work = training.Work(job, corpus, init_method, backend, out, options.seed, *arguments)
         outcome = run_rank(context, work)
+    # This process knows its own device alone, and takes it for all.
     devices = (outcome.device,) * env.world_size
     settings = as_record(nccl)
     return training.TrainResult(
@@ -285,15 +303,16 @@ def _join(config: Config, options: RunOptions, backend: Backend, asked: _Asked, 
 def _recorded(
     config: Config, seed: int, arguments: Mapping[str, Any], out: Path, run: Callable[[], TrainResult]
 ) -> tuple[TrainResult, RunRecord]:
-    """What a run gave, and its record, which is saved."""
+    """Run, and return the result and its record, which is saved."""
     from netlayer import environ
     from netlayer.results import RunRecord, utc_now
 
+    # Around the run: the record says when it ran and not when it was written.
     started = utc_now()
     result = run()
-    told: dict[str, Any] = {"corpus": dataclasses.asdict(result.corpus)}
+    environment: dict[str, Any] = {"corpus": dataclasses.asdict(result.corpus)}
     if result.nccl_settings:
-        told["nccl_settings"] = list(result.nccl_settings)
+        environment["nccl_settings"] = list(result.nccl_settings)
     record = RunRecord(
         name="train",
         source="measured",
@@ -302,7 +321,7 @@ def _recorded(
         ended_utc=utc_now(),
         arguments=arguments,
         config=config.model_dump(mode="json"),
-        environment=environ.snapshot(seed) | told,
+        environment=environ.snapshot(seed) | environment,
         devices=result.devices,
     )
     record.save(out / "records")
@@ -310,7 +329,7 @@ def _recorded(
 
 
 def words_of(progress: Progress) -> str:
-    """A row for the progress line."""
+    """Return the text of the progress line."""
     row = progress.row
     if progress.warning:
         return f"warning: {progress.warning}"
@@ -320,16 +339,16 @@ def words_of(progress: Progress) -> str:
         return f"{step}, held-out loss {row['validation_loss']:.3f}{left}"
     if "loss" not in row:
         return progress.stage
-    words = [step, f"loss {row['loss']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
+    parts = [step, f"loss {row['loss']:.3f}", f"{row['tokens_per_s']:,.0f} tokens/s"]
     if row["mfu_full"] is not None:
-        words.append(f"MFU {row['mfu_full']:.3f} full, {row['mfu_causal']:.3f} causal")
+        parts.append(f"MFU {row['mfu_full']:.3f} full, {row['mfu_causal']:.3f} causal")
     if row["exposed_comm"] is not None:
-        words.append(f"exposed {row['exposed_comm']:.1%}")
-    return ", ".join([*words, f"{row['memory_gib']:.1f} GiB"]) + left
+        parts.append(f"exposed {row['exposed_comm']:.1%}")
+    return ", ".join([*parts, f"{row['memory_gib']:.1f} GiB"]) + left
 
 
 def short_time(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 20 min`, `5 d 4 h`: two words at most."""
+    """Format a duration: `45 s`, `12 min`, `3 h 20 min`, `5 d 4 h`, two units at most."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -341,14 +360,15 @@ def short_time(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _end_in_words(out: Path) -> Iterator[None]:
-    """A run that breaks off says from where it can go on, or that a signal came before there was anything."""
+def _explain_end(out: Path) -> Iterator[None]:
+    """Print where an interrupted run can resume from, or that a signal came before there was anything to save."""
     from netlayer.launch.early_end import Ended, reason_of
     from trainer.checkpoint.meta import checkpoints_in, unproven_in
     from trainer.train import CHECKPOINTS
 
     try:
         yield
+    # Signals and interrupts too: after these a user most wants to resume.
     except BaseException as exc:
         if kept := checkpoints_in(out / CHECKPOINTS):
             where = f"in this folder with --out {out}, or in a new one"
@@ -376,16 +396,17 @@ def _last_line(result: TrainResult, out: Path) -> str:
 
 
 def _how_to_go_on(stop: Stop, out: Path) -> str:
-    said = f"stopped behind step {stop.step}, as asked"
+    line = f"stopped behind step {stop.step}, as asked"
     if stop.checkpoint is None:
-        return f"{said}; no checkpoint, for ranks of a launcher need --out: a folder that all of them see"
-    return f"{said}; go on with the same command and --resume {out} --out {out}, or a new --out"
+        return f"{line}; no checkpoint, for ranks of a launcher need --out: a folder that all of them see"
+    return f"{line}; go on with the same command and --resume {out} --out {out}, or a new --out"
 
 
-def _what_is_not_traced(stop: Stop, asked: range, out: Path) -> str:
+def _what_is_not_traced(stop: Stop, traced: range, out: Path) -> str:
     from trainer.trace import TRACE
 
-    if not asked or asked[-1] <= stop.step:
+    # Nothing is missing from the trace: its last step was taken.
+    if not traced or traced[-1] <= stop.step:
         return ""
-    there = f"ends with step {stop.step}" if stop.step in asked else "is not there"
-    return f"\nnote: {out / TRACE} {there}: the steps of --trace are {asked[0]}-{asked[-1]}"
+    there = f"ends with step {stop.step}" if stop.step in traced else "is not there"
+    return f"\nnote: {out / TRACE} {there}: the steps of --trace are {traced[0]}-{traced[-1]}"

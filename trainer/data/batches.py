@@ -1,8 +1,8 @@
-"""Which tokens make up a batch: a function of (seed, step, sample) alone.
+"""Tokens of each batch: a function of (seed, step, sample) alone.
 
 The counter-based generator has no state to carry, save or split: every rank computes its own samples, and the global
-batch is the same whatever the number of ranks and the micro-batch size. Samples are drawn with replacement. Left out:
-epochs, packing by document, a queue of batches read ahead (a batch is a few memory-mapped copies).
+batch is the same whatever the number of ranks and the micro-batch size. Samples are drawn with replacement. Not
+covered: epochs, packing by document, a queue of batches read ahead (a batch is a few memory-mapped copies).
 
 Shapes: N samples, B sequences, T positions.
 """
@@ -22,7 +22,7 @@ _SAMPLING = 1  # the second word of the generator's key: other uses of the seed 
 
 @dataclass(frozen=True)
 class Slice:
-    """This rank's share of every global batch: `count` contiguous samples from `first`, `micro_size` at a time."""
+    """One rank's share of every global batch: `count` contiguous samples from `first`, `micro_size` at a time."""
 
     first: int
     count: int

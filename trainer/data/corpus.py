@@ -1,7 +1,7 @@
-"""Which text is trained on: files of a folder, each either for training or held out for validation.
+"""Text to train on: files of a folder, each either for training or held out for validation.
 
-A file's side depends on a hash of its relative path alone, so it stays where it is when other files come and go. Left
-out: formats other than plain UTF-8 text, and anything that does not fit in memory.
+A file's side depends on a hash of its relative path alone, so it stays where it is when other files come and go. Not
+covered: formats other than plain UTF-8 text, and anything that does not fit in memory.
 """
 
 from __future__ import annotations
@@ -64,12 +64,14 @@ def read_documents(config: DataConfig, seed: int) -> Documents:
     if skipped:
         logger.warning("%d of %d files in %s are not readable UTF-8 text; skipped", skipped, len(drawn), folder)
     if len(documents) < 2:
-        held = f"{len(documents)} readable text file{'s' * (len(documents) != 1)}"
+        readable = f"{len(documents)} readable text file{'s' * (len(documents) != 1)}"
         needs = "and one must be held out for validation"
         if len(drawn) < len(names):
-            rule = f"leaves {held} of {len(names)} files in {folder}, {needs}"
+            rule = f"leaves {readable} of {len(names)} files in {folder}, {needs}"
             raise ConfigError("job.data.max_mib", config.max_mib, rule, "raise it")
-        raise ConfigError(FOLDER_FIELD, folder, f"holds {held}, {needs}", "give at least two files, or split the one")
+        raise ConfigError(
+            FOLDER_FIELD, folder, f"holds {readable}, {needs}", "give at least two files, or split the one"
+        )
     held_out = choose_held_out([document.name for document in documents], config.validation_share)
     return Documents(
         train=tuple(document for document in documents if document.name not in held_out),
@@ -140,7 +142,7 @@ def _list_files(folder: Path, skipped_folders: frozenset[str]) -> list[str]:
 
 
 def _draw(folder: Path, names: list[str], max_mib: float, seed: int) -> list[str]:
-    """All files where they fit in `max_mib`; else those that fit, taken in an order that `seed` gives."""
+    """Return all files if they fit in `max_mib`; else those that fit, drawn in an order that depends on `seed`."""
     sizes = {name: _size(folder / name) for name in names}
     drawn, room = list[str](), round(max_mib * 2**20)
     if sum(sizes.values()) <= room:
@@ -151,8 +153,8 @@ def _draw(folder: Path, names: list[str], max_mib: float, seed: int) -> list[str
             room -= sizes[name]
     if drawn and speaks(os.environ):
         some, all_of_them = (format_size(sum(sizes[name] for name in of)) for of in (drawn, names))
-        said = "job.data.max_mib = %g: %d of the %d files (%s of %s) are trained on; raise it for more of them"
-        logger.warning(said, max_mib, len(drawn), len(names), some, all_of_them)
+        template = "job.data.max_mib = %g: %d of the %d files (%s of %s) are trained on; raise it for more of them"
+        logger.warning(template, max_mib, len(drawn), len(names), some, all_of_them)
     return sorted(drawn)
 
 

@@ -47,7 +47,7 @@ OnStage = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """What was trained on, for the report; `vocab_size` is what the tokenizer reached."""
+    """Facts about the text that was trained on, for the report; `vocab_size` is the one that the tokenizer reached."""
 
     train_files: int
     validation_files: int
@@ -61,7 +61,7 @@ class CorpusFacts:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the tokens are; `facts` say how many. A path travels to a rank for nothing, and ranks share the pages."""
+    """Folder of the tokens, and facts about them. To send a path to a rank costs nothing, and ranks share the pages."""
 
     folder: Path
     facts: CorpusFacts
@@ -79,7 +79,7 @@ class Corpus:
 
     @property
     def tokenizer_file(self) -> Path:
-        """As the `tokenizers` library reads it."""
+        """Return the tokenizer's path, in the format of the `tokenizers` library."""
         return self.folder / _TOKENIZER_FILE
 
     @property
@@ -104,7 +104,7 @@ def prepare_corpus(
         vocab_size: most tokens of the vocabulary.
         seed: draws the files where there is more than `max_mib`.
         cache_folder: made if missing.
-        on_stage: told of progress.
+        on_stage: called with progress.
         tokenizer_file: to tokenise with; None: one is trained on the text.
 
     Raises:
@@ -112,26 +112,26 @@ def prepare_corpus(
         OSError: `cache_folder` cannot be written.
     """
     check_vocab_size(vocab_size)
-    told = on_stage or (lambda _stage, _done, _total: None)
-    told("reading", 0, 1)
+    report = on_stage or (lambda _stage, _done, _total: None)
+    report("reading", 0, 1)
     documents = read_documents(config, seed)
     text = _text_digest(documents)
     folder = cache_folder / f"corpus-{_key(text, vocab_size, tokenizer_file)}"
-    found = _find(folder, documents.skipped, logging.DEBUG)
-    if found:
-        return found
+    cached = _find(folder, documents.skipped, logging.DEBUG)
+    if cached:
+        return cached
     cache_folder.mkdir(parents=True, exist_ok=True)
     # One process at a time. Between machines that share the folder a lock may not hold, and who has it may hang; then
     # each builds, and the first one's folder stays.
-    with exclusive(cache_folder / _LOCK, lambda owner: told(f"waiting for the text: {owner}", 0, 1)) as lock:
-        found = _find(folder, documents.skipped, logging.WARNING)  # another process may have built it meanwhile
-        if found:
-            return found
+    with exclusive(cache_folder / _LOCK, lambda owner: report(f"waiting for the text: {owner}", 0, 1)) as lock:
+        cached = _find(folder, documents.skipped, logging.WARNING)  # another process may have built it meanwhile
+        if cached:
+            return cached
         shutil.rmtree(folder, ignore_errors=True)
 
         def on_build(stage: str, done: int, total: int) -> None:
             lock.progress(f"{stage}, {done} of {total} documents")
-            told(stage, done, total)
+            report(stage, done, total)
 
         counts = _build(folder, documents, text, vocab_size, tokenizer_file, on_build)
         _remove_old(cache_folder, time.time())
@@ -181,7 +181,7 @@ def _key(text: str, vocab_size: int, tokenizer_file: Path | None) -> str:
 
 
 def _load_facts(folder: Path, skipped_files: int) -> CorpusFacts:
-    """What the folder's own record says, once every file was found as it was written; any error means damage."""
+    """Return the facts in the folder's own record, after a check of every file's digest; any error means damage."""
     record = json.loads((folder / _FACTS_FILE).read_text(encoding="utf-8"))
     for name in (_TOKENIZER_FILE, _TRAIN_FILE, _VALIDATION_FILE):
         if _digest(folder / name) != record["digests"][name]:

@@ -1,8 +1,8 @@
 """A byte-level BPE tokenizer, trained on the spot on the training files alone, and text turned into tokens.
 
 Every byte has a token, so any text can be written; a special token ends each document, and no text gives it: one that
-holds its name is read as its characters. Left out: pre-tokenizers for other languages than the one regular expression
-of GPT-2, which the `tokenizers` library ships.
+holds its name is read as its characters. Not covered: pre-tokenizers for other languages than the one regular
+expression of GPT-2, which the `tokenizers` library ships.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
 
 
 def _train(tokenizer: Tokenizer, documents: Sequence[Document], trainer: trainers.BpeTrainer) -> None:
-    """In a thread of its own: the library hears of no signal for many seconds, and this one ends by it at once.
+    """Train in a thread of its own: the library ignores signals for many seconds, and this one ends at once.
 
     Where it does, what merges pairs by then is left to end with the process.
     """
@@ -85,7 +85,7 @@ def _train(tokenizer: Tokenizer, documents: Sequence[Document], trainer: trainer
 
 
 def load_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
-    """One that `train_tokenizer` gave, as it was saved.
+    """Load a saved tokenizer of `train_tokenizer`.
 
     Raises:
         ConfigError: it cannot be read, or has more tokens than the model.

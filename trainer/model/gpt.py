@@ -2,7 +2,7 @@
 
 Activations are [T, B, D]; in a tensor-parallel group a rank holds T / W positions between the linears (sequence
 parallel), all of them inside. A parallel block makes queries, keys, values and the MLP's first half in one product, and
-adds both outputs in one more: one gather and one reduce-scatter. Left out: dropout.
+adds both outputs in one more: one gather and one reduce-scatter. Not covered: dropout.
 
 Shapes: B sequences, T positions, D hidden, H heads, G heads of keys and values, K values a head (D / H unless the job
 says otherwise), F inside the MLP, V vocabulary, W ranks of the tensor-parallel group.
@@ -184,7 +184,7 @@ class Block(nn.Module):
 
     @property
     def branch_bias(self) -> Tensor | None:
-        """To be added to every row of the branch that `forward` leaves; None: it is in there."""
+        """Return the bias that is still to be added to every row of `forward`'s branch; None: it is in there."""
         last = self.outer if self.is_parallel else self.out if self.part == "attention" else self.down
         return None if last.adds_bias else last.bias
 
@@ -226,7 +226,7 @@ class Block(nn.Module):
         return swiglu(up, value, self.operators)
 
     def _again(self, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-        """With selective recomputation, keep `inputs` alone, and not what the linear inside reads.
+        """Call `function`; with selective recomputation keep `inputs` alone, and not what the linear inside reads.
 
         Backward computes that again, and stops before the linear's own product, which nobody needs. In a
         tensor-parallel group the linear is one operation with its reduce-scatter: it runs again there.

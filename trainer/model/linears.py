@@ -1,7 +1,7 @@
 """Linears of a block, whole or spread over a tensor-parallel group, and which part of a parameter a rank has.
 
 `column` makes several outputs out of one product, `row` sums the products of several inputs: with an exchange they are
-`collectives.tensor.linear`'s, without one plain products, under the same names. Left out: the collectives.
+`collectives.tensor.linear`'s, without one plain products, under the same names. Not covered: the collectives.
 
 Shapes: K features in, N features out; activations [T, B, .], of which a rank of W has T / W positions outside.
 """
@@ -24,7 +24,7 @@ from trainer.ops.linear import join_gradients, joined_linear, summed_linear
 
 @dataclass(frozen=True)
 class Part:
-    """How a parameter is spread over a tensor-parallel group.
+    """Sharding of a parameter over a tensor-parallel group.
 
     Args:
         dim: that is cut.
@@ -35,7 +35,7 @@ class Part:
     sizes: tuple[int, ...]
 
     def local(self, whole: Tensor, rank: int, world_size: int) -> Tensor:
-        """This rank's part of a whole parameter."""
+        """Return this rank's part of a whole parameter."""
         pieces = torch.split(whole, list(self.sizes), self.dim)
         return torch.cat([piece.chunk(world_size, self.dim)[rank] for piece in pieces], self.dim)
 
@@ -156,18 +156,18 @@ def row(
 
 
 def parts(module: nn.Module) -> dict[str, Part]:
-    """By name, how each parameter of a model is spread; those that every rank holds whole are left out."""
-    found: dict[str, Part] = {}
+    """Return the sharding of each parameter of a model, by name; parameters that every rank holds whole have none."""
+    shardings: dict[str, Part] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):  # a tied table has two names
         if isinstance(child, JoinedLinear | ColumnParallelLinear):
             names = ("weight", "bias") if child.bias is not None else ("weight",)
-            found |= {f"{prefix}.{name}": Part(0, child.splits) for name in names}
+            shardings |= {f"{prefix}.{name}": Part(0, child.splits) for name in names}
         elif isinstance(child, SummedLinear | RowParallelLinear):
             widths = child.splits if isinstance(child, SummedLinear) else _in_features(child)
-            found |= {f"{prefix}.weights.{index}": Part(1, (width,)) for index, width in enumerate(widths)}
+            shardings |= {f"{prefix}.weights.{index}": Part(1, (width,)) for index, width in enumerate(widths)}
         elif isinstance(child, TokenTable):
-            found[f"{prefix}.weight" if prefix else "weight"] = Part(0, (child.num_rows,))
-    return found
+            shardings[f"{prefix}.weight" if prefix else "weight"] = Part(0, (child.num_rows,))
+    return shardings
 
 
 class TokenTable(nn.Module):

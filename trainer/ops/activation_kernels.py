@@ -122,7 +122,7 @@ def _swiglu_gradient_shapes(_dy_MF: Tensor, gate_MF: Tensor, _value_MF: Tensor) 
 
 
 def _tiles(x_MF: Tensor) -> tuple[int]:
-    """On the one axis of a grid that CUDA does not end at 65,535; the columns of a row of tiles stand together."""
+    """Return the grid, on the one axis that CUDA does not end at 65,535; the columns of a row of tiles are adjacent."""
     return (triton.cdiv(x_MF.shape[1], _COLUMNS) * triton.cdiv(x_MF.shape[0], _ROWS),)
 
 

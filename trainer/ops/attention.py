@@ -2,7 +2,7 @@
 
 Full attention on a GPU is cuDNN's where it takes the inputs (16 bits, Ampere or newer), else flash, else what torch
 has. A window on a GPU is FlexAttention, which skips the blocks that no query sees; on a CPU it is a mask: right, at the
-cost of full attention. Left out: dropout, documents packed into one sequence.
+cost of full attention. Not covered: dropout, documents packed into one sequence.
 
 [Note: layouts] Activations are [T, B, .], so heads come as [B, H, T, K] with strides (H' K, K, B H' K, 1): slices of
 the product that made them, H' its heads in all. cuDNN reads any strides whose last is 1, gives its output and the

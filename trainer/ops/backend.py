@@ -1,6 +1,6 @@
-"""Which operators a tensor gets: Triton's kernels, or torch's own, which torch.compile fuses; and whose products.
+"""Choice of a tensor's operators: Triton's kernels, or torch's own, which torch.compile fuses; and of its products.
 
-Left out: what the kernels compute (`norm`, `activation`, `loss`).
+Not covered: what the kernels compute (`norm`, `activation`, `loss`).
 """
 
 from __future__ import annotations

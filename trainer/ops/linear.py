@@ -1,8 +1,8 @@
 """Linears that write their weights' gradients where they leave from (`collectives.sharded.slot`), where there is such a
 place.
 
-Of a product with several outputs the gradients come apart: they are joined and summed for the bias in one pass. Left
-out: compiled blocks, whose linears are torch's own (their gradients come as ever), and second derivatives.
+Of a product with several outputs the gradients come apart: they are joined and summed for the bias in one pass. Not
+covered: compiled blocks, whose linears are torch's own (their gradients come as ever), and second derivatives.
 
 Shapes: M rows, K features in, N features out.
 """
@@ -113,7 +113,7 @@ class _Linear(torch.autograd.Function):
 def join_gradients(
     dys: Sequence[Tensor], has_bias: bool, operators: Operators = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """Of a product's outputs, [..., n] each: that of the whole, [M, N], and of its bias, which has the same dtype."""
+    """Join the gradients of a product's outputs, [..., n] each: return [M, N] and the bias's, in the same dtype."""
     parts_Mn = [as_rows(dy) for dy in dys]
     if has_bias and uses_triton(operators, parts_Mn[0]) and 1 < len(parts_Mn) <= MOST_PARTS:
         return join_and_sum(parts_Mn)
@@ -126,7 +126,7 @@ def _cut(y: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, ...]:
 
 
 def _sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:
-    """By torch's linear, which autograd and compilers know."""
+    """Sum the products by torch's linear, which autograd and compilers know."""
     y = F.linear(inputs[0], weights[0], bias_N)
     for x, weight_NK in zip(inputs[1:], weights[1:], strict=True):
         y = torch.addmm(y.flatten(0, -2), x.flatten(0, -2), weight_NK.t()).view_as(y)
@@ -134,7 +134,7 @@ def _sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | N
 
 
 def _tuned_sum(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> Tensor:
-    """In training alone, whose shapes come again: sampling has another one for every token."""
+    """Sum the products by tuned ones, in training alone: its shapes recur, while sampling has a new one a token."""
     y_MN = multiply(inputs[0].flatten(0, -2), weights[0].t(), bias_N, tuned=True)
     for x, weight_NK in zip(inputs[1:], weights[1:], strict=True):
         multiply(x.flatten(0, -2), weight_NK.t(), out_MN=y_MN, adds=True, tuned=True)

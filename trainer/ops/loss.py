@@ -132,7 +132,7 @@ def _softmax(
     scale: float,
     trains: bool,
 ) -> Tensor:
-    """By the kernels: adds the rows' losses to `loss`, and puts the logits' gradient times `scale` in their place.
+    """Add the rows' losses to `loss`, by the kernels, and put the logits' gradient times `scale` in their place.
 
     Args:
         local_c: column of each row's target, outside 0 .. v - 1 where another rank has it.
@@ -168,7 +168,7 @@ def _plain_softmax(
 
 
 def scatter_sum(partial_MC: Tensor, exchange: TensorExchange) -> Tensor:
-    """This rank's rows of the sum over ranks, [m, C]."""
+    """Return this rank's rows of the sum over ranks, [m, C]."""
     scattering = exchange.scatter(len(partial_MC) // exchange.world_size, partial_MC.shape[1], partial_MC)
     view = partial_MC.view(exchange.world_size, -1, partial_MC.shape[1])
     for rows, part in scattering.parts():
@@ -177,7 +177,7 @@ def scatter_sum(partial_MC: Tensor, exchange: TensorExchange) -> Tensor:
 
 
 def gather_rows(own_mC: Tensor, exchange: TensorExchange) -> Tensor:
-    """Every rank's rows, [M, C], to keep."""
+    """Gather every rank's rows, [M, C], to keep."""
     gathering = exchange.gather(own_mC)
     whole_MC = _whole(gathering).clone()
     gathering.close()

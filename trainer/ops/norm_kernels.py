@@ -1,7 +1,7 @@
 """Triton kernels of LayerNorm and RMSNorm with the residual sum before them, as operators that torch.compile knows.
 
 A program has whole rows in registers. Sums are in float32. Backward, each of a few hundred programs adds up the
-gradients of vectors over its own rows (`sum_kernels`). Left out: rows of more than 8192 values without registers
+gradients of vectors over its own rows (`sum_kernels`). Not covered: rows of more than 8192 values without registers
 spilled.
 
 Shapes: M rows, D columns, P programs.
@@ -108,12 +108,12 @@ def _backward_shapes(
 
 
 def _num_vectors(mean_M: Tensor, sums_dtotal: bool) -> int:
-    """That have gradients; without a mean it is RMSNorm, which has no bias."""
+    """Return the number of vectors that have gradients; without a mean it is RMSNorm, which has no bias."""
     return 1 + (mean_M.numel() > 0) + sums_dtotal
 
 
 class BackwardPlan(NamedTuple):
-    """How rows are spread over a GPU: what it changes is the time, and the order in which gradients are summed.
+    """Split of rows over a GPU: it changes the time, and the order in which gradients are summed.
 
     Args:
         num_warps: of a program.
@@ -129,7 +129,7 @@ class BackwardPlan(NamedTuple):
 
 
 def plan_backward(dy_MD: Tensor) -> BackwardPlan:
-    """By the width: eight warps a multiprocessor, with loads of up to three rows ahead.
+    """Return the plan for a width: eight warps a multiprocessor, with loads of up to three rows ahead.
 
     On an H200 4% (width 4,096) and 12% (2,048) faster than twice as many warps with loads of two.
     """
@@ -150,7 +150,7 @@ def launch_backward(
     sums_dtotal: bool,
     plan: BackwardPlan,
 ) -> tuple[Tensor, Tensor]:
-    """`norm_backward` by a plan."""
+    """Run `norm_backward` by a plan."""
     num_rows, width = dy_MD.shape
     dx_MD = torch.empty_like(total_MD)
     programs = num_programs(dy_MD, triton.cdiv(num_rows, plan.rows), plan.each)

@@ -1,4 +1,4 @@
-"""How parameters move: AdamW and LAMB over shards."""
+"""Optimisers: AdamW and LAMB over shards."""
 
 from trainer.optim.adamw import build_adamw
 from trainer.optim.build import build_optimizer, set_learning_rate

@@ -54,7 +54,7 @@ def whole_norms(model: ShardedDataParallel) -> WholeNorms:
     parameter of a chunk; where it is held by both ends of a pipeline, each arrives at its norm by itself.
     """
     exchange = model.module.exchange if isinstance(model.module, GPT) else None
-    held = {name: piece for name, _, piece in model.named_shards()}
+    pieces = {name: piece for name, _, piece in model.named_shards()}
     matrices = [name for name, shape in model.shapes().items() if len(shape) > 1]
 
     def add_up(squared_P2: Tensor) -> None:
@@ -62,7 +62,7 @@ def whole_norms(model: ShardedDataParallel) -> WholeNorms:
         if exchange is not None:
             exchange.start_all_reduce(squared_P2).wait()
 
-    return WholeNorms([held.get(name) for name in matrices], model.reduce_lane.device, add_up)
+    return WholeNorms([pieces.get(name) for name in matrices], model.reduce_lane.device, add_up)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

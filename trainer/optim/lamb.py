@@ -7,7 +7,7 @@ r = m' / (sqrt(v') + eps) of Adam's corrected moments and u = r + decay * w,
 
 The algorithm's layers are parameters here, a joined linear being one; its phi is the identity. Parameters of groups
 with `adapt=False` have ratio 1, as vectors (norms, biases) have in the authors' code and in Apex' FusedLAMB: without
-decay, they move as with Adam. Left out: Nesterov's momentum.
+decay, they move as with Adam. Not covered: Nesterov's momentum.
 
 [Note: norms of what is spread] A rank holds pieces. It puts the squared norms of its pieces of w and u into one tensor
 with two numbers for every whole parameter, zeros for those that it holds nothing of; ranks add it up, and each scales
@@ -36,7 +36,7 @@ Move = tuple[Group, list[Tensor], list[Tensor]]
 
 @dataclass(frozen=True)
 class WholeNorms:
-    """How norms of whole parameters come about where ranks hold pieces of them.
+    """Norms of whole parameters of which ranks hold pieces.
 
     Args:
         pieces: of the adapted parameters, in the same order on every rank; None where this rank holds nothing.
@@ -175,7 +175,7 @@ class Lamb(torch.optim.Optimizer):
                 torch._foreach_addcmul_(weights, minus_u, ratios)
 
     def _squared_norms(self, moves: Sequence[Move]) -> Tensor:
-        """Of this rank's pieces of w and u, [P, 2]."""
+        """Return the squared norms of this rank's pieces of w and u, [P, 2]."""
         weights = list(itertools.chain.from_iterable(weights for _, weights, _ in moves))
         minus_u = list(itertools.chain.from_iterable(minus_u for _, _, minus_u in moves))
         nothing = torch.zeros((), device=self._norms.device)

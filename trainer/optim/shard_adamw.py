@@ -1,8 +1,8 @@
 """AdamW that steps a bucket's shard as one, on a GPU: moments are flat, and what is gathered is written with the step.
 
 To torch it is its own AdamW: its groups, hooks and state, a dictionary a piece, whose tensors are views of the flat
-ones. Left out: AMSGrad, `maximize`, groups that differ in more than weight decay, and gradients that are not where the
-bucket reduces them to.
+ones. Not covered: AMSGrad, `maximize`, groups that differ in more than weight decay, and gradients that are not where
+the bucket reduces them to.
 
 Shapes: S elements of a shard, P pieces in it, R runs of elements with one weight decay each.
 """
@@ -79,7 +79,7 @@ class ShardAdamW(torch.optim.AdamW):
         """Move the pieces of every bucket that has gradients; a bucket has them for all of its pieces or for none.
 
         Raises:
-            RuntimeError: a piece has no gradient beside pieces that have, or another tensor than the bucket's.
+            RuntimeError: a piece has no gradient while others have, or another tensor than the bucket's.
             ValueError: groups differ in more than their weight decay, or ask for what is left out.
         """
         factor, self._factor = self._factor, None
@@ -162,7 +162,7 @@ class _Shard:
     def move(
         self, lr: Tensor, betas: tuple[float, float], eps: float, decays: Sequence[float], factor: Tensor | None
     ) -> None:
-        """One step, whose number `step_P` has.
+        """Take one step, whose number is in `step_P`.
 
         Args:
             decays: by group.
@@ -176,7 +176,7 @@ class _Shard:
         bucket.note_published()
 
     def _find_runs(self, decays: list[float]) -> tuple[Tensor, Tensor]:
-        """Where each run of one weight decay ends, [R], and which that is, [R]."""
+        """Return the end of each run of one weight decay, [R], and the decay, [R]."""
         if self._runs is not None and decays == self._decays:
             return self._runs
         self._decays = decays
