@@ -199,7 +199,7 @@ COMMANDS: tuple[Command, ...] = (
         "would change this host's NICs",
     ),
     _only_parsed(
-        ".venv/bin/netlayer nic inventory --ssh hosts.txt --cluster examples/megascale-12288.toml "
+        ".venv/bin/netlayer nic inventory --hosts hosts.txt --cluster examples/megascale-12288.toml "
         "--json inventory.json",
         "needs hosts that ssh reaches, with RDMA NICs",
     ),

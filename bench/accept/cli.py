@@ -21,7 +21,10 @@ _FILE = click.Path(path_type=Path)
     help="Split this host into virtual nodes, for dry runs [default: a host is a node; CPU ranks: one a node]",
 )
 @click.option("--hosts", type=_FILE, help="Hosts to run on, one a line, `slots=N` behind each that has several GPUs.")
-@click.option("--ssh", default="ssh", show_default=True, help="The command that reaches a host, with its options.")
+@click.option(
+    "--ssh-command", "ssh", default="ssh", show_default=True, help="The command that reaches a host, with its options."
+)
+@click.option("--ssh", "old_ssh", hidden=True)
 @click.option("--backend", type=click.Choice(["gloo", "nccl"]), help="[default: nccl where there are GPUs]")
 @click.option(
     "--inject",
@@ -80,6 +83,9 @@ def accept(context: click.Context, /, verbose: int, **options: Any) -> None:
     from netlayer.errors import ConfigError
 
     log.configure(verbose)
+    if (old_ssh := options.pop("old_ssh")) is not None:
+        click.echo("warning: --ssh COMMAND is now --ssh-command COMMAND", err=True)
+        options["ssh"] = old_ssh
     for option in ("json", "junit", "html"):
         check_target(f"--{option}", options[f"{option}_file"])
     for name in options["only"]:

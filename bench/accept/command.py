@@ -32,12 +32,12 @@ from netlayer.config.tree import NcclConfig
 from netlayer.environ import usable_gpus
 from netlayer.errors import EXIT_FAILED, EXIT_OK, ConfigError, HardwareMissing
 from netlayer.launch.rank import RankEnv, detect
+from netlayer.remote.hosts import read_hosts
 from netlayer.results import utc_now, write_text
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RANKS = 8
-_MOST_RANKS = 4096
 _INTERRUPTED = 130
 
 
@@ -142,7 +142,7 @@ def _refuse_ignored(options: AcceptOptions, env: RankEnv | None) -> None:
     if options.hosts is not None:
         lacks_effect["with --hosts, whose file says it"] = ["--ranks", "--ranks-per-node"]
     else:
-        lacks_effect["without --hosts"] = ["--ssh"]
+        lacks_effect["without --hosts"] = ["--ssh-command"]
     if env is not None:
         lacks_effect[f"under {env.launcher}, which has started the ranks"] = ["--ranks", "--hosts"]
     if options.runner == "nccl-tests":
@@ -153,7 +153,7 @@ def _refuse_ignored(options: AcceptOptions, env: RankEnv | None) -> None:
         "--ranks": options.ranks,
         "--ranks-per-node": options.ranks_per_node,
         "--hosts": options.hosts,
-        "--ssh": options.ssh if options.ssh != "ssh" else None,
+        "--ssh-command": options.ssh if options.ssh != "ssh" else None,
         "--inject": " ".join(options.inject) or None,
         "--soak": options.soak_hours or None,
         "--only": " ".join(options.only) or None,
@@ -263,32 +263,6 @@ def _num_ranks(options: AcceptOptions, backend: str) -> int:
         remedy = f"give --ranks {gpus}, or a multiple: virtual nodes that share them"
         raise HardwareMissing(f"--ranks = {ranks}: needs a GPU a rank, and there are {gpus}; {remedy}")
     return ranks
-
-
-def read_hosts(path: Path) -> list[tuple[str, int]]:
-    """Read a host file: one host a line, `slots=N` after those with several ranks; `#` begins a comment.
-
-    Raises:
-        ConfigError: it cannot be read, or a line is invalid.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError("--hosts", path, f"cannot be read ({exc})", "give a text file, one host a line") from exc
-    slots_by_host: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        fields = line.partition("#")[0].split()
-        if not fields:
-            continue
-        slots = fields[1].partition("slots=")[2] if len(fields) == 2 else "1"
-        good = len(fields) < 3 and slots.isascii() and slots.isdigit() and 0 < int(slots) <= _MOST_RANKS
-        if not good or fields[0].startswith("-") or fields[0] in slots_by_host:
-            rule = "must be a host's name, once, with slots=N behind it where it has several ranks"
-            raise ConfigError(f"--hosts {path}:{number}", line.strip(), rule, "correct the line")
-        slots_by_host[fields[0]] = int(slots)
-    if not slots_by_host:
-        raise ConfigError("--hosts", path, "names no host", "write one a line")
-    return list(slots_by_host.items())
 
 
 def _settings(

@@ -48,7 +48,7 @@ def simulated(name: str, rows: Sequence[Mapping[str, Any]], started: str, argume
 
 def show(rows: Sequence[Mapping[str, Any]], record: RunRecord, json_file: Path | None) -> None:
     """Print all columns of the rows as a table, and write the record where it was requested."""
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     if json_file:
         write_text(json_file, record.to_json())

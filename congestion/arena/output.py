@@ -16,9 +16,9 @@ from congestion.arena.runner import Found, Plan
 from congestion.arena.tables import CASES, CLAIMS, case_rows, claim_rows
 from congestion.arena.verdict import METRICS, check, is_whole, standing
 from netlayer.environ import snapshot
+from netlayer.printing import print_rows
 from netlayer.report import Report
 from netlayer.results import RunRecord, utc_now
-from topology.commands.printing import print_rows
 
 _COLUMNS = {
     "law": "law",

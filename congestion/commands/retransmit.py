@@ -228,7 +228,7 @@ def _keep(out: Output, tables: Mapping[str, Sequence[Row]], started: str, option
 
 def _print(tables: Mapping[str, Sequence[Row]]) -> None:
     from congestion.retransmit.page import wide
-    from topology.commands.printing import print_rows, print_table
+    from netlayer.printing import print_rows, print_table
 
     table = wide(tables["recoveries"])
     lines = [[str(cell) for cell in line] for line in table.itertuples(index=False)]

@@ -477,7 +477,7 @@ class _Kept:
 
 
 def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     times = [key for key in rows[0] if key.endswith("_us")]
     in_s = [{f"{key[:-3]}_s": None if row[key] is None else row[key] / 1e6 for key in times} for row in rows]
@@ -486,7 +486,7 @@ def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _print_list() -> None:
     from congestion.scenarios.catalogue import describe
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     print_rows(
         "scenarios and fabrics", describe(), {"of": "of", "name": "--set", "default": "default", "meaning": "meaning"}

@@ -249,7 +249,7 @@ def _keep(
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    from topology.commands.printing import cell, print_rows
+    from netlayer.printing import cell, print_rows
 
     total = rows[0]
     print_rows("predicted: what repeats itself is skipped, the rest was simulated", rows[1:], _COLUMNS)

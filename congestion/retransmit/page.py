@@ -13,9 +13,9 @@ import pandas as pd
 
 from congestion.retransmit.rows import RING_BYTES, RING_RANKS, Row, Setting, of_one_nic, recoveries
 from congestion.retransmit.timers import NCCL_RETRY_CNT, NICS, nccl_timeout
+from netlayer.printing import duration
 from netlayer.report import Axis, Chart, Figure, Report, charts
 from netlayer.units import format_size
-from topology.commands.printing import duration
 
 _POINTS = 400  # of a curve
 _TIMEOUTS = {14, 16, 17, 18, 19, 20, 22}

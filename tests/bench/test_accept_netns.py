@@ -94,7 +94,7 @@ def test_a_link_that_the_kernel_shapes_is_named(
     (tmp_path / "ssh").write_text(FAKE_SSH)
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "net0")
-    words = ["--hosts", tmp_path / "hosts", "--ssh", tmp_path / "ssh", "--backend", "gloo", "--json", "-"]
+    words = ["--hosts", tmp_path / "hosts", "--ssh-command", tmp_path / "ssh", "--backend", "gloo", "--json", "-"]
     found = CliRunner().invoke(accept, [*map(str, words), "--only", "all_reduce", "--only", "pairs"])
     assert found.exit_code == 1, found.output
     rows = json.loads(found.stdout)["rows"]

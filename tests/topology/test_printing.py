@@ -1,6 +1,6 @@
 import pytest
 
-from topology.commands.printing import cell, print_table
+from netlayer.printing import cell, print_table
 
 
 @pytest.mark.parametrize(

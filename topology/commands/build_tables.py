@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from netlayer.printing import print_table
 from netlayer.units import format_rate, format_size
-from topology.commands.printing import print_table
 
 Rows = Sequence[dict[str, Any]]
 

@@ -152,7 +152,7 @@ def _begin(config: Config, placement: str, seed: int) -> tuple[Clos, Placement]:
 
 
 def _print_ports(rows: list[dict[str, Any]], hash_name: str) -> None:
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     columns = {
         "traffic": "traffic",
@@ -171,7 +171,7 @@ def _print_ports(rows: list[dict[str, Any]], hash_name: str) -> None:
 
 
 def _print_knobs(rows: list[dict[str, Any]], hash_name: str) -> None:
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     columns = {
         "seed": "seed",

@@ -135,7 +135,7 @@ def _servers(lists: tuple[str, ...], option: str, cluster: ClusterConfig) -> lis
 
 
 def _print(rows: list[dict[str, Any]], optimised: list[dict[str, Any]], hash_name: str, seed: int) -> None:
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     columns = {
         "placement": "placement",

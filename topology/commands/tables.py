@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from netlayer.printing import duration, print_rows, print_table
 from netlayer.units import format_rate
-from topology.commands.printing import duration, print_rows, print_table
 from topology.fabric.clos import Tier
 
 if TYPE_CHECKING:

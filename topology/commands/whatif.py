@@ -91,7 +91,7 @@ def command(options: RunOptions, **params: Any) -> None:
 
 def print_worst(rows: Rows, hash_name: str) -> None:
     """One line a placement and kind of part."""
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     columns = {
         "placement": "placement",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from topology.commands.printing import print_table
+from netlayer.printing import print_table
 
 if TYPE_CHECKING:
     from topology.probe.findings import Findings

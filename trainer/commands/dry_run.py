@@ -56,7 +56,7 @@ def preview(config: Config, *, echoes: bool) -> list[dict[str, Any]]:
     Raises:
         ValueError: the schedule is wrong.
     """
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     backend, cluster = _backend(config), config.cluster
     job = fit.with_overlap(config.job, windows=False) if backend == "gloo" else config.job  # it has none

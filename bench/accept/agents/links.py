@@ -150,7 +150,9 @@ def _start(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=cwd, start_new_session=True
         )
     except OSError as exc:
-        raise ConfigError("--ssh", command[0], f"cannot be run ({exc.strerror})", "give the ssh command") from exc
+        raise ConfigError(
+            "--ssh-command", command[0], f"cannot be run ({exc.strerror})", "give the ssh command"
+        ) from exc
     assert process.stdin is not None
     assert process.stdout is not None
     return Link(host, address, tuple(ranks), Reader(process.stdout.fileno()), process.stdin.fileno(), process, log)

@@ -37,7 +37,7 @@ def apply(options: HostOptions) -> None:
     Examples:
       netlayer nic apply --profile examples/profiles/lossless-dcqcn.toml
       netlayer nic apply --profile examples/profiles/lossless-dcqcn.toml --apply
-      netlayer nic apply --profile examples/profiles/tuned-dcqcn.toml --apply --ssh hosts.txt
+      netlayer nic apply --profile examples/profiles/tuned-dcqcn.toml --apply --hosts hosts.txt
     """
     from congestion.nic.commands.shown import print_left, print_note, print_plan
     from congestion.nic.profile.apply import apply_plan

@@ -47,7 +47,7 @@ _PATH = click.Path(path_type=Path)
     "--inventory",
     "inventory_file",
     type=_PATH,
-    help="What hosts have, in place of the four above: `netlayer nic inventory --ssh HOSTS --json FILE`.",
+    help="What hosts have, in place of the four above: `netlayer nic inventory --hosts HOSTS --json FILE`.",
 )
 @click.option("--switches", "form", type=click.Choice(FORMATS), help="Also the switches' side, as these take it.")
 @click.option("--cable-m", type=int, help="Longest cable at a switch, metres [default: 40].")
@@ -224,7 +224,7 @@ def _tree(
 
 
 def _print(groups: Sequence[HostGroup], switches: dict[str, SwitchGroup], wrong: dict[str, list[str]]) -> None:
-    from topology.commands.printing import print_table
+    from netlayer.printing import print_table
 
     rows = [
         [_span(group.hosts), f"{len(group.hosts):,}", _span(one.names), one.device.model or one.device.vendor,

@@ -35,7 +35,7 @@ class HostOptions:
     tools: Path | None
     devices: tuple[str, ...]
     json_file: Path | None
-    ssh: str | None
+    hosts: str | None
     ssh_command: str
     ssh_limit: float
     remote: str
@@ -53,7 +53,8 @@ def of_host(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--tools", type=_PATH, help="Folder of programs to use first; with another root, alone."),
         click.option("--device", "devices", multiple=True, metavar="NAME", help="Only this one; repeatable."),
         click.option("--json", "json_file", type=_PATH, help="Also write the result here; - is stdout."),
-        click.option("--ssh", metavar="HOSTS", help="On these hosts instead: a,b,c or a file with one a line."),
+        click.option("--hosts", metavar="HOSTS", help="On these hosts instead: a,b,c or a file with one a line."),
+        click.option("--ssh", "old_hosts", hidden=True),
         click.option("--ssh-command", default="ssh", show_default=True, help="What reaches a host, with its options."),
         click.option("--ssh-limit", type=click.FloatRange(1, 86_400), default=120, show_default=True, metavar="S",
                      help="Longest wait for a host."),
@@ -63,8 +64,11 @@ def of_host(command: Callable[..., None]) -> Callable[..., None]:
     )  # fmt: skip
 
     @functools.wraps(command)
-    def with_options(verbose: int, **values: Any) -> None:
+    def with_options(verbose: int, old_hosts: str | None, **values: Any) -> None:
         log.configure(verbose)
+        if old_hosts is not None:
+            click.echo("warning: --ssh HOSTS is now --hosts HOSTS", err=True)
+            values["hosts"] = values["hosts"] or old_hosts
         check_target("--json", values["json_file"])
         extra = {name: values.pop(name) for name in tuple(values) if name not in HostOptions.__dataclass_fields__}
         command(options=HostOptions(**values), **extra)
@@ -140,17 +144,18 @@ def summed(plan: Plan) -> dict[str, Any]:
 
 
 def elsewhere(options: HostOptions, command: str, judge: Callable[[Any], list[str]] | None = None) -> bool:
-    """Run the command on the hosts of `--ssh` and print one table; False where it is for this host.
+    """Run the command on the hosts of `--hosts` and print one table; False where it is for this host.
 
     Args:
         judge: says what is wrong with a host's result; a host with which something is has failed.
     """
-    if options.ssh is None:
+    if options.hosts is None:
         return False
-    from congestion.nic.hosts.fan_out import read_hosts, run_on, worst
-    from topology.commands.printing import print_table
+    from netlayer.printing import print_table
+    from netlayer.remote.fan_out import run_on, worst
+    from netlayer.remote.hosts import read_hosts
 
-    hosts = read_hosts(options.ssh)
+    hosts = [host.name for host in read_hosts(options.hosts)]
     arguments, stdin = [*_split(options.remote), "nic", command, "--json", "-"], ""
     if options.profile is not None:
         from congestion.nic.profile.file import parse_profile, read_profile
@@ -200,7 +205,7 @@ def _split(remote: str) -> list[str]:
 
 
 def _summary(result: Any) -> str:
-    from congestion.nic.vendors.tools import printable
+    from netlayer.remote.fan_out import printable
 
     return printable(str(result.get("summary", "")))[:200] if isinstance(result, dict) else ""
 

@@ -39,8 +39,8 @@ def inventory(options: HostOptions, cluster: Path | None) -> None:
     Examples:
       netlayer nic inventory
       netlayer nic inventory --json -
-      netlayer nic inventory --ssh node1,node2
-      netlayer nic inventory --ssh hosts.txt --cluster examples/megascale-12288.toml --json inventory.json
+      netlayer nic inventory --hosts node1,node2
+      netlayer nic inventory --hosts hosts.txt --cluster examples/megascale-12288.toml --json inventory.json
       netlayer nic inventory --root /tmp/copy-of-a-host
     """
     from congestion.nic.commands.shown import print_devices
@@ -99,8 +99,8 @@ def plan(options: HostOptions, script: bool) -> None:
     """
     from congestion.nic.commands.shown import print_plan, to_script
 
-    if script and (options.ssh or alone(options)):
-        raise click.UsageError("--script prints one host's script to stdout: not with --ssh or --json -")
+    if script and (options.hosts or alone(options)):
+        raise click.UsageError("--script prints one host's script to stdout: not with --hosts or --json -")
     if elsewhere(options, "plan"):
         return
     host_plan, _tree, _tools = draw_plan(options)
@@ -123,7 +123,7 @@ def verify(options: HostOptions) -> None:
     \b
     Examples:
       netlayer nic verify --profile examples/profiles/lossless-dcqcn.toml
-      netlayer nic verify --profile examples/profiles/lossless-dcqcn.toml --ssh hosts.txt --json verified.json
+      netlayer nic verify --profile examples/profiles/lossless-dcqcn.toml --hosts hosts.txt --json verified.json
     """
     from congestion.nic.commands.shown import print_differences, print_left
     from netlayer.errors import CheckFailed

@@ -128,7 +128,7 @@ def _keep(json_file: Path, rows: Sequence[dict[str, Any]], started: str, argumen
 
 
 def _print(rows: Sequence[dict[str, Any]], top: int) -> None:
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     print_rows("capture", rows[:1], _CAPTURE)
     streams = sorted((row for row in rows if row["table"] == "stream"), key=lambda row: -row["packets"])

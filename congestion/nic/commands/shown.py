@@ -13,8 +13,8 @@ from congestion.nic.profile.plan import Plan
 from congestion.nic.profile.script_functions import FUNCTIONS
 from congestion.nic.profile.steps import FileStep, Row, ToolStep, TriggerStep
 from congestion.nic.vendors.tools import printable
+from netlayer.printing import print_table
 from netlayer.units import format_rate
-from topology.commands.printing import print_table
 
 _SCRIPT_HEAD = """\
 #!/bin/bash

@@ -99,7 +99,7 @@ def _record(solution: Solution, rows: Sequence[Row], started: str) -> str:
 
 
 def _print(solution: Solution, rows: Sequence[Row]) -> None:
-    from topology.commands.printing import duration, print_rows
+    from netlayer.printing import duration, print_rows
 
     advice = solution.advice
     print_rows(f"predicted: R = {advice.retry_cnt}, a flap of {duration(solution.flap_s)}", rows, _TABLE)

@@ -235,7 +235,7 @@ def _keep(json_file: Path | None, rows: Sequence[dict[str, Any]], started: str, 
 
 
 def _print(title: str, rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> None:
-    from topology.commands.printing import print_rows
+    from netlayer.printing import print_rows
 
     print_rows(title, rows, columns)
 

@@ -210,8 +210,8 @@ def _finish(
 ) -> None:
     """Record, page and table."""
     from netlayer.environ import snapshot
+    from netlayer.printing import print_rows
     from netlayer.results import RunRecord, utc_now, write_text
-    from topology.commands.printing import print_rows
 
     start = int(log.time_ns[0])
     events = detector.events

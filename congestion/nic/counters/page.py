@@ -15,9 +15,9 @@ from congestion.nic.counters.catalogue import MISSING
 from congestion.nic.counters.detect import Event, Thresholds
 from congestion.nic.counters.log import Log
 from congestion.nic.counters.signals import Floats
+from netlayer.printing import duration
 from netlayer.report import Axis, Report, Section, charts
 from netlayer.results import Source
-from topology.commands.printing import duration
 
 _POINTS = 600  # of a curve
 _CURVES = 16

@@ -10,12 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from congestion.nic.hosts.fan_out import is_host
 from congestion.nic.hosts.inventory import MODELS, SURFACES, VENDORS, Device, Gid, is_name, is_pci
 from congestion.nic.vendors.tools import printable
 from netlayer.errors import ConfigError
+from netlayer.remote.hosts import is_host
 
-_REMEDY = "write it anew: netlayer nic inventory --ssh HOSTS --json FILE"
+_REMEDY = "write it anew: netlayer nic inventory --hosts HOSTS --json FILE"
 RELEASE = "is the same release of netlayer there?"
 _WORDS = ("driver", "firmware", "link_layer", "state")
 

@@ -173,7 +173,7 @@ def _kind(device: Device) -> Device:
         rule = (
             f"is of vendor {device.vendor}, {'at no PCI address' if not device.pci else 'which cannot be planned so'}"
         )
-        raise ConfigError(device.name, None, rule, "plan on the host itself: netlayer nic plan --ssh HOSTS")
+        raise ConfigError(device.name, None, rule, "plan on the host itself: netlayer nic plan --hosts HOSTS")
     pci = f"{PCI}.{int(device.pci[-1]) % 2}"
     return replace(
         device, name=DEVICE, driver="", firmware="", netdev=NETDEV, pci=pci, numa_node=-1, gpus=(), gids=()

@@ -14,17 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from netlayer.errors import ConfigError
+from netlayer.remote.fan_out import printable
 
 _LIMIT_S = 30.0
 
 
 class ToolFailed(Exception):
     """A program said no; the text is one line."""
-
-
-def printable(text: str) -> str:
-    """Return another program's output on one line, without what would steer a terminal."""
-    return "".join(char for char in " ".join(text.split()) if char.isprintable())
 
 
 class Tools:

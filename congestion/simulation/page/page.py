@@ -15,8 +15,8 @@ from congestion.simulation.page import charts as simulate_charts
 from congestion.simulation.page.findings import SOURCE, Findings, by_law, unit_of
 from congestion.simulation.page.links import add_links, add_pauses
 from congestion.simulation.page.verdict import calm_laws, first_laws, has_ended, on_front, verdict
+from netlayer.printing import duration
 from netlayer.report import Axis, Figure, Report, charts
-from topology.commands.printing import duration
 
 _LOG_FROM = 30  # times between the least and the largest value, from which an axis is logarithmic
 _ROUND_TRIPS = {"rtt_mean_us": "RTT mean (us)", "rtt_max_us": "RTT max (us)"}

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from congestion.simulation.statistics import pareto_front
+from netlayer.printing import duration
 from netlayer.verdict import Verdict
-from topology.commands.printing import duration
 
 Row = Mapping[str, Any]
 

@@ -284,7 +284,7 @@ def run_fleet(words: Sequence[str], command: str, *more: str) -> Result:
 
 def test_hosts_are_asked_over_ssh_and_shown_in_one_table(fleet, tmp_path):
     words, _ = fleet
-    result = run_fleet(words, "plan", "--ssh", "a,b,gone", "--json", str(tmp_path / "all.json"))
+    result = run_fleet(words, "plan", "--hosts", "a,b,gone", "--json", str(tmp_path / "all.json"))
     assert result.exit_code == 1
     assert "8 changes" in result.stdout
     assert "unreachable" in result.stdout
@@ -298,20 +298,20 @@ def test_hosts_are_asked_over_ssh_and_shown_in_one_table(fleet, tmp_path):
 def test_what_runs_there_may_be_several_words(fleet):
     words, _ = fleet
     words[words.index("--remote") + 1] = f"{sys.executable} -m netlayer"
-    assert run_fleet(words, "plan", "--ssh", "a").exit_code == 0
+    assert run_fleet(words, "plan", "--hosts", "a").exit_code == 0
 
 
 @pytest.mark.parametrize("remote", ["'", "", " "])
 def test_a_remote_command_that_is_none_is_refused(remote):
-    error = CliRunner().invoke(nic, ["inventory", "--ssh", "a", "--remote", remote]).exception
+    error = CliRunner().invoke(nic, ["inventory", "--hosts", "a", "--remote", remote]).exception
     assert isinstance(error, ConfigError)
     assert "--remote" in str(error)
 
 
 def test_a_file_of_hosts_is_read_and_a_late_one_is_given_up(fleet, tmp_path):
     words, _ = fleet
-    (tmp_path / "hosts").write_text("# rack 1\ngone\n\nslow  # never answers\ngone\n")
-    result = run_fleet(words, "verify", "--ssh", str(tmp_path / "hosts"), "--ssh-limit", "1")
+    (tmp_path / "hosts").write_text("# rack 1\ngone\n\nslow slots=8  # never answers\n")
+    result = run_fleet(words, "verify", "--hosts", str(tmp_path / "hosts"), "--ssh-limit", "1")
     assert result.exit_code == 1
     assert "2 of 2 hosts failed: gone, slow" in result.stderr
     assert "late" in result.stdout
@@ -320,12 +320,12 @@ def test_a_file_of_hosts_is_read_and_a_late_one_is_given_up(fleet, tmp_path):
 
 def test_one_kind_of_failure_keeps_its_exit_code(fleet):
     words, _ = fleet
-    assert run_fleet(words, "plan", "--ssh", "a,b", "--device", "none").exit_code == 2
+    assert run_fleet(words, "plan", "--hosts", "a,b", "--device", "none").exit_code == 2
 
 
 def test_a_profile_from_stdin_goes_to_every_host(fleet, tmp_path):
     words, _ = fleet
-    given = ["plan", "--profile", "-", *words[:-2], "--ssh", "a,b", "--json", "-"]
+    given = ["plan", "--profile", "-", *words[:-2], "--hosts", "a,b", "--json", "-"]
     result = CliRunner().invoke(nic, given, input="name = 'piped'\nlink_pause = false\n")
     assert [host["result"]["profile"] for host in json.loads(result.stdout)["hosts"].values()] == ["piped", "piped"]
 
@@ -333,30 +333,30 @@ def test_a_profile_from_stdin_goes_to_every_host(fleet, tmp_path):
 def test_a_profile_that_is_wrong_reaches_no_host(fleet, tmp_path):
     words, _ = fleet
     (tmp_path / "bad.toml").write_text("law = 'cubic'\n")
-    given = ["plan", "--profile", str(tmp_path / "bad.toml"), *words[:-2], "--ssh", "a"]
+    given = ["plan", "--profile", str(tmp_path / "bad.toml"), *words[:-2], "--hosts", "a"]
     assert isinstance(CliRunner().invoke(nic, given).exception, ConfigError)
     assert not (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize("command", ["none-of-that", "'"])
 def test_an_ssh_that_is_none_is_said(command):
-    result = CliRunner().invoke(nic, ["plan", "--profile", PROFILE, "--ssh", "a", "--ssh-command", command])
+    result = CliRunner().invoke(nic, ["plan", "--profile", PROFILE, "--hosts", "a", "--ssh-command", command])
     assert result.exit_code == 1
     assert "No such file" in result.stdout or "is no command" in str(result.exception)
 
 
 def test_words_for_another_host_are_quoted(fleet, tmp_path):
     words, _ = fleet
-    run_fleet(words, "plan", "--ssh", "a", "--device", f"x; touch {tmp_path}/owned")
+    run_fleet(words, "plan", "--hosts", "a", "--device", f"x; touch {tmp_path}/owned")
     assert not (tmp_path / "owned").exists()
     assert "'x; touch" in (tmp_path / "asked").read_text()
 
 
 @pytest.mark.parametrize("hosts", ["-oProxyCommand=x", "a,-b", "", "a b", "a;b", "$(id)"])
 def test_what_is_no_host_is_refused(hosts):
-    error = CliRunner().invoke(nic, ["plan", "--profile", PROFILE, "--ssh", hosts]).exception
+    error = CliRunner().invoke(nic, ["plan", "--profile", PROFILE, "--hosts", hosts]).exception
     assert isinstance(error, ConfigError)
-    assert "names no host" in str(error)
+    assert str(error).startswith("--hosts")
 
 
 def test_a_profile_from_stdin_is_taken(place):
@@ -371,3 +371,10 @@ def test_help_has_examples(command):
     result = CliRunner().invoke(nic, [command, "--help"])
     assert result.exit_code == 0
     assert f"netlayer nic {command}" in result.stdout
+
+
+def test_the_old_name_of_hosts_is_taken_with_a_warning(fleet):
+    words, _ = fleet
+    result = run_fleet(words, "plan", "--ssh", "a,b")
+    assert result.exit_code == 0
+    assert "warning: --ssh HOSTS is now --hosts HOSTS" in result.stderr

@@ -52,7 +52,7 @@ def test_more_nics_than_the_file_says_are_a_difference_too(tmp_path):
 def test_hosts_over_ssh_are_compared_in_one_table(fleet, tmp_path):  # noqa: F811
     words, roots = fleet
     (roots["b"] / "sys/class/infiniband/mlx5_0/ports/1/rate").write_text("100 Gb/sec (4X EDR)\n")
-    asked = ["inventory", *words[:-2], "--ssh", "a,b,gone", "--cluster", cluster_file(tmp_path, 1)]
+    asked = ["inventory", *words[:-2], "--hosts", "a,b,gone", "--cluster", cluster_file(tmp_path, 1)]
     result = CliRunner().invoke(nic, [*asked, "--json", str(tmp_path / "all.json")])
     assert result.exit_code == 1
     assert "NICs at 400 Gb/s: 0 of 1; mlx5_0: 100 Gb/s" in result.stdout
@@ -72,7 +72,7 @@ def test_a_result_that_is_no_inventory_is_a_difference(fleet, tmp_path):  # noqa
     (tmp_path / "old").write_text("#!/bin/sh\necho '{\"devices\": [{}]}'\n")
     (tmp_path / "old").chmod(0o755)
     words[words.index("--remote") + 1] = str(tmp_path / "old")
-    asked = ["inventory", *words[:-2], "--ssh", "a", "--cluster", cluster_file(tmp_path, 1)]
+    asked = ["inventory", *words[:-2], "--hosts", "a", "--cluster", cluster_file(tmp_path, 1)]
     result = CliRunner().invoke(nic, asked)
     assert result.exit_code == 1
     assert "is the same release of netlayer there?" in result.stdout

@@ -323,7 +323,7 @@ def test_amd_needs_its_host(tmp_path):
     place = inventory(tmp_path, a=look(build_host(tmp_path / "root", "ionic")))
     error = run("--cluster", cluster_file(tmp_path), "--inventory", place).exception
     assert isinstance(error, ConfigError)
-    assert "netlayer nic plan --ssh HOSTS" in str(error)
+    assert "netlayer nic plan --hosts HOSTS" in str(error)
 
 
 def test_ports_have_the_names_of_each_system():

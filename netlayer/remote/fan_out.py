@@ -7,20 +7,16 @@ hosts are ssh's own configuration. A host that does not answer within its limit 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from congestion.nic.vendors.tools import printable
 from netlayer.errors import ConfigError
 
-_HOST = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,63}@)?[A-Za-z0-9][A-Za-z0-9.:_-]{0,252}")
 _AT_ONCE = 16
 _LATE, _UNREACHABLE = 124, 255
 
@@ -46,27 +42,9 @@ class Outcome:
         return texts.get(self.exit_code, f"exit code {self.exit_code}")
 
 
-def is_host(text: str) -> bool:
-    """Whether a text may stand where ssh takes a host."""
-    return bool(_HOST.fullmatch(text))
-
-
-def read_hosts(text: str) -> list[str]:
-    """Hosts of a list `a,b` or of a file with one a line, `#` begins a comment.
-
-    Raises:
-        ConfigError: there are none, or one is no host's name.
-    """
-    path = Path(text)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else text.split(",")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError("--ssh", text, f"cannot be read ({exc})", "give a,b,c or a file with a host a line") from exc
-    hosts = list(dict.fromkeys(name for line in lines if (name := line.partition("#")[0].strip())))
-    wrong = next((name for name in hosts if not is_host(name)), None)
-    if wrong is not None or not hosts:
-        raise ConfigError("--ssh", wrong or text, "names no host", "give a,b,c or a file with a host a line")
-    return hosts
+def printable(text: str) -> str:
+    """Return another program's output on one line, without what would steer a terminal."""
+    return "".join(char for char in " ".join(text.split()) if char.isprintable())
 
 
 def run_on(
