@@ -178,14 +178,14 @@ def _create(
             groups[dimension] = dist.group.WORLD
         else:
             partition = [list(ranks) for ranks in layout.groups(dimension)] if splits else []
-            groups[dimension] = _one(dimension, own, partition, device, timeout)
+            groups[dimension] = _make_group(dimension, own, partition, device, timeout)
     for name, partition in more.items():
         own = next((ranks for ranks in partition if rank in ranks), [rank])
-        groups[name] = _one(name, own, partition if splits else [], device, timeout)
+        groups[name] = _make_group(name, own, partition if splits else [], device, timeout)
     return groups
 
 
-def _one(
+def _make_group(
     name: str, own: list[int], partition: list[list[int]], device: torch.device | None, timeout: timedelta
 ) -> dist.ProcessGroup | None:
     """The group of `own` ranks; split off the world, together with all others of its partition where that is given.

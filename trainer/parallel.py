@@ -316,12 +316,12 @@ class SplitModel:
     def _compile(self, modules: Sequence[GPT]) -> None:
         if not self.job.model.compile:
             return
-        dynamo = torch._dynamo.config  # behind its limit blocks would run as they are
+        dynamo = torch._dynamo.config  # past its recompile limit, Dynamo runs a block uncompiled
         dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_GRAPHS)
         for block in (block for module in modules for block in module.blocks.values()):
             for linear in block.modules():
                 if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-                    # The compiler cannot follow streams and collectives: a block is compiled up to them and behind.
+                    # The compiler cannot follow streams and collectives: blocks are compiled before and after linears.
                     linear.forward = torch.compiler.disable(linear.forward)  # type: ignore[method-assign, no-untyped-call]
             block.compile(dynamic=False)
 

@@ -210,7 +210,7 @@ def page(result: Result, settings: Settings, commit: str, name: str) -> Report:
         report.section(f"Ticket: {subject}").code(text)
     good = [_without_file(output.table_cells(one)) for one in judgement.findings if one.verdict not in ("FAIL", "WARN")]
     if good:
-        lead = "Without a verdict: nothing is known to hold it against, or it could not be read or run."
+        lead = "Without a verdict: nothing to compare it with (no expectation, too few peers), or not read or run."
         report.section("Passed, or without a verdict", lead, source="measured").table(pd.DataFrame(good), max_rows=500)
     return report
 

@@ -108,7 +108,7 @@ def copy(
         num_bytes: of one copy.
         repeats: most iterations of each.
         budget_s: seconds for all directions together.
-        num_blocks: as of `gemm`.
+        num_blocks: as in `gemm`.
         progress: hears of every direction.
     """
     check_arguments(num_bytes, repeats, budget_s)

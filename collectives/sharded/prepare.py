@@ -157,7 +157,7 @@ def plan_module(
     """Buckets of the trainable parameters, in `order` or else in order of registration; none spans two units.
 
     Args:
-        align: shards are multiples of so many elements; the others as of `ShardedDataParallel`.
+        align: shards are multiples of so many elements; the others as in `ShardedDataParallel`.
 
     Raises:
         ValueError: `order` names other parameters, or a unit is not a part of the module, or lies in another one.

@@ -99,7 +99,7 @@ class SlotSource:
         return slot is not None
 
     def promise(self, accumulator: object, write: Write) -> Promise | None:
-        """Have `write` fill a slot before this backward pass ends; None: as of `slot`, or the pass postpones it anyway.
+        """Have `write` fill a slot before this backward pass ends; None: as in `slot`, or the pass postpones it anyway.
 
         What it reads must stay as it is until then.
         """

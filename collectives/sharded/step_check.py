@@ -38,7 +38,7 @@ class Place(NamedTuple):
     Args:
         announced: the step that the caller has announced, or `UNANNOUNCED`.
         counted: the step by this rank's own count.
-        prefetch, overlap, step_in_backward: as of `ShardedDataParallel`, now.
+        prefetch, overlap, step_in_backward: as in `ShardedDataParallel`, now.
         gather_in_backward: the share in millionths; 0 without `step_in_backward`.
     """
 

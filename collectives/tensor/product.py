@@ -52,7 +52,7 @@ class WeightGradient:
 
     Args:
         dy, x: give [M, N] and [M, K] when they are to be read; to stay as they are where that is later.
-        tuned, spared: as of `multiply`.
+        tuned, spared: as in `multiply`.
     """
 
     dy: Callable[[], Tensor]
@@ -96,7 +96,7 @@ def add_product(
     Args:
         sum_NK: contiguous; what it holds is not read where the product is the first.
         is_first: whether it holds no sum yet.
-        tuned, spared: as of `multiply`.
+        tuned, spared: as in `multiply`.
     """
     wide = sum_NK.dtype
     is_tuned = tuned and wide == torch.float32 and can_tune(a_NM, b_MK, spared)

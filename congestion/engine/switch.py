@@ -113,6 +113,7 @@ def _least_loaded(s, k, node, f, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _take(s, k, node, end):  # type: ignore[no-untyped-def]
+    """Take packets that arrive before `end` off the wires into `s.seen[k]`; return how many, and the next arrival."""
     count, soonest, large = 0, NEVER, s.run[0].large
     stop = node.first_port + node.num_ports
     busy, num_busy = s.busy[k], np.uint32(0)

@@ -104,14 +104,15 @@ def nominal_s(timeout: int) -> float:
 def schedule(
     nic: str, timeout: int, retry_cnt: int = NCCL_RETRY_CNT, *, adaptive: bool = True, floor: bool = True
 ) -> Timers:
-    """All instants at which a queue pair sends again what nobody answers, and when it errors.
+    """Return when a queue pair retransmits and when it goes to error, in seconds after a send that is not answered.
 
     Args:
         nic: one of NICS.
         timeout: the exponent T, 0..31; 0 is no timer at all.
         retry_cnt: R, 0..7.
         adaptive: ROCE_ACCL's roce_adp_retrans_en; off was measured on ConnectX-5 alone.
-        floor: off is ROCE_ACCL's min_ack_timeout_limit_disabled = 1, which ends the adaptive phase too.
+        floor: ConnectX takes an exponent below 16 for 16; off (min_ack_timeout_limit_disabled = 1) ends the adaptive
+            phase too.
 
     `adaptive` and `floor` change nothing on a NIC that has neither.
 

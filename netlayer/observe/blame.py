@@ -120,20 +120,20 @@ class _Case:
         if cycle:
             findings.append(self._cycle_finding(cycle))
         if not findings:
-            findings += self._crossed_findings() or self._stalled_findings()
+            findings += self._order_deadlock_findings() or self._stalled_findings()
         findings.sort(key=lambda finding: (finding.since_ns or _NO_TIME, finding.ranks))
         notes = [f"no dump of {describe_ranks(silent)}"] if (silent := self._silent_without_file()) else []
-        notes += self._behind_on_device()
-        unrecorded = self._evidence.unrecorded
-        if unrecorded and findings:
-            notes.append(unrecorded)
+        notes += self._device_lag_notes()
+        blind_spot = self._evidence.blind_spot
+        if blind_spot and findings:
+            notes.append(blind_spot)
         rows = [row for key in self._evidence.groups if (row := self._group_row(key))]
-        return Blame(findings, rows, notes, unrecorded if not findings else "")
+        return Blame(findings, rows, notes, blind_spot if not findings else "")
 
     def _silent_without_file(self) -> list[int]:
         return [rank for rank in self._evidence.silent if rank not in self._evidence.damaged]
 
-    def _behind_on_device(self) -> list[str]:
+    def _device_lag_notes(self) -> list[str]:
         """Return notes on ranks whose device has not completed what most others have: a hint, no proof.
 
         Only for collectives whose ranks complete together; the root of a broadcast may complete long before the others.
@@ -228,7 +228,7 @@ class _Case:
             line = f"rank {rank} left no dump: dead, or hung before it could write one; the others have launched {what}"
         else:
             line = f"rank {rank} has not arrived at {what}: {self._progress(log, wait.group)}"
-        if log is not None and self._evidence.unrecorded:
+        if log is not None and self._evidence.blind_spot:
             line += ", or waits in a send or receive, which gloo does not write down"
         line += self._victims_phrase(victims)
         return Finding(kind, (rank,), str(wait.group), str(wait.launch), line, victims, certain, wait.launch.created_ns)
@@ -278,7 +278,7 @@ class _Case:
         steps = [f"rank {wait.rank} in {wait.launch} of {wait.group} for rank {peer}" for peer, wait in path[start:]]
         return ", ".join(steps[:_MOST_STEPS]) + (f", and so on over {len(steps)} ranks" * (len(steps) > _MOST_STEPS))
 
-    def _crossed_findings(self) -> list[Finding]:
+    def _order_deadlock_findings(self) -> list[Finding]:
         """Return the finding if all ranks launched everything, but in orders that deadlock."""
         heads = {}
         for key, aligned in self._aligned.items():

@@ -175,14 +175,14 @@ class Evidence:
         ranks: logs by rank.
         world: all ranks that are known to exist.
         damaged: ranks whose file exists but cannot be used, with the reason.
-        unrecorded: sentence on what these files cannot show; empty if they are complete.
+        blind_spot: sentence on what these files cannot show; empty if they are complete.
     """
 
     groups: Mapping[str, Group]
     ranks: Mapping[int, RankLog]
     world: Sequence[int]
     damaged: Mapping[int, str] = field(default_factory=dict)
-    unrecorded: str = ""
+    blind_spot: str = ""
 
     @property
     def silent(self) -> list[int]:

@@ -205,8 +205,8 @@ def join(dumps: Iterable[Dump], world_size: int | None, damaged: Mapping[int, st
             # torch numbers sends and receives over the whole group, we number them for each pair and direction.
             seq = len(of_group) + 1 if group.sender is not None else entry.seq
             of_group[seq] = replace(entry.launch, seq=seq)
-    unrecorded = _unrecorded(by_rank.values())
-    return Evidence(groups, dict(sorted(logs.items())), world, damaged or {}, unrecorded)
+    blind_spot = _unrecorded(by_rank.values())
+    return Evidence(groups, dict(sorted(logs.items())), world, damaged or {}, blind_spot)
 
 
 def _unrecorded(dumps: Iterable[Dump]) -> str:
@@ -353,8 +353,8 @@ def _entry(raw: Any, order: int) -> _Entry:
         started=state == "started",
     )
     op_id = raw.get("op_id")
-    unrecorded = op_id - seq if backend == "gloo" and type(op_id) is int and not is_p2p else 0
-    return _Entry((pair[0], pair[1]), seq, kind, is_p2p, launch, backend, max(0, unrecorded))
+    blind_spot = op_id - seq if backend == "gloo" and type(op_id) is int and not is_p2p else 0
+    return _Entry((pair[0], pair[1]), seq, kind, is_p2p, launch, backend, max(0, blind_spot))
 
 
 def _members(name: Any, raw: Any) -> tuple[str, tuple[int, ...]]:

@@ -90,8 +90,10 @@ class _Stage:
 
     Args:
         actions: of the schedule.
-        num_whole: backward passes to come that compute weights' gradients themselves.
+        num_whole: backward passes to come that are not split: each computes its weights' gradients at once, and those
+            after them queue theirs.
         limit: (micro-batch, chunk) pairs that it may hold.
+        num_in_flight: pairs held: forward passes whose weights' gradients are still to be computed.
     """
 
     actions: tuple[Action, ...]
@@ -101,21 +103,21 @@ class _Stage:
     at: int = 0
     now: float = 0.0
     waiting: deque[Action] = field(default_factory=deque)
-    num_pairs: int = 0
+    num_in_flight: int = 0
 
-    def follow(self, action: Action, arrival: float) -> None:
-        """Compute it once what it needs has come, and before that weights' gradients, if there is time or must be."""
+    def run(self, action: Action, arrival: float) -> None:
+        """Run an action when its input is there; before it, queued weights' gradients that fit or must make room."""
         while self.waiting and (
-            self.now + _TIME <= arrival or (action.kind == "forward" and self.num_pairs >= self.limit)
+            self.now + _TIME <= arrival or (action.kind == "forward" and self.num_in_flight >= self.limit)
         ):
             self._compute_weights()
         self.now = max(self.now, arrival) + _TIME
         self.done.append(action)
         self.at += 1
         if action.kind == "forward":
-            self.num_pairs += 1
+            self.num_in_flight += 1
         elif self.num_whole > 0:
-            self.num_whole, self.now, self.num_pairs = self.num_whole - 1, self.now + _TIME, self.num_pairs - 1
+            self.num_whole, self.now, self.num_in_flight = self.num_whole - 1, self.now + _TIME, self.num_in_flight - 1
         else:
             self.waiting.append(action)
 
@@ -127,7 +129,7 @@ class _Stage:
         done = self.waiting.popleft()
         self.done.append(done._replace(kind="weights", phase=self.done[-1].phase))
         self.now += _TIME
-        self.num_pairs -= 1
+        self.num_in_flight -= 1
 
 
 class _Walk:
@@ -158,7 +160,7 @@ class _Walk:
             arrival = 0.0 if need is None else self._arrivals.get((number, need))
             if arrival is None:
                 break
-            stage.follow(action, arrival)
+            stage.run(action, arrival)
             if give is not None:
                 self._arrivals[self.schedule.receiver(number, give.direction), give] = stage.now
         return stage.at - before

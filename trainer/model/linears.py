@@ -77,7 +77,7 @@ class SummedLinear(nn.Module):
     """y = x_0 W_0^T + x_1 W_1^T + ... + b.
 
     Args:
-        adds_bias, operators: as of `JoinedLinear`.
+        adds_bias, operators: as in `JoinedLinear`.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ def column(
 
     Args:
         adds_bias: False: the bias is there, and left to what reads the output.
-        operators: as of `JoinedLinear`.
+        operators: as in `JoinedLinear`.
     """
     if exchange is None:
         return JoinedLinear(in_features, splits, bias, adds_bias, operators)
@@ -140,7 +140,7 @@ def row(
 
     Args:
         adds_bias: False: the bias is there, and left to what reads the output.
-        operators: as of `JoinedLinear`.
+        operators: as in `JoinedLinear`.
     """
     if exchange is None:
         return SummedLinear(splits, out_features, bias, adds_bias, operators)

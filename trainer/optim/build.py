@@ -21,7 +21,7 @@ def build_optimizer(
     data-parallel and of the tensor-parallel group steps, in the same order of chunks.
 
     Args:
-        step_in_backward: AdamW alone; as of `ShardedDataParallel.optimizer`.
+        step_in_backward: see `ShardedDataParallel.optimizer`; LAMB ignores it, and a job with both is refused.
     """
     if config.name == "lamb":
         return build_lamb(config, model)

@@ -128,7 +128,7 @@ class Text:
     printed_by: Prefix = NOBODY
 
     @cached_property
-    def _bare(self) -> tuple[list[str], list[Prefix]]:
+    def _lines_and_writers(self) -> tuple[list[str], list[Prefix]]:
         lines = self.content.split("\n")
         long = next((at for at, line in enumerate(lines, 1) if len(line) > MAX_LINE), 0)
         if long:
@@ -145,7 +145,7 @@ class Text:
         Raises:
             ConfigError: a line is longer than any tool writes; regular expressions may take quadratic time on it.
         """
-        return self._bare[0]
+        return self._lines_and_writers[0]
 
     @property
     def prefixes(self) -> list[Prefix]:
@@ -154,7 +154,7 @@ class Text:
         Raises:
             ConfigError: see `lines`.
         """
-        return self._bare[1]
+        return self._lines_and_writers[1]
 
     @cached_property
     def body(self) -> str:

@@ -187,7 +187,7 @@ def page(judgement: Judgement, commit: str) -> str:
         rows = [{"what could not be read, and what to do": line} for line in judgement.damaged]
         report.section("Files that were not judged").table(pd.DataFrame(rows), max_rows=500)
     if open_figures:
-        lead = "Measured, and nothing is known to hold it against. That data was right says nothing of the speed."
+        lead = "Measured, and no expectation is known for it. That data was right says nothing of the speed."
         rows = [finding_cells(finding) for finding in open_figures]
         report.section("No verdict", lead, source="measured").table(pd.DataFrame(rows), max_rows=500)
     good = [finding for finding in judgement.findings if finding.verdict in ("PASS", None)]

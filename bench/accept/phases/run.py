@@ -40,7 +40,7 @@ def copy(trial: Trial, say: Say) -> None:
 
 def all_to_all(trial: Trial, say: Say) -> None:
     """Run all-to-all inside each node with several ranks."""
-    groups = [group for group in _nodes(trial) if len(group) > 1]
+    groups = [group for group in _ranks_by_node(trial) if len(group) > 1]
     if not groups:
         trial.findings.append(_skipped(trial, "all_to_all", "every node has one rank"))
         return
@@ -55,7 +55,7 @@ def neighbours(trial: Trial, say: Say, tor_nodes: int = 0) -> None:
         say: progress callback.
         tor_nodes: nodes under one ToR; 0 if not known.
     """
-    nodes = _nodes(trial)
+    nodes = _ranks_by_node(trial)
     if len(nodes) < 2:
         trial.findings.append(_skipped(trial, "neighbours", "one node has none"))
         return
@@ -76,7 +76,9 @@ def all_reduce(trial: Trial, say: Say) -> None:
     row = rows[0]
     facts = {"quantity": "bus_bw_gbs", "collective": "all_reduce", "device": row["device"], "ranks": len(row["group"])}
     facts |= {key: row[key] for key in ("nccl", "graph", "nvls") if row.get(key) is not None}
-    facts["hosts"] = len(_nodes(trial))  # virtual nodes count too, so that no expectation matches them
+    facts["hosts"] = len(
+        _ranks_by_node(trial)
+    )  # a host split into virtual nodes counts as several, so that no expectation matches
     figure = Figure(
         "all_reduce bus bandwidth", f"{row['size_bytes']} bytes", f"{len(row['group'])} ranks", row["bus_bw_gbs"],
         "GB/s", 0, facts={**facts, "bytes": row["size_bytes"]},
@@ -85,7 +87,7 @@ def all_reduce(trial: Trial, say: Say) -> None:
         if finding.verdict is None and finding.next_step:  # the missing fact is the NVLS state
             finding = replace(finding, next_step=_NVLS)
         trial.flag("all_reduce", "group", row["group"], finding, label=finding.subject)
-    trial.findings.append(_good_data("all_reduce", len(row["group"])))
+    trial.findings.append(_data_passed("all_reduce", len(row["group"])))
 
 
 def rails(trial: Trial, say: Say) -> None:
@@ -93,7 +95,7 @@ def rails(trial: Trial, say: Say) -> None:
     by_local: dict[int, list[int]] = defaultdict(list)
     for rank in trial.alive:
         by_local[trial.members[rank].local].append(rank)
-    if len(_nodes(trial)) < 2:
+    if len(_ranks_by_node(trial)) < 2:
         trial.findings.append(_skipped(trial, "rails", "they join nodes, and there is one"))
         return
     if len(by_local) < 2 or any(len(group) < 2 for group in by_local.values()):
@@ -279,7 +281,7 @@ def _similar_finding(
     return Finding("PASS", subject, f"{phase}: {name}", figure, "like each other", "", phase)
 
 
-def _nodes(trial: Trial) -> list[tuple[int, ...]]:
+def _ranks_by_node(trial: Trial) -> list[tuple[int, ...]]:
     by_node: dict[int, list[int]] = defaultdict(list)
     for rank in trial.alive:
         by_node[trial.members[rank].node].append(rank)
@@ -290,7 +292,7 @@ def _skipped(trial: Trial, phase: str, reason: str) -> Finding:
     return Finding(None, f"{len(trial.alive)} ranks", phase, "not run", reason, "", phase)
 
 
-def _good_data(phase: str, ranks: int) -> Finding:
+def _data_passed(phase: str, ranks: int) -> Finding:
     return Finding("PASS", f"{ranks} ranks", f"{phase} data", "0 wrong elements", "0 wrong", "", phase)
 
 

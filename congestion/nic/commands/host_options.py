@@ -132,7 +132,7 @@ def open_state(options: HostOptions) -> State:
     from netlayer.errors import ConfigError
 
     if options.state is None and options.root.resolve() != Path("/"):
-        rule = "is needed with another --root, whose own folders are not trusted"
+        rule = "is needed with another --root: a journal below that root is not trusted"
         raise ConfigError("--state", None, rule, "give a folder of yours")
     return State(options.state or _STATE)
 

@@ -107,7 +107,10 @@ def _arista(plan: SwitchPlan) -> Iterator[str]:
         yield f"qos map dscp {dscp} to traffic-class {priority}"
     if plan.lossless:
         if plan.lossless_headroom:
-            yield "! the headroom above is not written; EOS: `platform trident mmu queue profile`, `ingress headroom`"
+            yield (
+                "! the headroom in the header of this file is not written; "
+                "EOS: `platform trident mmu queue profile`, `ingress headroom`"
+            )
         watchdog = "priority-flow-control pause watchdog"
         yield f"{watchdog} default timeout {WATCHDOG_MS / 1e3:.2f}"
         yield f"{watchdog} default recovery-time {2 * WATCHDOG_MS / 1e3:.2f}"
@@ -166,7 +169,7 @@ def _cisco(plan: SwitchPlan) -> Iterator[str]:
         yield "priority-flow-control watch-dog-interval on"
         if plan.cable_m > _NXOS_SHORT_M:
             yield f"! cables above {_NXOS_SHORT_M} m need `pause buffer-size` in an input queuing policy; not written:"
-            yield "! its numbers belong to the line card; the headroom that they must hold stands above"
+            yield "! its numbers belong to the line card; the headroom that they must hold stands in the header"
     yield from _cisco_hash(plan)
     for port in plan.ports:
         yield f"interface {port}"
