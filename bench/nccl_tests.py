@@ -164,7 +164,7 @@ def read_json(file: Path) -> Table:
 
 
 def join_tables(collective: str, register: int, runs: Sequence[tuple[Table, Table]]) -> Iterator[Row]:
-    """Yield a row for each size: medians over runs of theirs and ours, and of the ratios ours over theirs."""
+    """Yield a row a size and buffer (out of place, in place): medians of theirs and ours, and of ours over theirs."""
     for key in sorted(set.intersection(*(theirs.keys() & ours.keys() for theirs, ours in runs))):
         pairs = [(theirs[key], ours[key]) for theirs, ours in runs]
         times = [own.time_us / peer.time_us for peer, own in pairs if peer.time_us]

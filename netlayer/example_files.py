@@ -60,6 +60,6 @@ def copy_examples(target: Path) -> list[Path]:
             else:
                 shutil.copy(source, target / name)
     except OSError as exc:
-        rule = f"cannot be written ({exc.strerror})"
+        rule = f"cannot be written ({exc.strerror or exc})"
         raise ConfigError("--copy", str(target), rule, "name a folder that this user may write") from exc
     return [target / name for name in EXAMPLES]

@@ -289,7 +289,7 @@ class Trainer:
             raise CheckFailed(f"step {step}: the {name} is {where}; {remedy}")
 
     def _check_state(self) -> None:
-        """Check every element of the state: a held-out loss sees no moments, and only its own tokens' rows."""
+        """Check every element of the state: a held-out loss sees no moments, and of the token table few rows."""
         state = [value for each in self.optimizer.each for value in each.state.values()]
         tensors: list[Tensor] = [slot.piece for slot in self.model.slots]
         tensors += [tensor for values in state for tensor in values.values() if isinstance(tensor, Tensor)]

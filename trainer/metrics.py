@@ -2,8 +2,8 @@
 
 TensorBoard has what the row holds under its names, in two sections; nulls are omitted. Prometheus has the last
 row as gauges, in base units, and counters of this process (Prometheus knows a counter that starts again), but for the
-restarts, which are those of the run. Names follow https://prometheus.io/docs/practices/naming/, so that `promtool check
-metrics` finds nothing. The server listens on the loopback interface unless `job.metrics.prometheus_address` says
+restarts, which are those of the run. Names follow https://prometheus.io/docs/practices/naming/ (for
+`promtool check metrics`). The server listens on the loopback interface unless `job.metrics.prometheus_address` says
 otherwise: it knows no password. Not covered: pushing, and what other ranks know (a row speaks for all of them).
 """
 

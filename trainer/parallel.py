@@ -242,7 +242,7 @@ class SplitModel:
 
     def wait_for_all(self) -> None:
         """Wait until every rank has called this."""
-        # Any collective does: it completes on no rank before all have launched it.
+        # An all-reduce does: it completes on no rank before all have launched it.
         self.world.all_reduce(self.zero())
         self.world.wait_on_host()
 

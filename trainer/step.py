@@ -138,10 +138,10 @@ class GraphedSteps(Steps):
         if len(batches) != len(self._inputs):  # the graph before goes, and its memory, before a new one is made
             self.close()
             self._inputs = [(tokens_BT.clone(), targets_BT.clone()) for tokens_BT, targets_BT in batches]
-        # Windows grow and kernels are compiled and chosen in these, which a capture cannot do.
+        # The first WARM_UP steps are launched: windows grow and kernels are compiled, which a capture cannot do.
         if self._num_launched < WARM_UP:
             self._num_launched += 1
-            # `begin` has not, where a graph was there until now.
+            # `begin` started no step while a graph existed.
             self.model.start_step(step)
             return self._launch(batches)
         for inputs, batch in zip(self._inputs, batches, strict=True):
@@ -171,7 +171,7 @@ class GraphedSteps(Steps):
             chunk.note_shards_changed()  # so that the graph begins with their gathers
         with contextlib.ExitStack() as apart:
             for chunk in self.model.chunks:
-                # They would have to end within the graph, with nothing to hide them.
+                # Gathers after the step would have to end within the graph, with nothing to hide them.
                 apart.enter_context(chunk.no_gathers_after_step())
             return self._capture(lambda: self._capture_one(step))
 

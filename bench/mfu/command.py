@@ -28,7 +28,7 @@ from bench.mfu.jobs import Jobs, check_overrides, check_room, read_entries, read
 from bench.mfu.profile import floors
 from bench.mfu.profile import table as profile_table
 from bench.mfu.rows import FORMULA, check_losses, heading, summarise, table, with_figures
-from bench.mfu.run import ROWS, Heard, Plan, estimate, measure, take_away
+from bench.mfu.run import ROWS, Plan, Reports, estimate, measure, take_away
 from bench.mfu.systems import PEERS, Entry
 from bench.overlap.settings import channel_environment
 from congestion.nic.env import as_record, exports, for_ranks
@@ -155,7 +155,7 @@ def command(
     plan = Plan(runs, steps, warmup, options.seed, chosen, out, limit, end_s, profile, prefers_flash=flash, env=env)
     click.echo(estimate(entries, plan, device), err=True)
     with ending_at(signal.SIGTERM), watched_gpus(ranks if chosen == "nccl" else 0) as gpus:
-        collector = Heard(runs * len(entries), out / ROWS, gpus)
+        collector = Reports(runs * len(entries), out / ROWS, gpus)
         arguments = {
             **options.arguments(),
             "model": model or "",
@@ -222,7 +222,7 @@ def _open(requested: Path | None) -> tuple[Path, list[Path]]:
 
 
 def _record(
-    collector: Heard,
+    collector: Reports,
     entries: Sequence[Entry],
     started: str,
     arguments: Mapping[str, Any],
@@ -258,7 +258,7 @@ def _record(
 
 
 def _tell(
-    record: RunRecord, collector: Heard, entries: Sequence[Entry], device: str, json_file: Path | None, out: Path
+    record: RunRecord, collector: Reports, entries: Sequence[Entry], device: str, json_file: Path | None, out: Path
 ) -> Path:
     """Save the record, print the tables, and return the record's path under `out`."""
     jobs = {entry.name: entry.job for entry in entries}

@@ -64,7 +64,7 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-class Heard:
+class Reports:
     """Collector of rank 0's reports: keeps, writes and prints each as it arrives.
 
     Args:
@@ -145,7 +145,7 @@ def by_processes(turns: Sequence[Turn]) -> Iterator[tuple[Turn, ...]]:
     return (tuple(shared) for _, shared in itertools.groupby(turns, key=lambda turn: turn[1].processes))
 
 
-def measure(entries: Sequence[Entry], plan: Plan, collector: Heard) -> NetlayerError | None:
+def measure(entries: Sequence[Entry], plan: Plan, collector: Reports) -> NetlayerError | None:
     """Run all turns, except those of a system that has failed; return the first failure."""
     first: NetlayerError | None = None
     turns = in_turn(entries, plan.runs)
@@ -204,7 +204,7 @@ def _step_s(job: JobConfig, device: str) -> float | None:
     return flops / (_ASSUMED_MFU * peak * job.parallel.layout.world_size) if peak else None
 
 
-def _blame(shared: Sequence[Turn], plan: Plan, collector: Heard, exc: NetlayerError) -> None:
+def _blame(shared: Sequence[Turn], plan: Plan, collector: Reports, exc: NetlayerError) -> None:
     """Record which system failed; if none had begun, all systems that were to share these processes."""
     remaining = [turn for turn in shared if not collector.is_done(turn)]
     if not remaining:
@@ -219,7 +219,7 @@ def _blame(shared: Sequence[Turn], plan: Plan, collector: Heard, exc: NetlayerEr
     collector.fail(name, f"run {run}: {exc}{slow}")
 
 
-def _launch(shared: tuple[Turn, ...], plan: Plan, collector: Heard) -> None:
+def _launch(shared: tuple[Turn, ...], plan: Plan, collector: Reports) -> None:
     """Launch one set of processes for systems that can share them."""
     from bench.mfu.ranks import Order, run_rank
 

@@ -1,7 +1,7 @@
 """The flags of nccl-tests, with their names, meaning and defaults.
 
 A flag that cannot be honoured is refused with what to do instead, never ignored: here what no backend has, in
-`Backend.check` what the chosen one lacks. Not covered: the command line (`perf`).
+`Backend.check` what the chosen one lacks. Not covered: the command line (`binary`).
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ class Bucket:
     def is_in_place(self) -> bool:
         """Whether the module still computes with this buffer (`module.to()` would have moved it away)."""
         with torch._C.DisableTorchFunctionSubclass():
-            # Else to ask a pending parameter for its address would wait for its gather.
+            # Otherwise asking a pending parameter for its address would wait for its gather.
             return tuple(parameter.data_ptr() for parameter in self.parameters) == self._addresses
 
     def has_aliases(self) -> bool:
@@ -417,7 +417,7 @@ class Bucket:
         assert local_N is not None
         self.used |= {position for position, grad in enumerate(grads) if grad is not None}
         self.forget()
-        # Where it has added up is where it travels from, unless it must be cast first.
+        # Without a buffer of the caller's they travel from where they added up, unless they must be cast.
         flat_N = buffer_N
         if flat_N is None:
             flat_N = local_N if local_N.dtype == dtype else torch.empty_like(local_N, dtype=dtype)

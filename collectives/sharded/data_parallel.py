@@ -473,7 +473,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         )
 
     def reduced_pieces(self, places: Sequence[tuple[int, int]]) -> list[Tensor | None]:
-        """Return one rank's pieces of reduced gradients at (bucket, position): see `collectives.sharded.gradient`."""
+        """Return this rank's pieces of reduced gradients at (bucket, position): see `collectives.sharded.gradient`."""
         self._check_not_stepped("no gradients left")
         self.finish_gradients()
         grads = {

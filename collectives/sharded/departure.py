@@ -113,7 +113,7 @@ class Departures:
         return flight
 
     def land_before(self) -> None:
-        """Land the last but one: after the sends of the last, by when the peers' parts have arrived.
+        """Land the last but one: after the sends of the last, by when parts of peers in step have arrived.
 
         What lands may raise, and what was sent is still to be added: so it is no part of `launch`.
         """

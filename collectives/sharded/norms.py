@@ -17,7 +17,7 @@ _RUN = 1 << 17
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all elements of at least one tensor: a scalar."""
+    """Return the norm of all elements of the tensors (one or more): a scalar."""
     return torch.nn.utils.get_total_norm([run for tensor in tensors for run in _runs(tensor)])
 
 

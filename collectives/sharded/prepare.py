@@ -191,7 +191,7 @@ def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], setti
     described["order"] = ", ".join(slot.name for plan in plans for slot in plan.slots)
     text = json.dumps(described)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    if len({other for [other] in lane.tell([digest], "arguments")}) == 1:
+    if len({one for [one] in lane.tell([digest], "arguments")}) == 1:
         return
     arguments = [json.loads(one) for one in lane.tell_texts(text, "arguments")]
     raise ValueError(

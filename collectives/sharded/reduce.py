@@ -73,7 +73,7 @@ class GradientReduce:
         self._skips_unused = skips_unused
         self._source = None if source is None else weakref.ref(source)
         self._used_by_all: tuple[Flight, Tensor, Tensor] | None = None
-        """In flight: which parameters have a gradient on some rank; and the host's copy of this rank's own."""
+        """In flight: which parameters have a gradient on some rank; and, on CUDA, a host copy of this rank's own."""
         self.buckets, self.lane, self.stage = buckets, lane, stage
         self.departures = Departures(lane, dtype, in_flight, overlap, travel or Travel(), mean)
         self.is_last = True
@@ -324,7 +324,7 @@ class GradientReduce:
             if waits:
                 self.departures.wait_all()
             return
-        # All passes were under `no_sync`, or this rank had none: the others wait for its part of a round.
+        # Passes since the last round were under `no_sync`, or this rank had none: the others wait for its part.
         if self._unreduced or self._num_rounds == 0:
             self._begin_round()
             self._end_round()
@@ -521,7 +521,7 @@ class GradientReduce:
         # Not asked of one that stays: that may write into the shard, where its gradients are already.
         flight = self.departures.launch(bucket, adds=not stays and self._adds(index))
         self._reduced.add(index)
-        # Behind this bucket's sends: by then the peers have sent what the bucket before is summed of.
+        # After this bucket's sends: by then, ranks in step have sent what the bucket before is summed of.
         self.departures.land_before()
         if self._follows and self.follower is not None:
             self.follower.reduced(index, flight)

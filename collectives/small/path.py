@@ -1,7 +1,7 @@
 """Paths of a small collective: one interface, and its implementation by torch.distributed.
 
 A path says by data which kinds it offers (`calls`), and which messages of these it takes. Not covered: which path is
-best where (`tuning`), and reductions but the sum (torch.distributed's own aside).
+best where (`table`), and reductions but the sum (torch.distributed's own aside).
 """
 
 from __future__ import annotations

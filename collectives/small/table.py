@@ -1,7 +1,7 @@
 """Table of the path that a small collective takes, by kind, size and number of ranks.
 
 A table is data: JSON that can be kept and given to `SmallCollectives`. `DEFAULT_TABLE` was measured on 4 x H200; for
-another machine or another number of ranks, `small_tune.tune` measures one. Not covered: tables for data types and for
+another machine or another number of ranks, `tuner.tune` measures one. Not covered: tables for data types and for
 streams that compute at the same time (it is of bfloat16, on GPUs that do nothing else).
 """
 

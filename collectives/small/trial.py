@@ -1,6 +1,6 @@
 """One small collective as a measurement sees it: buffers whose result is known exactly, and whether it comes out.
 
-Not covered: what to compare (`small_tune`, benches), and how long it takes (`timing`).
+Not covered: what to compare (`tuner`, benches), and how long it takes (`timing`).
 
 Shapes: W ranks; sizes are of the whole buffer, as nccl-tests count them.
 """

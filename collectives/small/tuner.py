@@ -1,6 +1,6 @@
 """Measures a tuned table: all paths that a group has, for each kind and size, in turn and on the same data.
 
-Data are bfloat16, on GPUs that do nothing else. Not covered: the table itself (`tuning`).
+Data are bfloat16, on GPUs that do nothing else. Not covered: the table itself (`table`).
 """
 
 from __future__ import annotations

@@ -299,7 +299,7 @@ class Lane(Carrier):
             with counted or nullcontext(), recording as collective:
                 add = by.send(input_N)
 
-        # Launched later, behind the next bucket's sends: the peers' parts have arrived by then, and nobody waits.
+        # Launched later, after the next bucket's sends: parts of peers in step have arrived by then, so nothing waits.
         def land() -> None:
             add(output_S, mean)
             if counted is not None:
@@ -308,13 +308,13 @@ class Lane(Carrier):
         return Flight(self, collective, None, None, None, (input_N, output_S), "reduce_scatter", land)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce in place, and wait."""
+        """All-reduce in place, and wait."""
         self.start_all_reduce(tensor, op).wait()
 
     def start_all_reduce(
         self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_recorded: bool = True
     ) -> Flight:
-        """Start a reduction in place; leave `tensor` alone until the wait. `is_recorded` as in `all_gather`."""
+        """Start an all-reduce in place; leave `tensor` alone until the wait. `is_recorded` as in `all_gather`."""
 
         def issue(async_op: bool) -> dist.Work | None:
             return _all_reduce(tensor, op=op, group=self.group, async_op=async_op)

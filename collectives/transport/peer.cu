@@ -26,7 +26,7 @@ struct Windows {
 #define WINDOW_PARAMS char *p0, char *p1, char *p2, char *p3, char *p4, char *p5, char *p6, char *p7
 #define WINDOWS {{p0, p1, p2, p3, p4, p5, p6, p7}}
 
-// ---- layout of an exchange window's head: words of 4 bytes (collectives/symmetric.py reserves HEAD_BYTES for it) ----
+// ---- layout of an exchange window's head: words of 4 bytes (collectives/transport/symmetric.py reserves HEAD_BYTES for it) ----
 constexpr int ROUND = 0;      // [0]: rounds that this rank has finished; written by itself
 constexpr int READY = 64;     // [rank]: rounds whose slots that rank has given free again; written by that rank
 constexpr int ARRIVED = 128;  // [rank]: rounds in which that rank has filled its slot here; written by that rank

@@ -200,7 +200,7 @@ class StepComm:
 
     @cached_property
     def _under_way(self) -> _Busy:
-        """Return the times with any collective in flight; one that outlives the step is not asked or waited for."""
+        """Return the times with any collective in flight; one that outlives the step counts as endless."""
         assert self._time_base is not None
         ns, times = self._time_base.ns, []
         for one in (*self._earlier, *self.collectives):

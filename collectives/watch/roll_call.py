@@ -2,7 +2,7 @@
 
 Nothing is written or read until somebody asks. From `listen` on, one blocked command of the store waits for that, so
 that a rank answers whatever its main thread does, as long as Python runs. Works on everything with torch's Store API
-(RedisStore, TCPStore). Not covered: what a report says (`diagnosis`), and when to ask (`watch`).
+(RedisStore, TCPStore). Not covered: what a report says (`diagnosis`), and when to ask (`watchdog`).
 """
 
 from __future__ import annotations

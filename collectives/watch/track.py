@@ -1,7 +1,7 @@
 """Track of the collectives that one rank has launched in one group, and of those in flight: counted in memory, cheaply.
 
 Each collective gets the next number of its group; ranks that launch the same things give them the same numbers. Not
-covered: looking at the numbers (`watch`) and comparing them (`diagnosis`).
+covered: looking at the numbers (`watchdog`) and comparing them (`diagnosis`).
 """
 
 from __future__ import annotations

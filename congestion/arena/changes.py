@@ -77,7 +77,7 @@ def compare_changes(results: Found) -> list[Row]:
 
 
 def _scaled(contender: Contender, suite: Suite) -> list[str]:
-    """Return each searched parameter times each factor, as far as its field allows; without those it does not move."""
+    """Return each searched parameter times each factor, as far as its field allows, without unchanged ones."""
     made: list[str] = []
     for factor in suite.robustness.factors:
         for one in ranges_of(contender, suite, max(factor, 1 / factor)):

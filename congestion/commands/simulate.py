@@ -390,7 +390,7 @@ class Pace:
 
 
 def say_progress(bar: Bar, pace: Pace, progress: Progress) -> None:
-    """Show who waits simulated time, speed, and remaining time at the speed so far."""
+    """Show a person who waits the simulated time, the speed, and the time left at the speed so far."""
     left_s = pace.left_s(progress)
     left = "" if left_s is None else f", {left_s:.0f} s left"
     speed = f"{progress.link_hops / max(progress.wall_s, 1e-9) / 1e6:.1f} M link-hops/s"

@@ -76,7 +76,7 @@ def parameters_of(settings: Any, host_bps: int) -> Any:
     try:
         made = law.parameters(section, host_bps, settings)
     except Exception as exc:  # anything may be in it
-        raise ConfigError("LAW", path, f"its parameters() fails ({type(exc).__name__}: {exc})", "mend it") from exc
+        raise ConfigError("LAW", path, f"its parameters() fails ({type(exc).__name__}: {exc})", "correct it") from exc
     if not (isinstance(made, np.ndarray) and made.dtype == law.PARAMETERS and made.shape == (1,)):
         shape = f"{type(made).__name__} of {getattr(made, 'shape', 'no')} shape"
         raise ConfigError("LAW", path, f"its parameters() gives {shape}", "return one row of PARAMETERS, shape (1,)")
@@ -89,7 +89,7 @@ def _of_section(exc: Exception) -> ConfigError:
         first = errors()[0]
         where = ".".join(map(str, first["loc"]))
         return ConfigError(f"congestion.entered.{where}", first["input"], first["msg"], "give a value that fits")
-    return ConfigError("LAW", path, f"its Section fails ({type(exc).__name__}: {exc})", "mend it")
+    return ConfigError("LAW", path, f"its Section fails ({type(exc).__name__}: {exc})", "correct it")
 
 
 def not_compiled(exc: Exception) -> ConfigError:
@@ -120,7 +120,7 @@ def _load(path: Path, text: bytes) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as exc:  # anything may be in it
-        raise ConfigError("LAW", path, f"does not run ({type(exc).__name__}: {exc})", "mend it") from exc
+        raise ConfigError("LAW", path, f"does not run ({type(exc).__name__}: {exc})", "correct it") from exc
     for record in ("PARAMETERS", "STATE"):
         if not (isinstance(getattr(module, record, None), np.dtype) and getattr(module, record).names):
             raise ConfigError("LAW", path, f"has no record type {record}", _REMEDY)

@@ -106,7 +106,7 @@ def exports(choices: Iterable[Choice]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def exported(choices: Iterable[Choice]) -> Iterator[None]:
-    """Set the variables in this process, a rank or what starts some; NCCL reads them when it first connects."""
+    """Set the variables in this process for the block; NCCL reads them when it first connects."""
     added = exports(choices)
     os.environ.update(added)
     try:
@@ -236,7 +236,7 @@ def _check_users(variable: Variable, text: str, where: str, release: Release) ->
         raise ConfigError(variable.name, text, rule, variable.rule)
     if not variable.low <= value <= variable.high and not variable.takes_besides(value, release):
         rule = f"in {where} is out of {variable.low}..{variable.high}: {variable.rule}"
-        raise ConfigError(variable.name, text, rule, "mend or unset it")
+        raise ConfigError(variable.name, text, rule, "correct or unset it")
 
 
 def _c_number(text: str) -> int | None:

@@ -56,6 +56,11 @@ def test_the_links_of_a_rank_that_is_slow_itself_are_not_flagged() -> None:
     trial.flag("gemm", "node", [5], paused)
     measure_pairs(trial, lambda _done, _total, _words: None)
     assert [one.ranks for one in trial.suspects] == [(5,)]
+    [passed] = [one for one in trial.findings if one.check == "pairs"]
+    assert passed.verdict == "PASS"
+    assert passed.subject == "21 pairs of 7"
+    assert "slow itself" in passed.expected
+    assert "node5" not in passed.figure
 
 
 def test_an_outcome_knows_that_it_failed() -> None:

@@ -160,7 +160,7 @@ def test_the_package_does_not_import_torch_by_itself() -> None:
 
 
 def test_modules_that_others_name_load_with_the_package() -> None:
-    code = "import collectives; collectives.watch.recorder.Recorder, collectives.health.checks.gemm"
+    code = "import collectives; collectives.recorder.Recorder, collectives.health.gemm"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -167,7 +167,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
     """Return the metadata and the entry of each tensor, of the types that they should have.
 
     Raises:
-        ValueError: something in it differs. A digest next to the file proves no more than that one hand wrote both.
+        ValueError: something in it differs. A digest next to the file proves only that the same writer wrote both.
     """
     try:
         header = json.loads(text)

@@ -195,10 +195,15 @@ def _remaining_findings(
     if flagged:
         return []
     series, matrix = next(iter(scores.items()))
-    pair, worst = min(matrix.links.items(), key=lambda item: item[1].share)
+    judged = {ends: score for ends, score in matrix.links.items() if not {ends[:1], ends[1:]} & slow_ranks}
+    if not judged:
+        return []
+    pair, worst = min(judged.items(), key=lambda item: item[1].share)
     figure = f"worst {worst.share:.2f} of the median ({trial.label(pair)}, {series})"
     expected = f"like the others: MAD {worst.peers.mad:.3f}"
-    subjects = f"{len(matrix.links) // 2} pairs of {len(matrix.nodes)}"
+    if slow_ranks:
+        expected += f"; without {', '.join(trial.label(ranks) for ranks in sorted(slow_ranks))}, slow itself"
+    subjects = f"{len(judged) // 2} pairs of {len(matrix.nodes) - len(slow_ranks & {(node,) for node in matrix.nodes})}"
     return [Finding("PASS", subjects, "pairs", figure, expected, "", PHASE)]
 
 

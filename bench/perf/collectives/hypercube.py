@@ -22,9 +22,8 @@ def _launch(backend: Backend, call: Call) -> None:
     backend.copy(call.recv[rank * part :][:part], call.send)
     while gathered < backend.ranks:
         peer = rank ^ gathered
-        own_start, peer_start = (
-            first & ~(gathered - 1) for first in (rank, peer)
-        )  # where the parts gathered so far begin
+        # Where the parts gathered so far begin, of this rank and of its peer.
+        own_start, peer_start = (first & ~(gathered - 1) for first in (rank, peer))
         received = call.recv[peer_start * part :][: gathered * part]
         backend.exchange(received, peer, call.recv[own_start * part :][: gathered * part], peer)
         gathered *= 2

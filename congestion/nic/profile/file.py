@@ -197,7 +197,7 @@ def parse_profile(text: str, path: Path) -> Profile:
     try:
         tree = parse_toml(text)
     except tomllib.TOMLDecodeError as exc:
-        raise ConfigError("--profile", path, f"is not TOML ({exc})", "mend that line") from exc
+        raise ConfigError("--profile", path, f"is not TOML ({exc})", "correct that line") from exc
     return build_profile(tree)
 
 

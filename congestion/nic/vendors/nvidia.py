@@ -3,7 +3,7 @@
 Files: `drivers/infiniband/hw/mlx5/cong.c` of Linux; OFED's sysfs has the same values by mlxconfig's names. RTTCC:
 NVIDIA's post "Scaling Zero Touch RoCE Technology with Round Trip Time Congestion Control" (register 0x506e is PPCC;
 disabling its slot 15 forces RTTCC). ROCE_ACCL: mstflint's register table. Not covered: parameters of programmable
-control (surface_nvidia_programmable).
+control (nvidia_programmable).
 """
 
 from __future__ import annotations
