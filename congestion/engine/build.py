@@ -82,19 +82,26 @@ def build(
     in_use = laws_by_class(settings, law)
     by_law = [laws.wants_rtt(each, settings.of_class(number)) for number, each in enumerate(in_use)]
     wants_rtt = settings.measure_rtt or any(by_law)
+    # Before the first table: pages are given out on first touch, so a run too large for memory would begin, and be
+    # killed in its middle.
     _check_memory(fabric, flows, settings, wants_rtt)
     run = _run(fabric, settings, law, seed, truncate_ns)
     ends, port, like = port_rows(fabric, port_order(fabric, flows), settings)
     kind = kind_rows(fabric, settings, run[0], like)
     num_waits = np.zeros(len(flows), dtype=np.int64) if flows.waits_for is None else np.diff(flows.waits_for[0])
     node = node_rows(fabric, flows, num_waits == 0, settings, port, kind)
+    # Flows that wait for others stand behind those whose start is known; as their starts become known, hosts move them
+    # up.
     by_host = np.lexsort((np.arange(len(flows)), flows.start_ps, num_waits > 0, flows.src)).astype(np.uint32)
+    # Here, for the next two lines divide by serialisation times, which it checks to be above 0.
     _check_times(fabric, flows, port, node, kind, run[0])
     most_seen = int(np.bincount(port["to"], _most_packets(flows, kind[port["kind"]], run[0])).max())
     run["most_new_chunks"] = _most_new(flows, port, node, kind, run[0]) // CHUNK + 1
     num_ports = len(port)
     run["large"] = num_ports > _CACHED_PORTS
+    # A wire a port, and a queue for each of its classes. Every list begins with a chunk of its own.
     num_lists = num_ports * (1 + settings.num_classes)
+    # Free chunks are kept by worker, so that none has to lock: each needs room for what it may take in a window.
     num_chunks = _ROOM * num_workers * (num_lists + int(run["most_new_chunks"][0]))
     first_entry = np.arange(0, num_lists * CHUNK, CHUNK, dtype=np.uint32)
     first_wire, first_queue = first_entry[:num_ports], first_entry[num_ports:].copy()
@@ -105,11 +112,14 @@ def build(
         node["switch"], run["num_switches"], spray = next_hops(fabric, flows, ends)
     flow = flow_rows(flows, num_waits, settings, law, port, kind, node)
     flow["num_links"] = num_links
+    # The first path of each flow, that of its own header.
     flow["base_rtt_ps"] = base_rtt(path[:: _num_paths(settings)], num_links, kind[port["kind"]])
     waiting_from, waiting = waiting_flows(flows)
     many = sent_times(flow) if wants_rtt else 1
+    # `many` is a power of two, so the place of a packet's time is its number & mask: no division a packet.
     run["sent_mask"] = many - 1 if wants_rtt else -1
     sent = np.zeros((len(flows), many), dtype=np.int64)
+    # A wait more than retries: after the last retry one is waited for too, before the flow has failed.
     timeouts = np.array(timeouts_ps or [round(settings.timeout_us * _PS_PER_US)] * (settings.retries + 1))
     run["timeout"], run["most_retries"], run["flaps"] = timeouts[0], len(timeouts) - 1, bool(flaps)
     flap_from, flap = flap_rows(fabric, flaps, ends)
@@ -119,8 +129,10 @@ def build(
     receiver["number"] = np.arange(len(flows)) if numbers is None else numbers
     variant = features(settings, has_faults=bool(flaps or timeouts.any()))
     return State(
+        # The type alone is read: a kernel is compiled for each set of field names (`kernels.machine.has`).
         features=np.zeros(1, dtype=[(name, "u1") for name in variant]),
         run=run,
+        # In the order of DATA, ACK, NACK, PFC: a NACK is as long as an ACK.
         size=np.array([run[name][0] for name in ("data_wire_bytes", *2 * ("ack_wire_bytes",), "pfc_wire_bytes")]),
         pace=pace_rows(kind, run[0]),
         port=port,
@@ -141,6 +153,7 @@ def build(
         received=np.zeros((len(flows), num_words), dtype=np.uint64),
         flap_from=flap_from,
         flap=flap,
+        # Last seen so long ago that any gap has passed: the first packet chooses a path.
         flowlet=np.tile(np.array([0, -NEVER]), (len(flows), 1)),
         spray=spray,
         watchdog=np.zeros(num_ports if settings.watchdog_detection_us else 0, dtype=tables.WATCHDOG),
@@ -167,6 +180,7 @@ def build(
         due=np.empty((num_workers, int(node["num_ports"].max())), dtype=np.int64),
         worker=worker,
         owned=owned,
+        # Two of the 8 numbers are used: 64 bytes a row, so that workers do not write into one cache line.
         said=np.zeros((num_workers, 2, 8), dtype=np.int64),
         arrived=np.zeros(1, dtype=np.int64),
     )
@@ -201,11 +215,12 @@ def _check(fabric: Graph, flows: FlowSet, settings: Settings) -> None:
 def _check_memory(fabric: Graph, flows: FlowSet, settings: Settings, wants_rtt: bool) -> None:
     longest = int(-(-flows.num_bytes.max() // settings.mtu_bytes))
     a_flow = tables.FLOW.itemsize + tables.RECEIVER.itemsize + _num_paths(settings) * tables.PATH.itemsize + 256
+    # Times of 8 bytes a packet; and a bit a packet in each of `acked` and `received`, which is longest / 4 bytes.
     a_flow += 8 * min(longest, LEAST_REMEMBERED) * wants_rtt + longest // 4 * settings.selective_repeat
     a_port = (
         tables.PORT.itemsize * (1 + settings.num_classes)
         + tables.CAME.itemsize
-        + 4 * 4
+        + 4 * 4  # heads and tails of a wire and a queue
         + 8 * CHUNK * tables.ENTRY.itemsize
     )
     needed = len(flows) * a_flow + 2 * fabric.num_cables * a_port
@@ -223,7 +238,7 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "pfc_wire_bytes": settings.pfc_frame_bytes,
         "truncate": truncate_ns,
         "seed": seed,
-        "window": round(fabric.latency_ns.min() * 1000),
+        "window": round(fabric.latency_ns.min() * 1000),  # ps: the lookahead of `engine.run`
         "pfc": settings.pfc,
         "law": laws.number_of(law),
         "pmax": settings.pmax,
@@ -237,7 +252,8 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "sent_mask": -1,
         "rtt_noise": round(settings.rtt_noise_us * _PS_PER_US),
         "measure_rtt": settings.measure_rtt,
-        "deaf_scaled": round(settings.deaf_share * 2**53),
+        "deaf_scaled": round(settings.deaf_share * 2**53),  # of 2^53, the range of `packets.drawn`
+        # In the order of ECMP, SPRAY, FLOWLET, HASHED_PORTS in `tables`, and below of DROP, FORWARD, ALERT.
         "routing": ("ecmp", "spray", "flowlet", "hashed_ports").index(settings.routing),
         "num_paths": _num_paths(settings),
         "flowlet_gap": round(settings.flowlet_gap_us * _PS_PER_US),
@@ -298,10 +314,12 @@ def _owners(node: Rows, port: Rows, num_workers: int) -> Ints:
     owner = np.full(len(node), -1)
     hosts = np.flatnonzero(node["is_switch"] == 0)
     shares = np.cumsum(work[hosts])
+    # One more than all shares, or the last host would go to a worker that is not there.
     owner[hosts] = shares * num_workers // (shares[-1] + 1) if len(hosts) else 0
     here, there = port["to"][port["peer"]], port["to"]
     while (owner < 0).any():
         votes = np.zeros((len(node), num_workers), dtype=np.int64)
+        # Each cable to a node that has a worker is a vote for that worker.
         reached = (owner[here] < 0) & (owner[there] >= 0)
         np.add.at(votes, (here[reached], owner[there[reached]]), 1)
         tier = np.flatnonzero(votes.any(axis=1))
@@ -309,6 +327,7 @@ def _owners(node: Rows, port: Rows, num_workers: int) -> Ints:
             tier = np.flatnonzero(owner < 0)
         load, most = np.zeros(num_workers), _MOST_WORK * work[tier].sum() / num_workers
         for n in tier:
+            # Who still has room comes first, then who has most of its cables: else one worker would get a whole tier.
             best = min(range(num_workers), key=lambda k: (load[k] + work[n] > most, -votes[n, k], load[k]))
             owner[n] = best
             load[best] += work[n]
@@ -325,6 +344,7 @@ def _workers(
     worker["first"][1:] = worker["stop"][:-1]
     free = np.empty((num_workers, num_chunks), dtype=np.uint32)
     for k in range(num_workers):
+        # Descending, for they are taken from the end: those above are rarely reached, and stay pages that nobody made.
         chunks = np.arange(num_chunks - 1, num_taken - 1, -1)[k::num_workers]
         free[k, : len(chunks)] = chunks
         worker["num_free"][k] = len(chunks)
@@ -336,6 +356,7 @@ def _most_packets(flows: FlowSet, kind: Rows, run: Any) -> Ints:
 
     The last packet of a flow may be so short that it takes no time, once that is cut to whole ns.
     """
+    # A packet may have begun before the window in which it arrives, hence its own time on top of the window's.
     span, header = run["window"] + kind["tx_data"], int(run["data_wire_bytes"]) - int(run["mtu_bytes"])
     short = (header + 1) * _BYTE_PS // kind["rate"]
     short = short // 1000 * 1000 if run["truncate"] else short
@@ -353,6 +374,8 @@ def _check_times(fabric: Graph, flows: FlowSet, port: Rows, node: Rows, kind: Ro
             remedy = "leave --truncate-ns out" if run["truncate"] else "give slower links or larger packets"
             raise ConfigError("packet", f"{run[size]} B", rule, remedy)
     for name, host in (("leaves", flows.src), ("goes to", flows.dst)):
+        # The bound on the index is for nodes without a cable at the table's end: they have no flows, so any rate will
+        # do.
         rate = kind["rate"][port["kind"][np.minimum(node["first_port"], len(port) - 1)]]
         took = np.bincount(host, flows.num_bytes, fabric.num_nodes) * _BYTE_PS / rate
         if took.max() + float(flows.start_ps.min()) > NEVER:

@@ -35,6 +35,7 @@ def run(s: State, until: int, looks: Looks | None = None) -> tuple[State, int]:
             begin = kernel(s, looks, until, 0)
         else:
             with ThreadPoolExecutor(len(s.worker)) as pool:
+                # All return the same, for each decides by the same messages in `said`: the first stands for all.
                 begin, *_ = pool.map(partial(kernel, s, looks, until), range(len(s.worker)))
         if begin != FULL:
             return s, begin
@@ -46,12 +47,16 @@ def _with_room(s: State) -> State:
     many, workers = len(s.following), len(s.worker)
     free = np.concatenate([s.free[k, : s.worker["num_free"][k]] for k in range(workers)])
     entry_, following = s.entry, s.following
+    # What `_windows` asks of each worker, whose share may be one chunk less than another's: else it would stop at once
+    # again.
     if len(free) < workers * (3 * (many - len(free)) + int(s.run["most_new_chunks"][0])) + workers:
         entry_ = aligned(2 * many * CHUNK, s.entry.dtype)
         following = np.empty(2 * many, dtype=s.following.dtype)
         used = np.delete(np.arange(many), free)  # the rest, mostly never written, would be pages to make
         entry_.reshape(-1, CHUNK)[used] = s.entry.reshape(-1, CHUNK)[used]
         following[used] = s.following[used]
+        # Chunks are taken from the end: those that were in use, and may be cached, before new ones, and of new ones the
+        # lowest first.
         free = np.concatenate([np.arange(2 * many - 1, many - 1, -1, dtype=np.uint32), free])
     shared = np.empty((workers, len(following)), dtype=np.uint32)
     for k in range(workers):
@@ -79,6 +84,8 @@ def _windows(s, looks, until, k, switch):  # type: ignore[no-untyped-def]
     for i in range(worker.first, worker.stop):
         soonest = min(soonest, s.next_time[s.owned[i]])
     while True:
+        # Written before the meeting and read after it. The next window writes the other row, for a slower worker may
+        # still be reading this one; at the next meeting it has done so.
         mailbox = s.said[k, worker.turn]
         mailbox[0], mailbox[1] = min(soonest, worker.soonest), worker.num_free
         meet(s.arrived, num_workers)
@@ -89,6 +96,7 @@ def _windows(s, looks, until, k, switch):  # type: ignore[no-untyped-def]
         while next_look <= min(begin, until) and begin < NEVER:
             if row == len(looks.time):
                 return LOOKED
+            # The others wait at the meeting below: a worker that went on would change tables under the look.
             if k == 0:
                 take(s, looks, next_look)
             row += 1
@@ -96,12 +104,16 @@ def _windows(s, looks, until, k, switch):  # type: ignore[no-untyped-def]
             meet(s.arrived, num_workers)
         if begin == NEVER or begin >= until:
             return begin
+        # Before the window, not in it: a worker cannot stop between two events of a node for want of a chunk. In it
+        # each packet in use may go on into a queue and onto a wire, and hosts add new ones.
         if least_free < 3 * in_use + s.run[0].most_new_chunks:
             return FULL
         worker.soonest = NEVER
         worker.turn = 1 - worker.turn
         if k == 0:
             s.run[0].time = begin + s.run[0].window
+        # A window is as long as the least delay of a link: what is sent in it arrives no sooner than its end, so within
+        # it no node has to wait for another (the lookahead of parallel simulation).
         soonest = _window(s, k, begin + s.run[0].window, switch)
 
 
@@ -113,6 +125,8 @@ def _window(s, k, end, switch):  # type: ignore[no-untyped-def]
     for i in range(np.uint64(worker.first), np.uint64(worker.stop)):
         n = s.owned[i]
         if large:
+            # A host's flow is known from the packet that comes in, so that is asked for two hosts earlier than the
+            # flow.
             _prefetch_host(s, s.owned[min(i + np.uint64(4), last)], s.owned[min(i + np.uint64(2), last)])
         if s.wake[turn, n] or s.next_time[n] < end:
             s.wake[turn, n] = 0

@@ -41,11 +41,15 @@ def ideal_ps(state: State) -> Ints:
         port = state.port[path[:, hop]]
         kind, moving = state.kind[port["kind"]], node != dst
         full, delay = kind["tx_data"], kind["delay"]
+        # Behind a path's end its row is filled up with port 0. What is added up of that is not read: `moving` is False.
         first = first + full + delay
         slowest = np.maximum(slowest, full)
         before = np.where(moving & (packets > 1), first + (packets - 2) * slowest, before)
+        # The last packet begins when it is here and the one before has left, which is a delay earlier than that one is
+        # at the other end.
         last = np.where(moving, np.maximum(last, before - delay) + _last_ps(state, kind["rate"]) + delay, last)
         node = np.where(moving, port["to"], node)
+    # The same on the way back, of the two packets' ACKs.
     for hop in range(ACK_PATH):
         port = state.port[path[:, ACK_PATH + hop]]
         kind, moving = state.kind[port["kind"]], node != src
@@ -57,6 +61,7 @@ def ideal_ps(state: State) -> Ints:
 
 def _last_ps(state: State, rate: Ints) -> Ints:
     took = state.flow["last_wire_bytes"].astype(np.int64) * _BYTE_PS // rate
+    # In ps; ns-3 cuts it to whole ns, and so does the engine where it is compared with that.
     return np.asarray(took // 1000 * 1000 if state.run["truncate"][0] else took)
 
 
@@ -83,6 +88,7 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
             "acked_bytes": outcome.acked_bytes,
             "ideal_us": ideal / 1e6,
             "slowdown": fct / ideal,
+            # A float, for bytes times 8e12 pass 64 bits from about 1 MB on.
             "goodput_bps": flows.num_bytes * float(_BYTE_PS) / fct,
             "retransmissions": outcome.state.flow["resent"],
             "cnps": outcome.state.receiver["cnps"].astype(np.int64),
@@ -93,6 +99,7 @@ def flow_frame(fabric: Graph, flows: FlowSet, outcome: Outcome) -> pd.DataFrame:
     if outcome.state.run["measure_rtt"][0]:
         seen = outcome.state.rtt
         frame["rtts"] = seen["count"]
+        # Both sides are computed for every flow, so the divisor is kept from 0 where there was no round trip.
         frame["rtt_mean_us"] = np.where(seen["count"], seen["total"] / np.maximum(seen["count"], 1), np.nan) / 1e6
         frame["rtt_max_us"] = np.where(seen["count"], seen["most"], np.nan) / 1e6
     return frame
@@ -110,6 +117,7 @@ def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
     port, wires = outcome.state.port, Wires.of_graph(fabric)
     link, span = outcome.link, span_ps(outcome)
     deadlock = np.zeros(len(port), dtype=np.int64)
+    # From 1, so that 0 is for ports in no circle.
     deadlock[outcome.deadlock] = np.arange(1, len(outcome.deadlock) + 1)
     return pd.DataFrame(
         {
@@ -136,6 +144,7 @@ def port_frame(fabric: Graph, outcome: Outcome) -> pd.DataFrame:
 def span_ps(outcome: Outcome) -> int:
     """Time from where counters begin to the last end, or to where the run came if flows were left; at least 1 ps."""
     ended = outcome.time_ps if (outcome.finish_ps < 0).any() else outcome.finish_ps.max()
+    # 1 ps where nothing was counted, since shares are divided by it.
     return max(int(ended) - outcome.since_ps, 1)
 
 
@@ -157,9 +166,11 @@ def summary(flows: pd.DataFrame, ports: pd.DataFrame, since_us: float | None = N
     resent, cnps = (int(flows[name].sum()) for name in ("retransmissions", "cnps"))
     begin_us = flows["start_us"].min() if since_us is None else since_us
     completion_us = float((done["start_us"] + done["fct_us"]).max() - begin_us) if len(done) else 0.0
+    # 0 or less where all ended within the warm-up: there is no time to have a rate over.
     over = completion_us > 0
     row["completion_us"] = completion_us if over else None
     row["goodput_bps"] = float(done["acked_bytes"].sum()) * 8e6 / completion_us if over else None
+    # After the goodput, of all flows that ended: times and fairness are of those that began after the warm-up.
     if since_us is not None:
         flows = flows[flows["start_us"] >= since_us]
         done = flows.dropna(subset="fct_us")
@@ -169,6 +180,7 @@ def summary(flows: pd.DataFrame, ports: pd.DataFrame, since_us: float | None = N
         row |= {key.format(word): value for word, value in _spread(done[name].tolist()).items()}
     if "rtts" in flows:
         known = flows[flows["rtts"] > 0]
+        # Over round trips, not over flows: a long flow has more of them.
         row["rtt_mean_us"] = float(np.average(known["rtt_mean_us"], weights=known["rtts"])) if len(known) else None
         row["rtt_max_us"] = float(known["rtt_max_us"].max()) if len(known) else None
     return row | {
@@ -188,6 +200,7 @@ def summary(flows: pd.DataFrame, ports: pd.DataFrame, since_us: float | None = N
 def _spread(values: list[float]) -> dict[str, float | None]:
     """Summarise a column's distribution."""
     if not values:
+        # The same columns without values: rows of a table of many runs have to match.
         return dict.fromkeys(("min", "median", "p99", "p999", "max"))
     p99, p999 = (percentile(values, percent) for percent in (99, 99.9))
     return {"min": min(values), "median": statistics.median(values), "p99": p99, "p999": p999, "max": max(values)}

@@ -36,7 +36,7 @@ Backend = Literal["numba", "gpu"]
 
 _SLICE_S = 0.25  # between two looks at the clock, and at Ctrl-C
 _PS_PER_US = 1_000_000
-_AT_HOSTS = ("pauses", "ecn_marked", "drops", "retransmissions", "paused_ns")
+_AT_HOSTS = ("pauses", "ecn_marked", "drops", "retransmissions", "paused_ns")  # a host's port without any has no row
 _BEFORE = "before_"  # of a baseline's columns in a kept run
 _COUNTED = ("tx_bytes", "tx_packets", "marks", "pauses", "drops")  # of a port, from the warm-up's end
 # Room that is empty before the first event, and may be large: it tells nothing of a run's inputs.
@@ -157,6 +157,7 @@ class Outcome:
 
     def _counters(self, fabric: Graph) -> dict[str, Any]:
         rows = [self._port_row(fabric, node, number, port) for node, number, port in self._ports(fabric)]
+        # Of thousands of hosts most counted nothing. Rows that are left out are 0 in all that is summed below.
         by_port = [row for row in rows if "switch" in row or any(row[name] for name in _AT_HOSTS)]
         return {
             **{name: sum(row[name] for row in by_port) for name in ("pauses", "ecn_marked", "drops")},
@@ -182,6 +183,7 @@ class Outcome:
         for node in (*np.flatnonzero(fabric.is_switch).tolist(), *fabric.hosts.tolist()):
             first, many = (int(self.state.node[name][node]) for name in ("first_port", "num_ports"))
             cables = self.link[first : first + many] % fabric.num_cables
+            # The engine has a node's ports in an order of its own (`port_order`); people count them in the file's.
             for number, port in enumerate((first + np.argsort(cables)).tolist(), 1):
                 yield node, number, port
 
@@ -205,6 +207,7 @@ class Outcome:
     def _resent(self) -> Ints:
         """Packets that each node sent again; a host that sends has one port."""
         resent = np.zeros(len(self.state.node), dtype=np.int64)
+        # Not `+=`, which would add one flow alone of a node that sends many.
         np.add.at(resent, self.state.flow["src"], self.state.flow["resent"])
         return resent
 
@@ -265,6 +268,7 @@ class Simulation:
             numbers=numbers,
         )
         end = port_order(fabric, flows)
+        # End 2c is the one that link c leaves at, and 2c + 1 the one that its way back does, link c + num_cables.
         self.link: Ints = end // 2 + end % 2 * fabric.num_cables  # that leaves at each port
         self.first_ps, self._num_bytes = flows.first_ps, flows.num_bytes
         self._warm_ps = flows.first_ps + warmup_ps if warmup_ps else None
@@ -275,6 +279,7 @@ class Simulation:
         self._law = law
         self._looker: Looker | None = None
         self._looks: Looks | None = None  # where the engine writes them, while somebody looks
+        # Of the state before the first event, which the inputs alone make: `restore` compares it.
         self._digest = _digest(self.state)
         self._window_ps = int(self.state.run["window"][0])
         self._gpu = self._on_gpu()
@@ -291,6 +296,7 @@ class Simulation:
         try:
             self._run(-1)  # nothing is due before 0: this compiles
         except NumbaError as exc:
+            # Without a law from a file the kernels are all ours: the fault is not in the input.
             if entered.law is None:
                 raise
             raise entered.not_compiled(exc) from exc
@@ -302,6 +308,7 @@ class Simulation:
         self.wall_s += time.perf_counter() - began
         self.cpu_s += time.process_time() - cpu
         self.completed = begin == NEVER
+        # A run that is over stands at the end of its last window; `until_ps` may be NEVER then.
         self.time_ps = int(self.state.run["time"][0]) if self.completed else until_ps
 
     def run(
@@ -324,21 +331,28 @@ class Simulation:
             say: hears of the progress some times a second.
             look: gets looks each `every_ps` of simulated time, counted from `from_ps`.
         """
+        # A first guess, in simulated time; the time that it takes then makes it longer or shorter.
         step = 1_000 * self._window_ps
         if look and not self._gpu:
             self._looker, self._looks = look, self._first_look(look, every_ps, from_ps)
         try:
             while not self.completed and self.time_ps < until_ps and not self.enough:
                 before = self.wall_s
+                # The first look after now, of those counted from `from_ps`.
                 due = from_ps + ((self.time_ps - from_ps) // every_ps + 1) * every_ps
                 stop = due if self._gpu else NEVER  # elsewhere the engine looks by itself
+                # From the next event, not from now: where timers alone are left, slice after slice would be empty.
                 self.advance(min(self._next_ps() + step, stop, until_ps, self._warm_up_ps(), self._enough_ps()))
+                # Kernels raise nothing: they note what a law did in `run`, and go on.
                 self._check_law()
+                # `advance` was not let past it, so counters are taken at the warm-up's end itself.
                 if self.time_ps == self._warm_up_ps():
                     self._before = self._counters()
                 if look:
                     self._look(look, due)
                 took = self.wall_s - before
+                # Towards slices of _SLICE_S, by a factor of 2 at most, for one slow slice says little of the next. A
+                # window is run whole, so a shorter step would make nothing finer.
                 step = max(int(step * min(max(_SLICE_S / max(took, 1e-6), 0.5), 2.0)), self._window_ps)
                 step = min(step, every_ps if self._gpu else NEVER)  # it would double while timers alone are left
                 if say:
@@ -381,6 +395,7 @@ class Simulation:
     def outcome(self) -> Outcome:
         flow, stopped = self.state.flow, self.state.lane if len(self.state.lane) else self.state.port
         before, now, mtu = self._before, self._counters(), int(self.state.run["mtu_bytes"][0])
+        # Packets times the MTU is too much once the last packet, which may be short, is acknowledged.
         acked = np.minimum(now.unacked * mtu, self._num_bytes)
         return Outcome(
             start_ps=flow["start"].copy(),
@@ -389,6 +404,7 @@ class Simulation:
             time_ps=self.time_ps,
             completed=self.completed,
             interrupted=self.interrupted,
+            # Only a circle of paused ports is followed into queues, which a GPU would have to send here.
             deadlock=deadlocked_ports(
                 self._whole() if stopped["paused"].any() else self.state, self.time_ps, self.completed
             ),
@@ -408,6 +424,7 @@ class Simulation:
         """Keep the run as it stands, to go on with it in another process by `restore`."""
         clock = np.array([self.time_ps, self.completed], dtype=np.int64)
         state = self._whole()
+        # Renamed when it is whole: a run that is killed while it writes still has the file before.
         part = path.with_name(path.name + ".part")
         with part.open("wb") as file:
             before = {_BEFORE + name: value for name, value in self._before._asdict().items()} if self._before else {}
@@ -421,6 +438,7 @@ class Simulation:
             ConfigError: the file cannot be read, or is of a run of other inputs or another warm-up.
         """
         try:
+            # Without pickles, which could run code: the file may come from anywhere.
             with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
                 tables = {name: kept[name] for name in (*State._fields, "clock", "digest")}
                 before = {name: kept[_BEFORE + name] for name in Baseline._fields if _BEFORE + name in kept}
@@ -436,10 +454,12 @@ class Simulation:
         self.state = State(**tables)
         self._before = Baseline(**{**before, "time_ps": int(before["time_ps"])}) if before else None
         self._check_warm_up(path)
+        # A GPU still has the tables of the state that was replaced.
         self._gpu = self._on_gpu()
 
     def _check_warm_up(self, path: Path) -> None:
         kept = self._before.time_ps if self._before else None
+        # A run that was kept before any warm-up ended has no baseline: one that is still ahead of it may be given.
         if kept != self._warm_ps and (kept or self.time_ps > (self._warm_ps or 0)):
             rule = f"was kept {'after another' if kept else 'without a'} warm-up"
             raise ConfigError("--resume", path, rule, "give the same --warmup-us, or leave it out if none was given")
@@ -448,9 +468,11 @@ class Simulation:
         """Return the counters as they stand, from the run's beginning."""
         port, flow = self.state.port, self.state.flow
         lane = self.state.lane if len(self.state.lane) else port
+        # `paused_ps` has only pauses that are over; what is under way counts until now.
         pause = lane["paused_ps"] + np.where(lane["paused"], self.time_ps - lane["paused_at"], 0)
         pause = pause.reshape(len(port), -1).sum(axis=1)
         cause, cnps = self.state.cause.copy(), self.state.receiver["cnps"].copy()
+        # 2^24 packets times the MTU pass the 32 bits of the table.
         unacked = flow["unacked"].astype(np.int64)
         return Baseline(self.time_ps, port.copy(), pause, cause, flow["resent"].copy(), unacked, cnps)
 
@@ -467,15 +489,19 @@ class Simulation:
             return NEVER
         flow, port, node = self.state.flow, self.state.port, self.state.node
         full_ps = self.state.kind["tx_data"][port["kind"][node["first_port"][flow["src"]]]]
+        # A flow that waits may start at any moment.
         begin = np.where(flow["num_waits"] > 0, self.time_ps, np.maximum(flow["start"], self.time_ps))
+        # Without the last packet, which may be short and take hardly any time.
         unsent = np.maximum(flow["num_packets"].astype(np.int64) - flow["sent_to"] - 1, 0)
         ends = np.where(flow["finish"] >= 0, 0, begin + unsent * full_ps)
+        # Of these bounds the `until_flows`-th from below: before it fewer flows than that can have ended.
         soonest = int(np.partition(ends, self._until_flows - 1)[self._until_flows - 1])
         return max(soonest, self.time_ps + max(self._window_ps, _PS_PER_US))
 
     def _on_gpu(self) -> GpuRun | None:
         if self._backend != "gpu":
             return None
+        # Here and not above: runs on the CPU, which are most, need not load it.
         from congestion.engine.gpu.runs import GpuRun
 
         return GpuRun(self.state)
@@ -518,6 +544,7 @@ class Simulation:
 
     def _next_ps(self) -> int:
         """Return when the next thing happens, or the time it is."""
+        # What nodes do by themselves, and what was sent in the last window and is still on its way.
         begin = min(int(self.state.next_time.min()), int(self.state.worker["soonest"].min()))
         return max(begin, self.time_ps) if begin < NEVER else self.time_ps
 
@@ -570,6 +597,7 @@ def simulate(
 
 def _since(state: State, before: Baseline) -> State:
     """The state with counters less what they showed before."""
+    # Copies, for the run may go on: it counts from its beginning, and the next outcome subtracts anew.
     port, flow, receiver = state.port.copy(), state.flow.copy(), state.receiver.copy()
     for name in _COUNTED:
         port[name] -= before.port[name]
@@ -582,5 +610,6 @@ def _digest(state: State) -> str:
     digest = hashlib.sha256()
     for name, rows in state._asdict().items():
         if name not in _EMPTY:
+            # With the type: another version may give the same bytes to other columns.
             digest.update(name.encode() + str(rows.dtype).encode() + np.ascontiguousarray(rows).tobytes())
     return digest.hexdigest()

@@ -55,9 +55,9 @@ HASHES: tuple[HashName, ...] = get_args(HashName)
 Field = Literal["src_ip", "dst_ip", "protocol", "src_port", "dst_port", "dst_qpn"]
 FIVE_TUPLE: tuple[Field, ...] = ("src_ip", "dst_ip", "protocol", "src_port", "dst_port")
 
-UDP_PROTOCOL = 17
-ROCE_V2_PORT = 4791
-_WORD_MASK = (1 << 64) - 1
+UDP_PROTOCOL = 17  # IANA's protocol number of UDP, in the IPv4 header
+ROCE_V2_PORT = 4791  # IANA's UDP port of RoCEv2 (InfiniBand specification, annex A17)
+_WORD_MASK = (1 << 64) - 1  # a seed may be any integer of Python, an array's words have 64 bits
 # RTAG7 hashes twelve bins of 16 bits (six 32-bit words), then the seed as the seventh word.
 _NUM_BINS = 12
 _WIDE_BINS: dict[Field, int] = {"src_ip": 0, "dst_ip": 2, "dst_qpn": 4, "protocol": 6}  # low half first
@@ -133,6 +133,7 @@ class Headers:
         source, target, sport, dport = (
             self.field(name) if name in fields else none for name in ("src_ip", "dst_ip", "src_port", "dst_port")
         )
+        # ns-3 HPCC's switch hashes 12 bytes, without the protocol: sport | dport << 16 is its third word.
         message = [source, target, sport | dport << np.uint32(16)]
         return [*message, self.field("dst_qpn")] if "dst_qpn" in fields else message
 
@@ -175,6 +176,8 @@ class Ecmp:
         if offsets is not None:
             _check_offsets(name, offsets)
         self._offsets = tuple(offsets) if offsets is not None else usual_offsets(name) if rotate else (0,) * len(Stage)
+        # The header's part is the same at every switch, so it is hashed once; the seed comes last in the message, and
+        # `hashed` adds that alone.
         if name in _CRCS:
             crc = _CRCS[name][0]
             self._register = crc.extend(crc.start(len(headers)), _bins(headers, fields, preprocess))
@@ -195,10 +198,12 @@ class Ecmp:
     def hashed(self, stage: Stage, switch: NDArray[np.int64]) -> Words:
         """Return the value that a switch takes modulo its group, after its rotation."""
         if self._name == "murmur3":
+            # ns-3 HPCC seeds each switch by its node id: seed 0 gives the paths of its runs.
             seeds = (switch if self._per_switch else np.zeros_like(switch)) + self._seed
             return murmur3(self._message, (seeds & 0xFFFF_FFFF).astype(np.uint32)).astype(np.uint64)
         seeds64 = self._switch_seeds(switch)
         if self._name == "random":
+            # Mixed once more behind the seed: no choice at one switch tells anything of the choice at another.
             return mix64(self._mixed ^ seeds64)
         seed_bytes = (seeds64 >> np.uint64(32)).astype("<u4").view(np.uint8).reshape(-1, 4)
         if self._name == "xor16":
@@ -234,6 +239,7 @@ def _check_offsets(name: HashName, offsets: Sequence[int]) -> None:
 def _bins(headers: Headers, fields: Sequence[Field], preprocess: bool) -> NDArray[np.uint8]:
     message = headers.to_bins(fields)
     if preprocess:
+        # A view, so this changes `message`; of 16 bits, so what is shifted past a bin's end is lost, not carried on.
         bins = message.view("<u2")
         bins ^= (bins >> 3) ^ (bins << 2)
     return message

@@ -80,15 +80,18 @@ class Load:
         demand = np.concatenate([self.link_bps[span] for span in spans])
         capacity = np.concatenate([self.fabric.link_bps[span] for span in spans])
         over = np.maximum(demand - capacity, 0.0)
+        # The same bound as in `_overloaded`, or a link would have excess and no colliding flow.
         over[over <= TOLERANCE * capacity] = 0.0
         paths = self.paths[:, list(tiers)]
         total = float(demand.sum())
         return Collisions(
             num_links=len(demand),
             num_flows=int((paths != NO_LINK).any(axis=1).sum()),
+            # Per flow, not per link: a flow on two full links collides once.
             num_colliding=int(self._overloaded()[paths].any(axis=1).sum()),
             num_overloaded=int((over > 0).sum()),
             excess=float(over.sum()) / total if total else 0.0,
+            # Tiers of the core are empty in a fabric of two tiers.
             utilisation=total / float(capacity.sum()) if len(demand) else 0.0,
             max_utilisation=float((demand / capacity).max()) if len(demand) else 0.0,
         )
@@ -114,6 +117,7 @@ def demand_bps(fabric: Clos, flows: Flows) -> Floats:
     """Return each flow's demand between switches: its NIC's rate over the flows there, at its fuller end."""
     sending = np.bincount(flows.src_nic, minlength=fabric.design.num_nics)
     receiving = np.bincount(flows.dst_nic, minlength=fabric.design.num_nics)
+    # Eight that send to one NIC ask for an eighth each: at full rate the fabric would be blamed for their incast.
     return fabric.design.nic_bps / np.maximum(sending[flows.src_nic], receiving[flows.dst_nic])
 
 
@@ -121,6 +125,8 @@ def link_demand(fabric: Clos, flows: Flows, paths: Ints, flow_bps: Floats) -> Fl
     """Demand of every link: `flow_bps` between switches; on the NICs' own links what the senders offer."""
     demand, num_nics = sum_per_link(fabric, paths, flow_bps), fabric.design.num_nics
     offered = fabric.design.nic_bps / np.bincount(flows.src_nic, minlength=num_nics)[flows.src_nic]
+    # Links of both tiers are in the order of their NICs, so a count by NIC is one by link. The receiver's bound is left
+    # out here, so that its downlink shows the incast.
     for tier, nic in ((Tier.NIC_TOR, flows.src_nic), (Tier.TOR_NIC, flows.dst_nic)):
         demand[fabric.tier_links(tier)] = np.bincount(nic, weights=offered, minlength=num_nics)
     return demand

@@ -67,6 +67,8 @@ class Clos:
         if cluster.aoc_split and design.lanes_per_port == 1:
             logger.warning("cluster.aoc_split has no effect: a NIC is as fast as a switch port")
         up = [_nic_links(design), _tor_links(design), _spine_links(design)]
+        # Tier t is the mirror of tier 5 - t, link by link: `nic_link`, `tor_link` and `spine_link` need one formula for
+        # both directions.
         down = [(upper, lower) for lower, upper in reversed(up)]
         sizes = [len(src) for src, _ in up + down]
         rates = [design.nic_bps, design.tor_uplink_bps, design.spine_uplink_bps]
@@ -76,6 +78,7 @@ class Clos:
             link_dst=np.concatenate([dst for _, dst in up + down]),
             link_bps=np.repeat(np.array(rates + rates[::-1], dtype=np.float64), sizes),
             link_tier=np.repeat(np.arange(len(Tier), dtype=np.int8), sizes),
+            # An entry more than tiers: the last tier too ends where the next one would begin.
             tier_start=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         )
 
@@ -91,6 +94,8 @@ class Clos:
     @property
     def bisection_bps(self) -> float:
         """Capacity from one half of the servers to the other, one direction; of an odd number, the smaller half's."""
+        # One half has half of a tier's links, so a tier gives half of its capacity. That is the division at the end;
+        # the NICs' figure is of one half already, and is doubled for it.
         wide = [2 * self.half_of_nics_bps]
         if self.design.num_tor_sets > 1:  # under one set every rail reaches every server below its spines
             wide.append(self.tier_bps(Tier.TOR_SPINE))
@@ -102,6 +107,7 @@ class Clos:
     def half_of_nics_bps(self) -> float:
         """Rate at which the NICs of half the servers, rounded down, can send; of a single server half its NICs."""
         servers = self.design.num_servers
+        # Of three servers one faces two, and neither side gets more than that one's NICs: a third, not half.
         share = 0.5 if servers == 1 else servers // 2 / servers
         return self.tier_bps(Tier.NIC_TOR) * share
 
@@ -123,6 +129,7 @@ class Clos:
 
     def network_of(self, nic: Ints) -> Ints:
         """Return the index of a NIC's network, of those that no switch joins: its rail if rail-only, else 0."""
+        # There are as many networks as rails, or one: the same remainder is the rail, or 0.
         return np.asarray(nic % self.design.nics_per_server % self.design.num_networks)
 
     def check_joined(self, src_nic: Ints, dst_nic: Ints) -> None:
@@ -142,6 +149,7 @@ class Clos:
 
     def pod_of(self, tor: Ints) -> Ints:
         """The pod of a ToR."""
+        # In both numberings, by set and by rail first, the ToRs of a pod are consecutive.
         return tor // self.design.tors_per_pod
 
     def address_of(self, nic: Ints) -> NDArray[np.uint32]:
@@ -150,6 +158,7 @@ class Clos:
         The even one is that of the ToR's port, so that every port is a subnet of its own (/31, RFC 3021).
         """
         server, local = np.divmod(nic, self.design.nics_per_server)
+        # Two bytes hold the pairs of 32,768 servers, which is why `design.plan` takes no more.
         return np.asarray(10 << 24 | local << 16 | 2 * server + 1, dtype=np.uint32)
 
     def hops(self, src_nic: Ints, dst_nic: Ints) -> Ints:
@@ -157,6 +166,7 @@ class Clos:
         src_tor, dst_tor = self.tor_of(src_nic), self.tor_of(dst_nic)
         src_pod, dst_pod = self.pod_of(src_tor), self.pod_of(dst_tor)
         joined = src_pod // self.design.pods_per_network == dst_pod // self.design.pods_per_network
+        # Each level at which the ends differ (NIC, ToR, pod) costs a link up and one down.
         turns = (src_nic != dst_nic).astype(np.int64) + (src_tor != dst_tor)
         return np.asarray(2 * joined * (turns + (src_pod != dst_pod)))
 
@@ -188,6 +198,8 @@ class Clos:
     def describe(self) -> list[dict[str, Any]]:
         """One row a level: how many, ports of each, links and capacity upwards, hops of a path that turns there."""
         design = self.design
+        # From below, so that a row's place is its height. Of a level: name, count, ports in all, down and up, and the
+        # tier of its uplinks. A server's ports are its NICs, and all of them face up.
         ports = (
             ("server", design.num_servers, design.nics_per_server, 0, design.nics_per_server, Tier.NIC_TOR),
             ("tor", design.num_tors, design.radix, design.tor_ports_down, design.tor_ports_up, Tier.TOR_SPINE),
@@ -228,6 +240,7 @@ class Clos:
         return 0 if tier is None else int(self.tier_start[tier + 1] - self.tier_start[tier])
 
     def _link_rate(self, tier: Tier | None) -> float:
+        # A tier has one rate, so its first link stands for all; in two tiers the core's tiers have no first link.
         return 0.0 if tier is None or not self._count_links(tier) else float(self.link_bps[self.tier_start[tier]])
 
 
@@ -240,6 +253,7 @@ def _first_core(design: Design) -> int:
 
 
 def _tor(design: Design, tor_set: Ints, rail: Ints | int) -> Ints:
+    # Rail by rail where each rail has its own network: then a pod's ToRs are consecutive there too, see `pod_of`.
     by_rail = rail * design.num_tor_sets + tor_set
     return np.asarray(by_rail if design.num_networks > 1 else tor_set * design.rails + rail)
 
@@ -251,6 +265,8 @@ def _tor_of(design: Design, nic: Ints) -> Ints:
 
 def _core_of(design: Design, spine: Ints, core: Ints) -> Ints:
     network = spine // (design.spines_per_pod * design.pods_per_network)
+    # Spines count by pod, then plane: the remainder is the plane in its network. Another network has other core
+    # switches, so its planes count on.
     plane = network * design.spines_per_pod + spine % design.spines_per_pod
     return np.asarray(plane * design.cores_per_plane + core)
 
@@ -262,6 +278,7 @@ def _nic_links(design: Design) -> tuple[Ints, Ints]:
 
 def _tor_links(design: Design) -> tuple[Ints, Ints]:
     tor, uplink = np.divmod(np.arange(design.num_tors * design.tor_uplinks, dtype=np.int64), design.tor_uplinks)
+    # Parallel links to one spine are neighbours: `route` reads a flow's plane off its uplink by the same division.
     spine = tor // design.tors_per_pod * design.spines_per_pod + uplink // design.links_per_tor_spine
     return tor + design.num_nics, spine + _first_spine(design)
 

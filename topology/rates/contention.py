@@ -24,7 +24,7 @@ from topology.traffic.job import Flows
 Floats = NDArray[np.float64]
 
 _NIC_TIERS = (Tier.NIC_TOR, Tier.TOR_NIC)
-_SHOWN_FLOWS = 32
+_SHOWN_FLOWS = 32  # of a link, so that a row stays short where thousands share it; `flows` counts all
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,7 @@ class Contention:
 
     def slowdowns(self, tiers: Sequence[Tier] = ECMP_TIERS) -> tuple[float, float]:
         """Mean and worst slowdown of the flows that cross one of these tiers; (1, 1) where none does."""
+        # Flows under one ToR meet no hash: counted in, they would make it look better than it is.
         crosses = (self.loaded.paths[:, list(tiers)] != NO_LINK).any(axis=1)
         slowdown = self.slowdown[crosses]
         return (float(slowdown.mean()), float(slowdown.max())) if len(slowdown) else (1.0, 1.0)
@@ -60,8 +61,10 @@ class Contention:
         """
         fabric = self.loaded.fabric
         num_held_back = np.bincount(self.rates.bottleneck, minlength=fabric.num_links)
+        # What a NIC holds back would be held back in any fabric: that is its uncongested rate, and no link to blame.
         for tier in _NIC_TIERS:
             num_held_back[fabric.tier_links(tier)] = 0
+        # Stable: of links that are equally bad the lowest id comes first, in every run.
         order = np.argsort(-num_held_back, kind="stable")[:most]
         start, members = flows_on_links(self.rates.paths, fabric.num_links)
         return [self._row(int(link), members[start[link] : start[link + 1]]) for link in order if num_held_back[link]]
@@ -71,6 +74,7 @@ class Contention:
         held_back = flows[self.rates.bottleneck[flows] == link]
         return {
             "link": link,
+            # A sprayed group's first link stands for all with the capacity of all, so the quotient is their number.
             "links": round(float(self.loaded.capacity_bps[link] / fabric.link_bps[link])),
             "tier": Tier(int(fabric.link_tier[link])).label,
             "src_node": int(fabric.link_src[link]),
@@ -92,7 +96,10 @@ def busiest(fabric: Clos, flows: Flows) -> tuple[Ints, float]:
     """
     if flows.start_s is None or not len(flows):
         return np.arange(len(flows)), 0.0
+    # A tenth of a flow's duration is enough to tell which flows meet, and saves most refills of the rates.
     ends = completion_s(_nic_rates(fabric, flows), flows.num_bytes, resolution=0.1, start_s=flows.start_s)
+    # A flow of no bytes, or so short that a late start swallows its time, ends at its start: `most_crowded` would take
+    # it off before it is there, and no instant would have it under way.
     ends = np.maximum(ends, np.nextafter(flows.start_s, np.inf))
     tors = fabric.tor_of(flows.src_nic), fabric.tor_of(flows.dst_nic)
     hashed = tors[0] != tors[1] if (tors[0] != tors[1]).any() else np.ones(len(flows), dtype=bool)
@@ -115,6 +122,7 @@ def times(rates: Rates, free: Rates, flows: Flows, resolution: float = 1e-2) -> 
         "completion_s": float(ends.max()),
         "uncongested_s": float(best.max()),
         "bound_s": completion_bound_s(paths, capacity_bps, flows.num_bytes, start_s=flows.start_s),
+        # A flow of no bytes takes no time in either: it is not slower, and 0 / 0 is no number.
         "slowdown": float(np.divide(takes, alone, out=np.ones(len(flows)), where=alone > 0).mean()),
     }
 

@@ -29,7 +29,7 @@ from topology.fabric.graph import Graph
 from topology.traffic.rings import Edges, Segments, all_pairs, ring, tree
 
 Algorithm = Literal["ring", "tree", "all_pairs"]
-_QPN_MASK = 0xFF_FFFF
+_QPN_MASK = 0xFF_FFFF  # 24 bits, as the destination QP in a packet's base transport header (BTH)
 _FIRST_QPN = 2  # 0 and 1 are the management queue pairs
 
 
@@ -120,6 +120,8 @@ def job_flows(
     stages = _Stages.of(job)
     groups = [*_data_parallel(job, cluster, stages, algorithm, num_channels), *_pipeline(job, stages)]
     src, dst, num_bytes, kind = (np.concatenate(column) for column in zip(*groups, strict=True))
+    # No bytes go between the ends of a pipeline without model chunks, nor where no token table is tied: those would be
+    # flows that take a path and carry nothing.
     leaves = (src // cluster.gpus_per_server != dst // cluster.gpus_per_server) & (num_bytes > 0)
     flows = Flows(nic_of_rank(cluster, src), nic_of_rank(cluster, dst), num_bytes, kind)
     return flows.where(leaves).over_queue_pairs(qps_per_connection)
@@ -128,6 +130,7 @@ def job_flows(
 def nic_of_rank(cluster: ClusterConfig, rank: Ints) -> Ints:
     """The NIC of each rank: a server's GPUs share its NICs evenly, in order."""
     server, gpu = np.divmod(rank, cluster.gpus_per_server)
+    # Multiplied before it is divided: of four GPUs on two NICs two have each, in order.
     local = gpu * cluster.nics_per_server // cluster.gpus_per_server
     return np.asarray(server * cluster.nics_per_server + local)
 
@@ -181,6 +184,7 @@ def traffic_rows(job: JobConfig, flows: Flows) -> list[dict[str, Any]]:
         for kind in Kind
         if (flows.kind == kind).any()
     ]
+    # `sent` is of one rank of each stage, and a stage has tp x dp of them.
     inside = float(_Stages.of(job).sent("tp").sum()) * job.parallel.tp * job.parallel.dp
     return [*rows, {"kind": "tp", "where": "inside servers", "flows": 0, "bytes": inside}]
 
@@ -195,10 +199,13 @@ def permutation(fabric: Clos, seed: int, qps_per_connection: int = 1) -> Flows:
     rng = np.random.default_rng(seed)
     src = np.arange(fabric.design.num_nics, dtype=np.int64)
     dst, network = np.empty_like(src), fabric.network_of(src)
+    # Network by network, for no switch joins two.
     for one in range(fabric.design.num_networks):
         dst[network == one] = rng.permutation(src[network == one])
     src_tor, dst_tor = fabric.tor_of(src), fabric.tor_of(dst)
     idle = np.zeros(len(src), dtype=np.bool_)
+    # Chance sends some NICs below their own ToR. Each exchanges its target with a flow such that both leave their ToRs
+    # after it, so every NIC still receives from one.
     for flow in np.flatnonzero(src_tor == dst_tor):
         if src_tor[flow] != dst_tor[flow]:
             continue  # an earlier exchange has mended it
@@ -208,6 +215,7 @@ def permutation(fabric: Clos, seed: int, qps_per_connection: int = 1) -> Flows:
             pair = np.array([flow, rng.choice(partners)])
             dst[pair], dst_tor[pair] = dst[pair[::-1]], dst_tor[pair[::-1]]
         else:
+            # No partner: more than half of the network's NICs are under this ToR.
             idle[flow] = True
     flows = Flows(src, dst, np.full(len(src), fabric.design.nic_bps / 8), np.full(len(src), Kind.PERMUTATION, np.int8))
     return flows.where(~idle).over_queue_pairs(qps_per_connection)
@@ -218,6 +226,8 @@ def headers(fabric: Clos | Graph, flows: Flows, seed: int) -> Headers:
 
     UDP source ports follow from the queue pairs, unless the flows have their own.
     """
+    # A NIC sends from even numbers and receives at odd ones, counted from its first, so that no two of its queue pairs
+    # are one.
     local = _queue_pair(flows.src_nic, 2 * _occurrence(flows.src_nic), seed)
     remote = _queue_pair(flows.dst_nic, 2 * _occurrence(flows.dst_nic) + 1, seed)
     source, target = (fabric.address_of(nic) for nic in (flows.src_nic, flows.dst_nic))
@@ -234,7 +244,9 @@ def _data_parallel(
     """Rank to rank, bytes and kind, for the collectives of every data-parallel group."""
     table = job.parallel.layout.group_table("dp")
     segments = Segments.of(table, table // cluster.gpus_per_server, nic_of_rank(cluster, table))
+    # Ranks count by tensor, then data parallelism, then stage: a group's first rank tells the stage of all of it.
     stage = table[:, 0] // (job.parallel.tp * job.parallel.dp)
+    # Whole buffers, for an edge of a tree carries all of one; a ring's ranks send all shards but one, which is `sent`.
     gradients = stages.buffers("dp", "reduce_scatter")[stage]  # of a group
     if algorithm == "tree":
         return [_of_edges(edges, gradients, Kind.DP_ALL_REDUCE) for edges in tree(segments, num_channels)]
@@ -256,8 +268,10 @@ def _pipeline(job: JobConfig, stages: _Stages) -> list[_Connections]:
     table = job.parallel.layout.group_table("pp")
     src, dst = table.ravel(), np.roll(table, -1, axis=1).ravel()
     forward = np.broadcast_to(stages.sent("pp", "send", "forward"), table.shape)
+    # What comes back over a pair is what its later stage sends, so the stages move as the targets did.
     backward = np.broadcast_to(np.roll(stages.sent("pp", "send", "backward"), -1), table.shape)
     first, last = table[:, 0], table[:, -1]
+    # Both ends hold the table and send alike, so the first stage's bytes are the last one's.
     tied = np.full(len(table), stages.sent("tied")[0])
     return [
         _connections(src, dst, forward.ravel(), Kind.PP_FORWARD),
@@ -287,6 +301,7 @@ def _check(job: JobConfig, cluster: ClusterConfig, num_channels: int | None, alg
 
 def _queue_pair(nic: Ints, ordinal: Ints, seed: int) -> Ints:
     """Queue pair numbers, 24 bits: the first of a NIC is drawn from the seed, the others count up."""
+    # The seed is mixed before the NIC is added: else NIC n of seed 1 would have the numbers of NIC n + 1 of seed 0.
     first = mix64(mix64(np.array([seed & ((1 << 64) - 1)], dtype=np.uint64)) + nic.astype(np.uint64))
     number = (first.astype(np.int64) + ordinal) & _QPN_MASK
     return np.asarray(np.maximum(number, _FIRST_QPN))
@@ -294,9 +309,11 @@ def _queue_pair(nic: Ints, ordinal: Ints, seed: int) -> Ints:
 
 def _occurrence(ids: Ints) -> Ints:
     """Count how many times each value occurred before it in the array."""
+    # Stable, so that equal values stay in the flows' order.
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     positions = np.arange(len(ids))
+    # Where the run of equal values began that each stands in; no NIC is -1, so the first one begins a run.
     starts = np.maximum.accumulate(np.where(np.diff(ordered, prepend=-1) != 0, positions, 0))
     counted = np.empty(len(ids), dtype=np.int64)
     counted[order] = positions - starts
