@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 else:
     _ParamType = click.ParamType  # generic in later releases of click alone
 
+# By these nccl-tests cuts the ranks into groups that run side by side: ignored, another thing would be measured.
 _SPLITS = ("NCCL_TESTS_SPLIT", "NCCL_TESTS_SPLIT_MASK")
 
 
@@ -70,6 +71,7 @@ def _option(flag: Flag) -> click.Option:
     return click.Option(
         [flag.short, flag.long, flag.field],
         type=_Value(flag),
+        # As text, so that a default takes the same way through `_Value` as what a user types.
         default=str(flag.default),
         show_default=not hidden,
         hidden=hidden,
@@ -89,6 +91,7 @@ class _Value(_ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
         flag = self._flag
         read: Callable[[str], Any] = str if flag.choices else parse_size if flag.field.endswith("_bytes") else _whole
+        # Flags have whole numbers; `PerfOptions.root` has -1 for every rank in turn.
         if flag.field == "root" and value == "all":
             value = "-1"
         try:
@@ -105,6 +108,7 @@ def _whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
+        # Second, for it refuses leading zeros, as scripts write them (08).
         return int(text, 0)
 
 
@@ -121,6 +125,7 @@ def _run(collective: Collective, values: dict[str, Any]) -> int:
     chosen = {field.name: values[field.name] for field in fields(PerfOptions) if field.name in values}
     options = PerfOptions(**chosen, min_bw_gbs=_min_bw())
     files = (values["output_file"], values["csv_file"], values["junit_file"])
+    # Before the measurement, which may take hours; -J makes its file before it (`command._json_place`).
     check_target("--csv", files[1])
     check_target("--junit", files[2])
     request = Request(options, values["ngpus"], values["backend"], *files)

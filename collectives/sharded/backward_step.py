@@ -33,6 +33,7 @@ from collectives.sharded.bucket import Bucket, BucketPlan
 from collectives.sharded.gather import ParameterGather
 from collectives.transport.lane import Flight
 
+# A layer's backward pass has two products for the forward's one: gradients of its inputs and of its weights.
 BACKWARD_SHARE = 2 / 3
 """Of a step's computation that is the backward pass, without recomputation."""
 NUM_UNMOVED = 4
@@ -68,6 +69,7 @@ class BackwardStep:
     def begin(self) -> None:
         """Begin a pass, at its first gradient: no gather may still read a shard when that shard is stepped."""
         self._behind.clear()
+        # First, for `adopt` leaves out a bucket whose gather is under way.
         self._gather.wait_all()
         self._gather.adopt(unseen=self._gather.compares_each_step)
 
@@ -75,6 +77,7 @@ class BackwardStep:
         """Step a bucket after its reduction, which was just launched, and gather the one that is due."""
         flight.follow(lambda: self._update(self._buckets[index]), self._stream)
         self._behind.append((index, flight))
+        # A gather right behind its own reduction would hold up the wire until the update is through.
         while len(self._behind) > self._lag:
             self._pass_on(*self._behind.popleft())
 
@@ -82,6 +85,7 @@ class BackwardStep:
         """Pass on the last buckets, and start the gathers of all that were not gathered early."""
         while self._behind:
             self._pass_on(*self._behind.popleft())
+        # These in the order of the forward pass, and all behind the last reduction: see [Note: order].
         self._gather.publish_rest(self._after)
         self._after = {}
 
@@ -94,12 +98,14 @@ class BackwardStep:
             self._after[index] = flight.landed
 
     def _update(self, bucket: Bucket) -> None:
-        # An optimiser leaves out what has no gradient: that is how it steps one bucket.
+        # Before the update: from here on its parameters are neither of this step nor, until gathered, of the next.
         self._gather.stepping(bucket.plan.index)
+        # An optimiser leaves out what has no gradient: that is how it steps one bucket.
         for piece in bucket.pieces:
             piece.parameter.grad = piece.grad
         self._step()
         for piece in bucket.pieces:
+            # Else the step of the next bucket would step this one again.
             piece.parameter.grad = None
         bucket.publish()
 
@@ -115,7 +121,9 @@ def choose_early(plans: Sequence[BucketPlan], share: float) -> frozenset[int]:
     early, owed = [], 0.0
     for plan in plans:
         num_bytes = plan.padded_numel * plan.dtype.itemsize
+        # What is owed is carried on, so that the moved buckets are spread evenly, whatever their sizes.
         owed += share * num_bytes
+        # Sums of floats fall short by rounding: without the tolerance a share of 1 would leave buckets out.
         if plan.index >= NUM_UNMOVED and owed >= num_bytes * (1 - 1e-9):
             early.append(plan.index)
             owed -= num_bytes
@@ -125,4 +133,5 @@ def choose_early(plans: Sequence[BucketPlan], share: float) -> frozenset[int]:
 def balanced_share(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> float:
     """The share that balances both passes, for a backward pass of twice the forward's time: the note above."""
     ratio = reduce_dtype.itemsize / param_dtype.itemsize
+    # x = (2 - r/g) / 3. Below 0 the reductions alone take longer than the backward pass: no gather moves.
     return min(1.0, max(0.0, BACKWARD_SHARE * (1 + ratio) - ratio))

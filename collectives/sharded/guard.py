@@ -75,6 +75,7 @@ def num_holders(parameter: Tensor) -> int:
 def watch_access(parameters: Iterable[nn.Parameter], waiter: Waiter, index: int) -> None:
     """Have accesses to these parameters of bucket `index` ask `waiter`, which is held weakly."""
     for parameter in parameters:
+        # Weakly, for the waiter holds the parameters: a wrapper that nobody uses any more must go with them.
         _waiters[parameter] = weakref.ref(waiter), index
 
 
@@ -82,6 +83,7 @@ def mark_pending(parameters: Iterable[nn.Parameter]) -> None:
     """Make every read or write of these parameters wait for their gather first."""
     for parameter in parameters:
         own: Any = type(parameter)
+        # Marked already where a bucket is stepped and then gathered; Python makes no class (_Pending, subclass of it).
         if not issubclass(own, _Pending):
             parameter.__class__ = _pending_of(own)
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from collectives.transport.symmetric import PeerRounds, Streams
 from netlayer.workload.buckets import COPIES_AT_ONCE
 
+# Those for which peer.cu has a reduce_wide kernel; `prepare` refuses gradients that travel in another.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -49,12 +50,14 @@ class PeerReduce:
     ) -> None:
         first = PeerRounds(group, part_bytes, device, streams)
         self.streams = first.streams
+        # A window for each bucket under way; one pair of streams for all: torch has few, and sends keep their order.
         others = (PeerRounds(group, part_bytes, device, self.streams) for _ in range(COPIES_AT_ONCE - 1))
         self._turns = deque([first, *others])
 
     @property
     def stream(self) -> torch.cuda.Stream:
         """Carries what is sent."""
+        # Any of them will do, here and in `follow`: the streams are shared.
         return self._turns[0].copy_stream
 
     def close(self) -> None:
@@ -77,15 +80,19 @@ class PeerReduce:
             for the sum, and whether to store the mean over the ranks.
         """
         rounds = self._turns[0]
+        # The next bucket goes through the other window: the sum of this one still reads what the peers write here.
         self._turns.rotate(1)
         parts_WS = input_N.view(rounds.num_ranks, -1)
         rounds.begin()
+        # From the next rank on, and not from rank 0: else all would write to one GPU at a time.
+        # The own part does not travel: `_add` reads it from `input_N`.
         for ahead in range(1, rounds.num_ranks):
             rounds.send(parts_WS[(rounds.rank + ahead) % rounds.num_ranks], ahead)
         return functools.partial(_add, rounds, parts_WS[rounds.rank])
 
 
 def _add(rounds: PeerRounds, own_S: Tensor, output_S: Tensor, mean: bool) -> None:
+    # All peers in one kernel, after this rank's own last send: see `symmetric`, [Note: deadlock].
     rounds.wait(1, rounds.num_ranks - 1)
     rounds.reduce_wide(own_S, output_S, mean)
     rounds.finish()

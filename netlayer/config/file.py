@@ -29,6 +29,7 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = (), *, opti
     tree = _read_toml(path, option) if path else {}
     for override in overrides:
         _apply_override(tree, override)
+    # Once, when all is in: a rule between two fields must not see one of them before its override.
     return build_config(tree)
 
 
@@ -39,6 +40,7 @@ def read_override(override: str, example: str) -> tuple[str, object]:
         ConfigError: it has no key or no equals sign.
     """
     key, equals, text = override.partition("=")
+    # `.a` and `a..b` have an empty part, which would become a key of that name.
     if not equals or not all(key.strip().split(".")):
         raise ConfigError("--set", override, "must read a.b=value", f"for example --set {example}")
     return key.strip(), _parse_value(text.strip())
@@ -69,6 +71,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
+        # A ValueError as well, which the last branch would take for one of Python's own limits.
         raise
     except RecursionError:
         raise tomllib.TOMLDecodeError("it is nested too deep") from None
@@ -92,6 +95,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, value = read_override(override, "job.optimizer.steps=50")
     *parents, last = _resolve(key.split("."))
     for name in parents:
+        # The file may leave a table out that the override goes into.
         below = tree.setdefault(name, {})
         if not isinstance(below, dict):
             raise ConfigError("--set", override, f"{name} is a value in the file, not a table", "fix the file")
@@ -110,12 +114,14 @@ def _resolve(path: list[str]) -> list[str]:
         and issubclass(field.annotation, Section)
         and path[0] in field.annotation.model_fields
     ]
+    # Where no section has it, or several, it stays as it is: `build_config` then refuses it as an unknown key.
     return [owners[0], *path] if len(owners) == 1 else path
 
 
 def _parse_value(text: str) -> object:
     """Parse a value as TOML (numbers, booleans, lists, quoted text); anything else is text: `200G`, `adamw`, a path."""
     try:
+        # tomllib reads documents only, so the value is put into one.
         return parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text

@@ -60,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# A stop signal does not wake `select` (PEP 475), nor does the end of a rank whose pipe a forked child still holds.
 _POLL_S = 0.1
 _SETTLE_S = 0.3  # see [Note: root cause] at `Failure`
 _SETTLE_SYMPTOMS_S = 2.0
@@ -114,9 +115,11 @@ def launch(
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
     refuse_while_importing_main()
+    # Before any process is started: what cannot be pickled is an error of the caller.
     order = _pickle_order(target, tuple(args), verbosity)
     environ = _rank_environ(num_ranks, env)
     passed_on = PASSED_ON if asks_first else ()
+    # Signals outermost: their owners get them, and may raise, only after `_Crew` has ended every rank.
     with _StopSignals(passed_on) as stop, _Crew(num_ranks, _make_log_dir(Path(log_dir)), grace_s, stop) as crew:
         crew.start(order, environ)
         logger.info("%d ranks started, logs in %s", num_ranks, log_dir)
@@ -178,6 +181,7 @@ class _StopSignals:
         raise SystemExit(128 + signum)  # the default action would skip every `finally` of the caller
 
 
+# Above what a pipe holds (64 KiB on Linux, pipe(7)): one read empties it.
 _CHUNK_BYTES = 1 << 20
 
 
@@ -260,6 +264,7 @@ class _Crew:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # The target has a handler of its own for SIGTERM then, by which a rank may take long to end.
         end = signal.SIGUSR2 if self._stop.passed_on else signal.SIGTERM
         for rank in self.ranks:
             if rank.alive:
@@ -270,6 +275,7 @@ class _Crew:
                 logger.warning("rank %d did not end %.3g s after %s: killed", rank.rank, self._grace_s, end.name)
                 rank.kill_group()
         self._wait_ended(_KILLED_WAIT_S)
+        # After the ranks, which could start others: daemons, and what has left its rank's process group.
         kill_strays(self._launch_id)
         for rank in self.ranks:
             if rank.alive:
@@ -281,7 +287,9 @@ class _Crew:
         self._keeper.communicate()
 
     def start(self, order: bytes, environ: dict[str, str]) -> None:
+        # Behind the id of a launch around this one: that one finds these processes as strays of its own too.
         environ[LAUNCH_ID] = "/".join(filter(None, (os.environ.get(LAUNCH_ID), self._launch_id)))
+        # A file, for each rank reads all of it; it is unlinked when all have it open.
         with tempfile.NamedTemporaryFile() as file:
             file.write(_path_line() + order)
             file.flush()
@@ -294,6 +302,7 @@ class _Crew:
         os.set_blocking(inbox, False)
         try:
             with order_file.open("rb") as stdin, log_file.open("ab") as stdout:
+                # The end of a log that exists: a failure shows only what this launch has added.
                 log_start = stdout.tell()
                 arguments = [str(report_fd), str(os.getpid())]
                 with _blocked(self._stop.passed_on):
@@ -302,6 +311,7 @@ class _Crew:
             os.close(inbox)
             raise
         finally:
+            # The rank has its own by now; with ours open the pipe would never end.
             os.close(report_fd)
         self.ranks.append(_Rank(rank, process, inbox, log_file, log_start))
         self._selector.register(inbox, selectors.EVENT_READ, self.ranks[-1])
@@ -352,6 +362,7 @@ class _Crew:
         for key, _ in self._selector.select(_POLL_S):
             received = key.data.receive()
             if received is None:
+                # It was readable and gave nothing: the pipe has ended, and would be readable for ever.
                 self._selector.unregister(key.fd)
             messages += [(key.data, message) for message in received or ()]
         # The end of a pipe is no proof of an end: a process forked from a rank holds the pipe as well.
@@ -361,6 +372,7 @@ class _Crew:
                 rank.kill_group()
                 while (received := rank.receive()) is not None:
                     messages += [(rank, message) for message in received]
+                # Last, for it reaps: from then on the process group's number may be another's.
                 rank.judge_death(self._alive_at_ns)
                 rank.alive = False
         self._alive_at_ns = polled_at_ns
@@ -412,12 +424,14 @@ def _rank_environ(num_ranks: int, env: Mapping[str, str] | None) -> dict[str, st
     # Left by a torchrun around us, these would send torch's env:// rendezvous to the store of that torchrun's agent.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    # Later ones win: a caller may choose the threads, but not the sizes.
     return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))} | inherited | dict(env or {}) | sizes
 
 
 def _pickle_order(target: Callable[..., object], args: tuple[object, ...], verbosity: int) -> bytes:
     """Pickle what a rank reads from stdin: (argv, import path of the main script or None, verbosity, target, args)."""
     try:
+        # Pickled by itself: a rank has to import the main script before it can unpickle the target.
         work = pickle.dumps((target, args))
     except (pickle.PicklingError, AttributeError, TypeError) as exc:
         raise ValueError(f"target must be a function of a module, and args picklable: {exc}") from exc

@@ -23,14 +23,18 @@ IRDMA_CONFIG = "sys/kernel/config/irdma"
 IONIC_DEBUG = "sys/kernel/debug/ionic"
 CM_CONFIG = "sys/kernel/config/rdma_cm"
 _TOOLS = ("dcb", "ethtool")
+# mlxreg and mlxconfig are of NVIDIA's MFT; the open mstflint has the same two as mstreg and mstconfig.
 _NVIDIAS_TOOLS = ("mlnx_qos", "mlxreg", "mstreg", "mlxconfig", "mstconfig")
 TOOLS = (*_TOOLS, *_NVIDIAS_TOOLS)
 _FILES = ("rdma-cm", "mlx5-debugfs", "ofed-ecn", "bnxt-configfs", "bnxt-debugfs", "irdma-configfs", "ionic-dcqcn")
 SURFACES = frozenset((*_FILES, *TOOLS))
 """All words that `Device.surfaces` may hold."""
 
+# A name never begins with `-`, which a program would take for an option, nor with `.`.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# In lower case, as sysfs writes it; domains above ffff exist (Intel VMD), so four digits are not all.
 _PCI = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+# The vendors' numbers in pci.ids; 0x1dd8 is Pensando, whose NICs are AMD's now.
 VENDORS = {"0x15b3": "nvidia", "0x14e4": "broadcom", "0x8086": "intel", "0x1dd8": "amd"}
 _DRIVERS = {"mlx5": "nvidia", "bnxt": "broadcom", "irdma": "intel", "ionic": "amd", "rxe": "soft", "siw": "soft"}
 MODELS = {  # of pci.ids
@@ -47,8 +51,11 @@ MODELS = {  # of pci.ids
     "0xa2d6": "BlueField-2",
     "0xa2dc": "BlueField-3",
 }
+# PCI's classes: VGA controller, 3D controller, processing accelerator. GPUs for computing are often no VGA.
 _GPU_CLASSES = ("0x0300", "0x0302", "0x1200")
+# Nearest first: `_nearest` compares places in this order.
 _LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+# So reads a place of the GID table that is not in use.
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _MOST_GIDS = 256
 
@@ -101,6 +108,7 @@ class Device:
     @property
     def port_suffix(self) -> str:
         """Suffix of mlxconfig's keys: a function is a port."""
+        # The last digit of an address is the PCI function: .0 is port 1, .1 is port 2.
         return f"_P{int(self.pci[-1]) % 2 + 1}" if self.pci else "_P1"
 
     def has(self, surface: str) -> bool:
@@ -121,6 +129,7 @@ def take_inventory(tree: Tree, tools: Tools, only: Sequence[str] = ()) -> tuple[
         ConfigError: a link leads out of the tree.
     """
     devices, faults = [], []
+    # Once for all devices: they are the same for each, and finding them reads every PCI device of the host.
     gpus = _find_gpus(tree)
     for name in tree.names(RDMA):
         if not is_name(name):
@@ -146,20 +155,25 @@ def _look_at(tree: Tree, tools: Tools, name: str, gpus: dict[str, tuple[str, ...
     port = f"{base}/ports/1"
     way = tree.real(f"{base}/device")
     pci = way[-1] if way and is_pci(way[-1]) else ""
+    # The link's target is the driver's folder, so its last name is the driver's.
     driver = (tree.real(f"{base}/device/driver") or ("",))[-1]
     gids = _gids(tree, port)
     netdev = _netdev(tree, base, gids)
     numa = tree.text(f"{base}/device/numa_node") or ""
+    # Below --root the file may hold anything: what is no number must not raise.
     node = int(numa) if re.fullmatch(r"-?\d{1,4}", numa) else -1
+    # A soft device has no PCI driver, but by custom is named for its kind (rxe0, siw0).
     vendor = _vendor(tree.text(f"{base}/device/vendor") or "", driver or name)
     surfaces, closed = _surfaces(tree, tools, name, vendor, pci, netdev)
     return Device(
         name=name,
         vendor=vendor,
+        # Device numbers are the vendor's own: the same one of another vendor is another NIC.
         model=MODELS.get(tree.text(f"{base}/device/device") or "", "") if vendor == "nvidia" else "",
         driver=driver,
         firmware=_plain(tree.text(f"{base}/fw_ver")),
         link_layer=_plain(tree.text(f"{port}/link_layer")),
+        # The kernel writes `4: ACTIVE`.
         state=_plain(tree.text(f"{port}/state")).partition(": ")[2],
         rate_mbps=_rate(tree.text(f"{port}/rate") or ""),
         netdev=netdev,
@@ -186,6 +200,7 @@ def _rate(text: str) -> int:
     """Mb/s of `400 Gb/sec (4X NDR)`."""
     match = re.match(r"([\d.]{1,8}) Gb/sec", text)
     try:
+        # The pattern also lets `1.2.3` pass, which `float` refuses below.
         return round(float(match[1]) * 1000) if match else 0
     except ValueError:
         return 0
@@ -193,6 +208,7 @@ def _rate(text: str) -> int:
 
 def _gids(tree: Tree, port: str) -> tuple[Gid, ...]:
     gids: list[Gid] = []
+    # As numbers: as text, 10 would come before 2, and the first GID decides on the network device.
     for index in sorted(int(name) for name in tree.names(f"{port}/gids") if re.fullmatch(r"\d{1,4}", name)):
         gid = tree.text(f"{port}/gids/{index}") or ""
         if not gid or gid == _NO_GID or len(gids) == _MOST_GIDS:
@@ -229,12 +245,14 @@ def _surfaces(
             if path and owner in ("", vendor) and tree.is_folder(path):
                 present.append(surface)
         except PermissionError:
+            # debugfs is root's alone: whether the folder is there cannot be told, which is not the same as absent.
             closed.append(surface)
     try:
         if vendor == "amd" and ionic_folder(tree, name, pci):
             present.append("ionic-dcqcn")
     except PermissionError:
         closed.append("ionic-dcqcn")
+    # A soft device has neither priorities nor pause of its own: they are those of the device below it.
     names = [*(_TOOLS if vendor != "soft" else ()), *(_NVIDIAS_TOOLS if vendor == "nvidia" else ())]
     return (*present, *(tool for tool in names if tools.find(tool))), tuple(closed)
 
@@ -282,5 +300,5 @@ def _level(way: tuple[str, ...], other: tuple[str, ...], same_node: bool) -> str
         apart = max(len(way), len(other)) - shared
         return "PIX" if apart <= 2 else "PXB"  # one bridge down from what they share, or several
     if any(name.startswith("pci") for name in common):
-        return "PHB"
+        return "PHB"  # under one host bridge (pci0000:00), with no PCI bridge in common
     return "NODE" if same_node else "SYS"

@@ -20,6 +20,7 @@ from congestion.nic.vendors.tools import ToolFailed, Tools
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.launch.interrupt import uninterrupted
 
+# A new random text at each boot of the kernel (random(4)).
 _BOOT = "proc/sys/kernel/random/boot_id"
 _BY_HAND = "the journal stays open; look at the device, then run `netlayer nic rollback --apply` again"
 
@@ -49,6 +50,7 @@ def apply_plan(draw: Callable[[], Plan], tree: Tree, tools: Tools, state: State,
         CheckFailed: a write was refused or did not hold. Everything is as it was, unless the message says otherwise.
     """
     with state.locked() as lock, tools.holding(lock):
+        # Before the plan is drawn: its old values would be those that the unfinished change has left.
         state.refuse_open()
         plan = draw()
         if plan.cannots and not partial:
@@ -57,6 +59,7 @@ def apply_plan(draw: Callable[[], Plan], tree: Tree, tools: Tools, state: State,
             rule = f"{first.device} cannot do {first.what} ({first.why}){others}"
             raise ConfigError("--profile", plan.profile.name, rule, f"nearest: {first.nearest}; or give --partial")
         rows = plan.changes
+        # All of them before the first write: a value out of range is found while nothing needs an undo.
         for row in rows:
             row.step.check()
         groups = _groups_to_make(tree, rows)
@@ -86,9 +89,11 @@ def roll_back(
         journal = state.find_open() or state.last_applied()
         if journal is None:
             return None
+        # Its paths are relative to a root: below another one they are files of another host, or of a copy.
         if journal.root != str(tree.root):
             rule = f"its last change was of --root {journal.root}"
             raise ConfigError("--root", tree.root, rule, "give that root, or another --state")
+        # Open while it is undone: after a death half way, the next call finds it and undoes the rest.
         if state.find_open() is None:
             state.reopen()
         with uninterrupted():
@@ -102,6 +107,7 @@ def roll_back(
 
 def was_rebooted(journal: Journal, tree: Tree) -> bool:
     """Whether the host was started again since the change: what does not last is then gone already."""
+    # A copy of a host's files has no boot id: nothing is said of it.
     return bool(journal.boot) and _boot(tree) != journal.boot
 
 
@@ -115,6 +121,7 @@ def _readable(rows: Sequence[Row], groups: Sequence[str], partial: bool) -> tupl
     good: list[Row] = []
     left: list[Row] = []
     for row in rows:
+        # configfs fills a folder with files when it is made: their old values are read then.
         to_come = getattr(row.step, "group", "") in groups
         known = row.old is not None or isinstance(row.step, TriggerStep) or to_come
         (good if known else left).append(row)
@@ -137,7 +144,9 @@ def _change(plan: Plan, rows: list[Row], groups: list[str], tree: Tree, tools: T
             for entry in folders:
                 doing = f"/{entry.target}"
                 tree.make_folder(entry.target)
+            # The kernel has filled the folders with its defaults: these are the old values, and may be as wanted.
             rows = _look_again(rows, tree, tools)
+            # Now with their old values, and on disk before the first of these is overwritten.
             journal = dataclasses.replace(journal, entries=folders + _entries(rows, tree))
             state.write(journal)
         for row in rows:
@@ -148,12 +157,14 @@ def _change(plan: Plan, rows: list[Row], groups: list[str], tree: Tree, tools: T
             doing = f"{row.step.device} {row.step.name}"
             _read_back(row.step, tree, tools, answers)
         state.close("applied")
+    # A Ctrl-C or SystemExit too: whatever breaks a change off, the old values come back first.
     except BaseException as exc:
         with uninterrupted():
             failed = restore_all(journal, tree, tools)
             if failed:
                 raise CheckFailed(f"{doing}: {words_of(exc)}; not restored: {'; '.join(failed)}; {_BY_HAND}") from exc
             state.close("undone")
+        # What a device or its program refused is one line for the user; a bug or an interrupt is raised as it is.
         if isinstance(exc, OSError | ToolFailed | CheckFailed | ConfigError):
             raise CheckFailed(f"{doing}: {words_of(exc)}; everything is as it was before") from exc
         raise
@@ -181,6 +192,7 @@ def _entries(rows: Sequence[Row], tree: Tree) -> list[Entry]:
 def _entry(row: Row, tree: Tree) -> Entry:
     step = row.step
     if isinstance(step, FileStep):
+        # Older kernels lack some of these files; what is not there has no old value to keep.
         touches = [[path, bytes_of(tree, path)] for path in step.touches if tree.is_file(path)]
         return Entry("file", step.path, bytes_of(tree, step.path), f"{step.new}\n", touches=touches)
     if isinstance(step, TriggerStep):
@@ -198,12 +210,14 @@ def _do(step: Step, row: Row, tree: Tree, tools: Tools) -> None:
     if isinstance(step, FileStep):
         tree.write(step.path, f"{step.new}\n".encode())
     elif isinstance(step, TriggerStep):
+        # Nothing to read back: a trigger says nothing when read.
         tree.write(step.path, b"1\n")
         return
     elif isinstance(step, ToolStep):
         assert step.setting is not None
         assert row.old is not None
         step.setting.write(tools, row.old, step.new)
+    # With no earlier answers: they are from before this write.
     _read_back(step, tree, tools, {})
 
 

@@ -22,9 +22,11 @@ from netlayer.config.file import parse_toml
 from netlayer.config.tree import Section
 from netlayer.errors import ConfigError
 
+# A DSCP is six bits (RFC 2474), an 802.1p priority three.
 Dscp = Annotated[int, Field(ge=0, le=63)]
 Priority = Annotated[int, Field(ge=0, le=7)]
 Law = Literal["dcqcn", "rttcc", "timely", "dctcp", "swift", "hybrid", "none"]
+# Files of mlx5's cc_params that are no keys of [dcqcn], and the key of the profile that sets each.
 _ELSEWHERE = {
     "np_cnp_dscp": "cnp.dscp",
     "np_cnp_prio": "cnp.priority",
@@ -43,6 +45,7 @@ class TrafficSection(Section):
     @property
     def tos(self) -> int:
         """The whole byte, as cma_roce_tos and NCCL_IB_TC take it: DSCP 26 with ECT(0) is 106."""
+        # The DSCP is the upper six bits of the byte; the lower two are ECN's, where ECT(0) is 0b10 (RFC 3168).
         return self.dscp << 2 | (2 if self.ecn else 0)
 
 
@@ -62,7 +65,9 @@ class CnpSection(Section):
 class RetransmissionSection(Section):
     """Behaviour of a sender without an answer. The first two are the queue pair's: NCCL sets them, no NIC file does."""
 
+    # Five bits of a queue pair (InfiniBand's Local ACK Timeout), where 0 would wait for ever.
     timeout: int = Field(18, ge=1, le=31, description="exponent T of 4.096 us x 2^T; NCCL_IB_TIMEOUT")
+    # Three bits of a queue pair (InfiniBand's retry count).
     retry_cnt: int = Field(7, ge=0, le=7, description="retries; NCCL_IB_RETRY_CNT")
     adaptive: bool | None = Field(None, description="adaptive retransmission (roce_adp_retrans_en)")
     slow_restart: bool | None = Field(None, description="slow restart after a loss (roce_slow_restart_en)")
@@ -91,6 +96,7 @@ class FirmwareSection(Section):
 class PpccSection(Section):
     """A parameter of an algorithm of NVIDIA's programmable congestion control; the NIC itself gives its range."""
 
+    # Bounds are the widths of the fields algo_slot and algo_param_index of the register PPCC, and of its value.
     slot: int = Field(ge=0, le=15, description="where the algorithm stands")
     parameter: int = Field(ge=0, le=2**16 - 1, description="which of its parameters, from 0")
     value: int = Field(ge=0, le=2**32 - 1, description="its value; outside of the NIC's range nothing is written")
@@ -114,10 +120,12 @@ class SwitchSection(Section):
 class Profile(Section):
     """The whole file."""
 
+    # Neither blanks nor newlines: it is printed in messages of one line and in the titles of tables.
     name: str = Field("default", pattern=r"^[\w.+-]{1,64}$", description="what plans and journals call it")
     law: Law = Field("dcqcn", description="congestion control that the NIC shall run")
     fallback: Literal["", "dcqcn", "rttcc", "none"] = Field("", description="law where the NIC cannot run the first")
     rtt_response_dscp: Dscp | None = Field(None, description="DSCP of answers to RTT probes (rttcc)")
+    # Off by default: a pause of the whole link would stop lossy priorities along with the lossless ones.
     link_pause: bool | None = Field(False, description="802.3x pause of the whole link")
     traffic: TrafficSection = Field(default_factory=TrafficSection, description="marking of RDMA packets")
     pfc: PfcSection = Field(default_factory=PfcSection, description="lossless priorities")
@@ -131,8 +139,10 @@ class Profile(Section):
     @field_validator("dcqcn", mode="before")
     @classmethod
     def _in_range(cls, values: object) -> object:
+        # No table at all: pydantic's own error names the field.
         if not isinstance(values, dict):
             return values
+        # Before pydantic, whose strict `int` would refuse `true` where the parameter is a switch.
         return {name: _checked(name, value) for name, value in values.items()}
 
     @model_validator(mode="after")
@@ -143,15 +153,18 @@ class Profile(Section):
         if lossless and own not in lossless:
             rule = f"leaves out traffic.priority = {own}, so that RDMA packets would be dropped"
             raise ConfigError("pfc.priorities", lossless, rule, "add it, or give [] for a lossy fabric")
+        # A port has one of the two: 802.3x pause for all of it, or PFC for single priorities.
         if self.link_pause and lossless:
             rule = f"stops every priority, pfc.priorities = {lossless} some"
             raise ConfigError("link_pause", True, rule, "use one of both: set link_pause = false")
+        # A fallback to DCQCN counts: NICs that cannot run the first law take these parameters.
         if self.dcqcn and "dcqcn" not in (self.law, self.fallback):
             rule = f"has no effect under law = {self.law}"
             raise ConfigError("dcqcn", ", ".join(self.dcqcn), rule, "leave it out, or set law or fallback to dcqcn")
         if self.ppcc and "rttcc" not in (self.law, self.fallback):
             raise ConfigError("ppcc", None, f"has no effect under law = {self.law}", "leave it out, or set law = rttcc")
         places = [(one.slot, one.parameter) for one in self.ppcc]
+        # The plan has one row for each parameter (`plan._key`), so one of two values would vanish unseen.
         twice = next((one for one in places if places.count(one) > 1), None)
         if twice:
             raise ConfigError("ppcc", None, f"gives parameter {twice[1]} of slot {twice[0]} twice", "give it once")
@@ -159,6 +172,7 @@ class Profile(Section):
             rule = "has no effect under DCQCN, of which ROCE_CC_LEGACY_DCQCN allows no other beside"
             raise ConfigError("firmware.user_programmable_cc", True, rule, "leave it out, or set law = rttcc alone")
         most, least = self.dcqcn.get("rp_max_rate", 0), self.dcqcn.get("rp_min_rate", 0)
+        # 0 is the line's rate, which a profile does not know; the plan for a device compares with that.
         if most and least > most:
             raise ConfigError("dcqcn.rp_min_rate", least, f"is above rp_max_rate = {most}", "lower it")
         return self
@@ -185,6 +199,7 @@ def read_profile(path: Path) -> str:
         ConfigError: the file is missing or cannot be read.
     """
     try:
+        # stdin is how `--hosts` hands the profile to the command on each host.
         return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except FileNotFoundError as exc:
         raise ConfigError("--profile", path, "there is no such file", "examples/profiles/ has some") from exc
@@ -206,6 +221,7 @@ def build_profile(tree: Mapping[str, Any]) -> Profile:
     try:
         return Profile.model_validate(tree)
     except ValidationError as exc:
+        # The first one alone, for an error is one line: the next run shows the next.
         raise _translate(exc.errors()[0]) from exc
 
 
@@ -217,6 +233,7 @@ def _checked(name: object, value: object) -> object:
         raise ConfigError(field, None, "unknown key", _nearest(str(name), [*PARAMETERS, *_ELSEWHERE]))
     if known.unit == "bool" and isinstance(value, bool):
         return int(value)
+    # bool is a subclass of int: `true` would pass as a rate of 1.
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(field, value, "must be a whole number", f"give {known.range_text}")
     if not known.low <= value <= known.high:
@@ -231,6 +248,7 @@ def _translate(error: ErrorDetails) -> ConfigError:
         section: type[BaseModel] = Profile
         for name in (name for name in names[:-1] if not name.isdigit()):  # a number is a place in a list
             below = section.model_fields[name].annotation
+            # ppcc is a list: the section is the class of its elements.
             inner = next(iter(get_args(below)), below)
             assert isinstance(inner, type)
             section = inner
@@ -252,6 +270,7 @@ def _nearest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {_ELSEWHERE.get(close[0], close[0])}?"
+    # Stricter than among the keys of this section (0.6, not 0.5): a key of another one is less likely meant.
     elsewhere = {path.rpartition(".")[2]: path for path in _paths(Profile)}
     close = difflib.get_close_matches(name, elsewhere, n=1, cutoff=0.6)
     return f"did you mean {elsewhere[close[0]]}?" if close else f"known keys here: {', '.join(known)}"

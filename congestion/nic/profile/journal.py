@@ -24,6 +24,7 @@ from netlayer.results import sync_folder, utc_now
 
 VERSION = 1
 _OPEN = "open.json"
+# All that plans write to: a forged journal cannot make root restore a file of /etc, say.
 _BELOW = ("sys/class/", "sys/kernel/debug/", "sys/kernel/config/")
 _ROLLBACK = "run `netlayer nic rollback --apply` first (with the same --root and --state)"
 
@@ -91,9 +92,11 @@ class State:
             self._make()
         _refuse_others(self.folder, os.stat(self.folder))  # noqa: PTH116
         with self._translated():
+            # O_CLOEXEC: the programs of a change inherit it (`Tools.holding`), and nothing else that is started.
             lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
+                # Of the open file, so the kernel lets it go with the last process that has it, however that one dies.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as exc:
                 raise ConfigError("--state", self.folder, "another change of this host runs", "wait for it") from exc
@@ -104,6 +107,7 @@ class State:
     def find_open(self) -> Journal | None:
         """The change that was begun and not ended."""
         path = self.folder / _OPEN
+        # lexists: a dangling link in its place is an error of `_load`, and not the absence of a change.
         return _load(path) if os.path.lexists(path) else None
 
     def refuse_open(self) -> None:
@@ -121,20 +125,23 @@ class State:
         part = self.folder / ".part"
         with self._translated():
             with contextlib.suppress(FileNotFoundError):
+                # Left by a process that died here, or planted: never opened, for O_EXCL below makes a new file.
                 part.unlink()
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 data = json.dumps(asdict(journal), indent=1).encode()
                 while data:
-                    data = data[os.write(fd, data) :]
+                    data = data[os.write(fd, data) :]  # a write may take only a part
                 os.fsync(fd)
             finally:
                 os.close(fd)
+            # After fsync: else a power loss could leave the new name with an empty file behind it.
             os.replace(part, self.folder / _OPEN)  # noqa: PTH105
             self._sync()
 
     def close(self, outcome: str) -> Path | None:
         """End the open journal: it is kept as `applied-N.json` or `undone-N.json`; None where none was open."""
+        # One count for both outcomes: higher numbers ended later.
         number = max(self._numbers(), default=0) + 1
         kept = self.folder / f"{outcome}-{number}.json"
         with self._translated():
@@ -210,7 +217,9 @@ def _refuse_others(path: Path, status: os.stat_result) -> None:
 
 
 def _read(path: Path) -> bytes:
+    # O_NOFOLLOW: a link could lead to anything; O_NONBLOCK: a FIFO in its place would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        # Of what is open: the path may mean another file by now.
         _refuse_others(path, os.fstat(file.fileno()))
         return file.read()
 
@@ -225,6 +234,7 @@ def _check(entry: Entry) -> None:
     if not all(isinstance(one, str) for one in (*texts, *pairs)):
         raise ValueError(f"an entry of {str(entry.target)[:80]!r} holds what is no text")
     if entry.kind == "tool":
+        # Building it checks the kind and every field: a text that could be an option of a program raises here.
         _ = entry.setting
         return
     if entry.kind not in ("file", "folder", "trigger"):
@@ -236,6 +246,7 @@ def _check(entry: Entry) -> None:
 
 def _load(path: Path) -> Journal:
     try:
+        # Here too, for a look (rollback without --apply) reads it without `locked`.
         _refuse_others(path.parent, os.stat(path.parent))  # noqa: PTH116
         tree: Any = json.loads(_read(path))
         if tree["version"] != VERSION:

@@ -70,6 +70,7 @@ class Plan:
 
 
 def _changes(rows: Sequence[Row]) -> list[Row]:
+    # A trigger reads as nothing and so always differs: it counts only where a value of its folder changes.
     differing = [row for row in rows if row.differs and not isinstance(row.step, TriggerStep)]
     groups = {row.step.group for row in differing if isinstance(row.step, FileStep)}
     return [
@@ -94,8 +95,10 @@ def row_tree(row: Row) -> dict[str, Any]:
     }
     if isinstance(step, ToolStep):
         assert step.setting is not None
+        # A change may need the old value (what to take away); where that is not known, 0 stands for it in the listing.
         return values | {"arguments": step.setting.change(row.old or "0", step.new), "query": step.setting.query()}
     assert isinstance(step, FileStep | TriggerStep)
+    # Steps have paths below the root; a person reads them on the host, where the root is `/`.
     return values | {"path": f"/{step.path}"}
 
 
@@ -105,10 +108,12 @@ def make_plan(profile: Profile, devices: Sequence[Device], tree: Tree, tools: To
         ConfigError: a path leads out of the tree, or a value is out of the range of the device's way.
     """
     drafts = []
+    # One for all devices: what two of them ask a program in the same words is asked once.
     answers: Answers = {}
     for device in devices:
         draft = Draft(profile, device, tree, tools, answers)
         drafts.append(draft)
+        # Marks, PFC and these laws are Ethernet's: InfiniBand has congestion control of its own, which is not set here.
         if device.roce:
             _draw(draft)
         else:
@@ -118,6 +123,7 @@ def make_plan(profile: Profile, devices: Sequence[Device], tree: Tree, tools: To
     notes: dict[str, list[str]] = {}
     for draft in drafts:
         for note in draft.notes:
+            # Devices of a host are mostly alike: a note that several have is shown once, with all their names.
             notes.setdefault(note, []).append(draft.device.name)
     said_once = tuple(f"{', '.join(names)}: {note}" for note, names in notes.items())
     return Plan(profile, tuple(devices), tuple(rows.values()), tuple(cannots), said_once)
@@ -132,12 +138,14 @@ def _draw(draft: Draft) -> None:
         surface_nvidia_programmable.draw_programmable(draft, law)
         surface_nvidia.draw_retransmission(draft)
     else:
+        # Switches alone: timeout and retry_cnt are numbers, belong to queue pairs, and are noted below for every NIC.
         switches = [name for name, value in retransmission.model_dump().items() if isinstance(value, bool)]
         switches += surface_nvidia_programmable.asked_switches(draft) + ["ppcc"] * bool(draft.profile.ppcc)
         if switches:
             draft.cannot(
                 ", ".join(switches), "only NVIDIA's firmware has these switches", "what the NIC does by itself"
             )
+    # A plan cannot set these: they are told to whoever starts the job.
     tos = draft.profile.traffic.tos
     draft.note(
         f"retransmission.timeout and retry_cnt belong to queue pairs, so does their TOS: NCCL_IB_TIMEOUT="
@@ -158,6 +166,7 @@ def _draw_law(draft: Draft) -> Law | None:
     """The first law of the profile that the device can run; where it can run none, that is said."""
     laws = draft.profile.laws
     if draft.device.vendor not in _WAYS:
+        # As the last law, none is what such a device does anyway.
         if laws[-1] != "none":
             draft.cannot(f"law = {laws[0]}", "it has no congestion control that can be set", "law = none")
         return None
@@ -171,6 +180,7 @@ def _draw_law(draft: Draft) -> Law | None:
             draw(draft, law)
             return law
         refusals.append(refused)
+    # Only where no law is left: a refusal that the fallback makes good is a note, not something missing.
     for law, (why, nearest) in zip(laws, refusals, strict=True):
         draft.cannot(f"law = {law}", why, nearest)
     return None
@@ -178,4 +188,5 @@ def _draw_law(draft: Draft) -> Law | None:
 
 def _key(row: Row) -> object:
     step = row.step
+    # By what is set and not for which device, see `make_plan`.
     return step.setting if isinstance(step, ToolStep) else getattr(step, "path", step)

@@ -17,6 +17,7 @@ from congestion.nic.vendors.tool_settings import Algorithm, Firmware, Register
 _DEBUG, _OFED = "mlx5-debugfs", "ofed-ecn"
 LOST = "lost at a reset of the NIC"
 _RESET = "takes effect, and is undone, only by a firmware reset: mlxfwreset -d {pci} -y reset, which drops the link"
+# Two lists, for a model in neither is refused in other words: it may be newer than both.
 _NO_RTTCC = ("ConnectX-4", "ConnectX-4 Lx", "ConnectX-5", "ConnectX-5 Ex", "ConnectX-6", "BlueField")
 _RTTCC = ("ConnectX-6 Dx", "ConnectX-6 Lx", "ConnectX-7", "ConnectX-8", "BlueField-2", "BlueField-3")
 _UNSEEN = "cannot see whether RTTCC is forced, under which DCQCN's parameters have no effect"
@@ -46,6 +47,7 @@ def refuse_law(draft: Draft, law: Law) -> tuple[str, str] | None:
         which = model if model in _NO_RTTCC else f"its model ({model or 'not one of those known here'})"
         verb = "has no" if model in _NO_RTTCC else "is not known to have"
         return f"{which} {verb} RTTCC, ConnectX-6 Dx and later do", "law = dcqcn"
+    # It begins with a key of the firmware's configuration (`_rttcc`): no file of the driver turns it on.
     if law == "rttcc" and not draft.find_tool("mlxconfig", "mstconfig"):
         return "neither mlxconfig nor mstconfig is installed", NO_TOOL
     return None
@@ -74,6 +76,7 @@ def draw_retransmission(draft: Draft) -> None:
         return
     for name in switches:
         register, reason = _ACCELERATIONS[name]
+        # The generations that lack RTTCC lack selective repeat too.
         if name == "selective_repeat" and draft.device.model in _NO_RTTCC:
             why = f"{draft.device.model} does not have it, ConnectX-6 Dx and later do"
             draft.cannot(register, why, "leave it out of the profile")
@@ -87,6 +90,7 @@ def _enable(draft: Draft, on: bool) -> None:
     device, priority = draft.device, draft.profile.traffic.priority
     reason = "congestion control of the profile's priority"
     if device.has(_OFED):
+        # The notification point answers marks with CNPs, the reaction point slows down at them: one alone does nothing.
         for point in ("roce_np", "roce_rp"):
             path = f"sys/class/net/{device.netdev}/ecn/{point}/enable/{priority}"
             draft.file(_OFED, path, int(on), reason, warning=LOST)
@@ -106,6 +110,7 @@ def _mask(draft: Draft, tool: str, on: bool, reason: str) -> None:
     key, bit = f"ROCE_CC_PRIO_MASK{draft.device.port_suffix}", 1 << draft.profile.traffic.priority
     present = draft.present(Firmware(tool, draft.device.pci, key))
     if present is not None:
+        # One bit for each of the eight priorities, so all of them are 255.
         configure(draft, tool, key, int(present) | bit if on else int(present) & ~bit, reason, allowed=(0, 255))
     elif draft.tools.runs:
         why = f"{tool} does not print what it is now, and other priorities' bits must stay"
@@ -119,6 +124,7 @@ def _end_rttcc(draft: Draft) -> None:
     device = draft.device
     if device.model in _NO_RTTCC:
         return
+    # Either may be left from a profile with law = rttcc; DCQCN's parameters would then be set and have no effect.
     tool, register = draft.find_tool("mlxconfig", "mstconfig"), draft.find_tool("mlxreg", "mstreg")
     key = Firmware(tool, device.pci, _LEGACY) if tool and device.pci else None
     if key is not None and draft.present(key) is not None:
@@ -143,6 +149,7 @@ def _parameters(draft: Draft) -> None:
     if rates and not _line_mbps(draft):
         draft.note(f"its link is {device.state or 'unknown'}: not compared with the port's rate: {', '.join(rates)}")
     tool = draft.find_tool("mlxconfig", "mstconfig")
+    # Also where only root may look: the plan then lists the files with values that are not known.
     if device.has(_DEBUG) or _DEBUG in device.closed:
         _by_debugfs(draft)
     elif device.has(_OFED):
@@ -169,6 +176,7 @@ def _by_debugfs(draft: Draft) -> None:
     draft.file(_DEBUG, f"{folder}/np_cnp_dscp", cnp.dscp, "DSCP of CNPs", allowed=(0, 63), warning=LOST)
     draft.file(
         _DEBUG, f"{folder}/np_cnp_prio", cnp.priority, "priority of CNPs", allowed=(0, 7), warning=LOST,
+        # cong.c sets the mode to 0 along with the priority: an undo needs the mode's old value too.
         touches=("np_cnp_prio_mode",),
     )  # fmt: skip
     draft.file(_DEBUG, f"{folder}/np_cnp_prio_mode", 0, "CNPs take that priority, not the request's", warning=LOST)
@@ -178,6 +186,7 @@ def _by_sysfs(draft: Draft) -> None:
     folder, cnp = f"sys/class/net/{draft.device.netdev}/ecn", draft.profile.cnp
     for name, value in _in_order(draft):
         known = PARAMETERS[name]
+        # mlx5's names begin with rp_ or np_, OFED's two folders end so; its files have mlxconfig's names in lower case.
         path = f"{folder}/roce_{name[:2]}/{known.key.lower()}"
         draft.file(_OFED, path, value, known.meaning, allowed=(known.low, known.high), unit=known.unit, warning=LOST)
     draft.file(_OFED, f"{folder}/roce_np/cnp_dscp", cnp.dscp, "DSCP of CNPs", allowed=(0, 63), warning=LOST)
@@ -199,6 +208,7 @@ def _rttcc(draft: Draft) -> None:
     draft.note("ZTR-RTTCC needs NICs that have it at both ends of a queue pair")
     tool = draft.find_tool("mlxconfig", "mstconfig")
     configure(draft, tool, _LEGACY, 0, "the firmware may run other laws than DCQCN", allowed=(0, 1))
+    # The row that `configure` has just added: of programs' settings only a register may be missing instead.
     if draft.rows[-1].differs:
         slot = f"PPCC slot {_FORCING_SLOT}"
         draft.note(f"RTTCC needs two turns: {_LEGACY} holds after a firmware reset, which loses {slot}: "
@@ -215,6 +225,7 @@ def _rttcc(draft: Draft) -> None:
         reason = "DSCP of answers to RTT probes"
         draft.file(
             _DEBUG, f"{folder}/rtt_resp_dscp", draft.profile.rtt_response_dscp, reason, allowed=(0, 63), warning=LOST,
+            # cong.c sets it along with the DSCP: its old value must be known before.
             touches=("rtt_resp_dscp_valid",),
         )  # fmt: skip
         draft.file(_DEBUG, f"{folder}/rtt_resp_dscp_valid", 1, "that DSCP is used", warning=LOST)
@@ -231,6 +242,7 @@ def configure(
 def _in_order(draft: Draft) -> list[tuple[str, int]]:
     """The profile's parameters without those that are above this port's rate, which is documented as their limit."""
     values, line = draft.profile.dcqcn, _line_mbps(draft)
+    # By the table, not as the file has them: plans of equal profiles are equal, line by line.
     return [(name, values[name]) for name in PARAMETERS if name in values and not _too_fast(name, values[name], line)]
 
 
