@@ -204,7 +204,7 @@ def _open_links(
             links[0].address = master_address()[0]  # address of this host for the others
             yield (links, *_hosts_of_launcher(options, backend, links))
         elif options.hosts is not None:
-            hosts = read_hosts(options.hosts)
+            hosts = [(host.name, host.slots) for host in read_hosts(options.hosts)]
             first = 0
             for host, count in hosts:
                 links.append(start_ssh(host, range(first, first + count), options.ssh, logs(host)))

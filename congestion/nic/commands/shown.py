@@ -12,8 +12,8 @@ from congestion.nic.profile.draft import Cannot
 from congestion.nic.profile.plan import Plan
 from congestion.nic.profile.script_functions import FUNCTIONS
 from congestion.nic.profile.steps import FileStep, Row, ToolStep, TriggerStep
-from congestion.nic.vendors.tools import printable
 from netlayer.printing import print_table
+from netlayer.remote.fan_out import printable
 from netlayer.units import format_rate
 
 _SCRIPT_HEAD = """\

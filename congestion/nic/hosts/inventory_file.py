@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from congestion.nic.hosts.inventory import MODELS, SURFACES, VENDORS, Device, Gid, is_name, is_pci
-from congestion.nic.vendors.tools import printable
 from netlayer.errors import ConfigError
+from netlayer.remote.fan_out import printable
 from netlayer.remote.hosts import is_host
 
 _REMEDY = "write it anew: netlayer nic inventory --hosts HOSTS --json FILE"

@@ -16,7 +16,7 @@ from congestion.nic.profile.plan_fabric import DEVICE, NETDEV, PCI, Alike, HostG
 from congestion.nic.profile.script_functions import FUNCTIONS
 from congestion.nic.profile.steps import FileStep, ToolStep, TriggerStep
 from congestion.nic.vendors.tool_settings import ToolSetting
-from congestion.nic.vendors.tools import printable
+from netlayer.remote.fan_out import printable
 
 _HEAD = """\
 #!/bin/bash

@@ -13,8 +13,9 @@ from congestion.nic.hosts.tree import Tree
 from congestion.nic.profile.journal import Entry, Journal
 from congestion.nic.profile.steps import same_number
 from congestion.nic.vendors.tool_settings import NONE
-from congestion.nic.vendors.tools import ToolFailed, Tools, printable
+from congestion.nic.vendors.tools import ToolFailed, Tools
 from netlayer.errors import CheckFailed, ConfigError
+from netlayer.remote.fan_out import printable
 
 
 def restore_all(journal: Journal, tree: Tree, tools: Tools, *, force: bool = True) -> list[str]:
