@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.dropin_reports import REPORTS, main, run
+from bench.dropin_reports.command import main
+from bench.dropin_reports.reports import REPORTS, run
 
 TABLE = Path(__file__).parents[2] / "reports" / "dropin_reports_202611.tsv"
 
