@@ -37,7 +37,7 @@ class Output:
         A record is never overwritten: it takes the next free name.
 
         Raises:
-            ConfigError: a folder stands where a file should go.
+            ConfigError: there is a folder where a file should go.
         """
         records: list[Path] = []
         try:

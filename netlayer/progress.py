@@ -20,7 +20,7 @@ _MOMENT_S, _TICK_S = 2.0, 1.0
 
 
 class Stages:
-    """Progress on stderr: a bar a stage where a person watches; where nobody does, lines: as a stage begins, each ten
+    """Progress on stderr: a bar a stage on a terminal, else lines: as a stage begins, each ten
     seconds of it, each minute when it has been long, and as it ends.
     """
 
@@ -91,10 +91,10 @@ class Stages:
 
 
 class Bar:
-    """One stage's bar: call it with what is done, of how much (0: nobody knows), and a few words.
+    """One stage's bar: call it with what is done, of how much (0: unknown), and a short text.
 
     Args:
-        say: where lines go that stand for the bar where nobody watches.
+        say: prints the lines that replace the bar where there is no terminal.
     """
 
     def __init__(self, bars: Progress, task: TaskID, say: Callable[[str], None] | None = None) -> None:

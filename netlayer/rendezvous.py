@@ -3,8 +3,8 @@
 [Note: no barrier but one] torch makes a group on all ranks of the world, one group after the other; the paper's
 baseline adds a barrier of all ranks to each, O(n^2) store operations (MegaScale, NSDI'24, 3.5). Here a rank makes only
 the groups that it is in, in one order of dimensions for all ranks (tp, dp, pp, then those asked for), so of any two
-groups that share ranks all members make the same one first, and nobody waits in a circle. The one wait of all ranks
-stands in front: what follows never waits for a rank that is not there, and who is missing is said by name.
+groups that share ranks all members make the same one first, and no wait is circular. The one wait of all ranks
+comes first: what follows never waits for a rank that is not there, and missing ranks are named.
 
 [Note: NCCL] Ranks of a group meet through one store entry, which torch's backend draws by itself when the group is
 made (`device` given) or first used; TORCH_NCCL_RANKS_PER_ROOT sets from which size on several roots share the work

@@ -72,7 +72,7 @@ def check_scheduler(address: str) -> None:
     """Check that something listens at the address of a Dask scheduler.
 
     Raises:
-        ConfigError: nobody does, the address has another form, or Dask is not installed.
+        ConfigError: nothing does, the address has another form, or Dask is not installed.
     """
     place = check_dask_address(address)
     if importlib.util.find_spec("distributed") is None:

@@ -1,6 +1,6 @@
 """Translation of pydantic's errors in a section to one line: field, value, rule, remedy.
 
-A key that nobody knows gets the nearest one that is known, here or elsewhere in the tree.
+An unknown key gets the nearest one that is known, here or elsewhere in the tree.
 """
 
 from __future__ import annotations

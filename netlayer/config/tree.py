@@ -161,7 +161,7 @@ class ModelConfig(Section):
     norm_eps: float = Field(
         1e-5, gt=0, lt=1, description="added to the variance of every norm; rms_norm_eps of a config.json"
     )
-    activation: Literal["gelu", "swiglu"] = Field("gelu", description="of the MLP; swiglu has a gate beside it")
+    activation: Literal["gelu", "swiglu"] = Field("gelu", description="of the MLP; swiglu adds a gate")
     bias: bool = Field(True, description="whether linears of the blocks add a bias")
     tied_embeddings: bool = Field(False, description="the head's projection is the token embedding")
     dtype: Literal["float64", "float32", "bfloat16"] = Field("float32", description="dtype of the computation")
@@ -323,13 +323,13 @@ class CheckpointConfig(Section):
     """Checkpoints: when training is saved, and how many are kept."""
 
     every_steps: int = Field(
-        0, ge=0, description="save each so many steps, and after the last; 0: only where a signal stops the run"
+        0, ge=0, description="steps between two saves, and one after the last; 0: only where a signal stops the run"
     )
     keep: Count = Field(
         2, description="good checkpoints that stay, the newest; one that is not yet verified is kept in addition"
     )
     other_text: bool = Field(
-        False, description="go on from a checkpoint with other text, seed or (rotary) seq_len, in its own tokens"
+        False, description="resume from a checkpoint with other text, seed or (rotary) seq_len, in its own tokens"
     )
 
 
@@ -532,7 +532,7 @@ class JobConfig(Section):
         return self
 
     def _check_step_in_backward(self) -> None:
-        """Nothing may need all gradients before the first update."""
+        """Refuse settings that need all gradients before the first update."""
         parallel, optimizer = self.parallel, self.optimizer
         in_the_way = {
             f"job.optimizer.clip_norm = {optimizer.clip_norm:g}": optimizer.clip_norm > 0,

@@ -222,7 +222,7 @@ class _Rank:
         return messages
 
     def has_exited(self) -> bool:
-        """Without reaping it: until then its process group cannot be anybody else's."""
+        """Whether it has exited, without reaping it: until then its process group cannot be another's."""
         if sys.platform == "darwin":  # no waitid there before Python 3.13
             return self.process.poll() is not None
         try:

@@ -1,7 +1,7 @@
 """The charts that several packages share: DataFrame in, Altair chart in the house's look out.
 
 Every chart is as wide as its card, shows its values under the pointer, and singles out a series that is clicked in its
-legend. What was left out or thinned is said under the title. Omitted: anything that a single command alone would draw.
+legend. A note under the title counts rows omitted or thinned. Not covered: anything that a single command alone draws.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ Block = Words | Figures | Table | KeyValues | Picture
 
 @dataclass
 class Section:
-    """Made by `Report.section`. Every method adds one block and gives the section back.
+    """Section of a report, made by `Report.section`. Every method adds one block and returns the section.
 
     `source` of a block replaces the section's own; give both of two sources where one block holds both.
     """

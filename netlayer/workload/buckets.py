@@ -42,6 +42,6 @@ def shard_elements(numel: int, ranks: int, align: int = 1) -> int:
     """Elements of a rank's shard of a bucket, its part of the padding among them.
 
     Args:
-        align: a shard is a multiple of so many elements.
+        align: a shard is a multiple of this many elements.
     """
     return -(-numel // (ranks * align)) * align

@@ -22,7 +22,7 @@ _LEADING = {
 
 
 def has_room_for_windows(job: JobConfig, num_bytes: int) -> bool:
-    """Whether a GPU of so many bytes holds a rank that has windows: `auto` takes none where it does not."""
+    """Whether a GPU of this many bytes holds a rank that has windows: `auto` takes none where it does not."""
     return estimate(with_overlap(job, windows=True, peer_reduce=False)).total <= num_bytes
 
 
@@ -42,7 +42,7 @@ def on_cluster(job: JobConfig, cluster: ClusterConfig) -> JobConfig:
 
 
 def in_room(job: JobConfig, num_bytes: int) -> JobConfig:
-    """The job as it runs on a GPU of so many bytes, 0 where nobody knows: windows and copies take what is left."""
+    """Return the job as it runs on a GPU of this many bytes, 0 if unknown: windows and copies take what is left."""
     if not num_bytes:
         return job
     if job.overlap.windows == "auto" and not has_room_for_windows(job, num_bytes):

@@ -113,7 +113,7 @@ def simulate(
         slots: messages of a channel that come without their receive, which only takes them out (memory of the peers).
 
     Raises:
-        ValueError: the schedule deadlocks; the message says where each stage stands. Or costs are of another shape.
+        ValueError: the schedule deadlocks; the message says where each stage is. Or costs are of another shape.
     """
     if depth < 0 or slots < 0:
         raise ValueError(f"depth = {depth}, slots = {slots}: neither can be below 0")

@@ -82,7 +82,7 @@ def _costs(model: ModelConfig) -> tuple[float, ...]:
 def balanced(costs: tuple[float, ...], head: float, num_stages: int, num_chunks: int, unit: int = 1) -> Sequence[int]:
     """Return the cuts of the half blocks: p v + 1 numbers, from 0 to all of them, no run empty.
 
-    The last run gets some units, all others as many as each other, or one more: the last chunks first, beside which the
+    The last run gets some units, all others as many as each other, or one more: last chunks first, next to which the
     head's is long anyway. Stages pass through chunk c together, so a step takes as long as the sum over the chunks of
     the stage that takes longest with it; of all numbers of the last run's units, that with the shortest such sum is
     taken, then that with the least work for the busiest stage, then that with the most units there.

@@ -1,6 +1,6 @@
-"""Has a pipeline stage compute weights' gradients where it would wait (Qi et al., "Zero Bubble Pipeline Parallelism").
+"""Computation of weights' gradients where a pipeline stage would wait (Qi et al., "Zero Bubble Pipeline Parallelism").
 
-A backward pass makes two gradients: its input's, which the stage before waits for, and its weights', which nobody does
+A backward pass makes two gradients: its input's, which the stage before waits for, and its weights', which none does
 before the step. Computed later, in the gaps, the second kind shortens the way back through the pipeline: of the bubble
 of 1F1B, (p - 1) forwards and backwards, the forwards are left (ICLR'24, schedule ZB-H1, a third of it). Here that is
 done to any schedule, interleaved 1F1B too. Nothing moves but the weights' gradients, and stage s holds at most s
@@ -71,7 +71,7 @@ def postpone_weights(schedule: Schedule) -> Schedule:
 
 
 def _joined(schedule: Schedule, stage: int, actions: Sequence[Action]) -> Iterator[Action]:
-    """Passes that nobody waits for are whole again where their weights' gradients follow; a last one goes last."""
+    """Make passes that none waits for whole again where their weights' gradients follow; a last one goes last."""
     last = max(index for index, action in enumerate(actions) if action.kind == "backward")
     sends = schedule.outgoing(stage, actions[last]) is not None
     if not sends and actions[-1][1:3] == actions[last][1:3]:

@@ -137,7 +137,7 @@ def test_counters_stand_beside_two_predictions_and_never_in_one_record(tmp_path:
     assert float(rows[0]["scaled_bytes"]) == float(rows[0]["counter_bytes"]) == 1_050_000
     assert float(rows[0]["residual"]) == 0
     result = _run(import_command.command, str(topo), *given, "--counters-are", "simulated")
-    assert "Counters (simulated) beside" in result.stdout
+    assert "Counters (simulated) next to" in result.stdout
 
 
 @pytest.mark.parametrize(

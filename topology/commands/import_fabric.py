@@ -47,7 +47,7 @@ def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **pa
     FILES are one file a device (or a folder of *.json), or one file. Files of lldpcli are named after their device.
     Writes fabric.graphml, cables.csv and topo.txt. With --counters and --flows also calibration.csv: bytes of every
     counted link next to the even and the hashed prediction, as predicted and scaled, and the residual. Exit 2 where
-    files are damaged or contradict each other. Out-of-band management switches are left out, by their slow cables or
+    files are damaged or contradict each other. Out-of-band management switches are omitted, by their slow cables or
     the ports that these end at, and named; --exclude names others.
 
     \b

@@ -55,7 +55,7 @@ def command(options: RunOptions, **params: Any) -> None:
     ECMP groups shrink to the members that still lead to the destination. `slowdown` compares the step's communication
     (each phase until its slowest flow is done, at max-min fair rates) with the whole fabric's, same seed; a flow that
     has no path left stops the job: such cases are counted, and have no slowdown. --sample parts of each kind are tried,
-    one at a time; with --together N so many draws of N parts. See `cure` for what lowers collisions.
+    one at a time; with --together N this many draws of N parts. See `cure` for what lowers collisions.
 
     \b
     Examples:

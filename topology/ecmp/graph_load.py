@@ -115,7 +115,7 @@ class GraphLoad:
         }
 
     def _crosses(self, links: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Whether each flow crosses one of the links; one entry more, False, stands where NO_LINK points."""
+        """Whether each flow crosses one of the links; one entry more, False, is where NO_LINK points."""
         return np.asarray(np.append(links, False)[self.paths].any(axis=1))
 
 

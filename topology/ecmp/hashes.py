@@ -1,7 +1,7 @@
 """The hash functions that switches and simulators use, over whole arrays of messages.
 
 CRCs are given by the parameters of the catalogues and checked against the published value of "123456789"; murmur3 is
-the 32-bit variant that network simulators take (x86_32); SplitMix64 stands for an ideal hash. Omitted: which fields a
+the 32-bit variant that network simulators take (x86_32); SplitMix64 serves as an ideal hash. Omitted: which fields a
 switch hashes, and which next hop it takes (hashing).
 """
 
@@ -51,7 +51,7 @@ class Crc:
         return register
 
     def finish(self, register: Words32) -> Words32:
-        """The CRC that a register stands for."""
+        """Return the CRC of a register."""
         return register ^ np.uint32(self.xor_out)
 
 

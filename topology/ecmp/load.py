@@ -97,7 +97,7 @@ class Load:
         )
 
     def _overloaded(self) -> NDArray[np.bool_]:
-        """Whether each link is over capacity; one entry more, False, stands where NO_LINK points."""
+        """Whether each link is over capacity; one entry more, False, is where NO_LINK points."""
         over = self.link_bps > self.fabric.link_bps * (1 + TOLERANCE)
         return np.append(over, False)
 

@@ -1,4 +1,4 @@
-"""Is it true that the ToR split halves hash collisions? Under which definition, load and hash, in numbers and words.
+"""Verdict on the claim that the ToR split halves hash collisions: by definition, load and hash, in numbers and words.
 
 Three definitions: *in collision*, the share of flows on an uplink whose demand exceeds its capacity (ours); *excess*,
 the demand above capacity over total demand; *sharing*, the share of flows that share an uplink at all, which others
@@ -278,7 +278,7 @@ def _claims(compared: Sequence[Row]) -> Iterator[Claim]:
 
 
 def _stretches(loads: Sequence[float], curve: Sequence[float], low: float, high: float) -> tuple[Stretch, ...]:
-    """The loads where the curve, straight between its points, lies inside: above `low` (not for 0), at most `high`.
+    """Return the loads where the curve, straight between points, is inside: above `low` (not for 0), at most `high`.
 
     Exactly 1 is neither lowered nor raised.
     """

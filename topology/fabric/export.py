@@ -215,7 +215,7 @@ def _edges(graph: Graph) -> list[tuple[int, int, dict[str, Any]]]:
 
 
 def _plain(number: float) -> str:
-    """Without an exponent, which HPCC's reader of delays does not know."""
+    """Format without an exponent, which HPCC's reader of delays does not know."""
     return f"{number:.9f}".rstrip("0").rstrip(".")
 
 

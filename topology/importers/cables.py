@@ -66,7 +66,7 @@ def to_graph(
         sightings: every end that was reported.
         own: devices whose own file was read, with all ports that it names.
         switches: the devices that forward.
-        default_bps: rate of a cable whose rate nobody said, 0 for none.
+        default_bps: rate of a cable whose rate no end reports, 0 for none.
         skip_dangling: leave out, with a warning, a cable that its other end does not confirm.
         source: for messages.
 

@@ -35,7 +35,7 @@ _ICMP_PROTOCOL = 1
 _LINKTYPE: dict[Link, int] = {"ethernet": 1, "raw": 101}
 # Enough for link header, IP with options, ICMP, and the probe's IP with options and BTH.
 _KEPT_BYTES = 192
-# Bytes before the network header, and where in them the EtherType stands (negative: there is none, it is IP).
+# Bytes before the network header, and where in them the EtherType is (negative: there is none, it is IP).
 _LINK_HEADERS = {1: (14, 12), 12: (0, -1), 101: (0, -1), 228: (0, -1), 113: (16, 14), 276: (20, 0)}
 _ETHERTYPE_IPV4, _VLAN_TAGS = 0x0800, (0x8100, 0x88A8)
 

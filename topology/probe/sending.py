@@ -166,7 +166,7 @@ def _send_one(out: socket.socket, content: bytes, target: tuple[str, int], iface
 
 
 def _wait(back: socket.socket, exchange: Exchange, *, num_packets: int, timeout_s: float) -> None:
-    """Wait until so many packets are kept or the time is over."""
+    """Wait until `num_packets` are kept or the time is over."""
     end = time.monotonic() + timeout_s
     while len(exchange.packets) < num_packets and time.monotonic() < end:
         _drain(back, exchange)

@@ -60,8 +60,8 @@ def _spread_of(src: int, dst: int, probes: Seen, answers: Seen) -> PathSpread:
 def _cut(router: Ints, flow: Ints, hop: Ints, refuser: Ints) -> Ints:
     """End each flow's path, in place, at the router that calls its target unreachable first; who that is, a flow.
 
-    A router without a route says so before it looks at the TTL, and so stands at that hop; one whose next hop does not
-    answer has let the TTL before end there, and stands there already.
+    A router without a route says so before it looks at the TTL, and so is at that hop; one whose next hop does not
+    answer has let the TTL before end there, and is there already.
     """
     refused = np.full(len(router), SILENT, dtype=np.int64)
     order = np.lexsort((hop, flow))

@@ -20,7 +20,7 @@ _SHOWN_SETS = 48
 
 
 def write(report: Report, findings: Findings) -> None:
-    """All of them."""
+    """Write the sections on the split, collisions and loads."""
     _split(report, findings)
     _distributions(report, findings)
     _loads(report, findings)

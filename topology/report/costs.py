@@ -17,7 +17,7 @@ _FLATTENS = 4
 
 
 def write(report: Report, findings: Findings) -> None:
-    """All of them."""
+    """Write the sections on placements, failures and remedies."""
     _placements(report, findings)
     _failures(report, findings)
     _cures(report, findings)

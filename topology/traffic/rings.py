@@ -33,7 +33,7 @@ class Segments:
 
     Args:
         table: the groups, shape (num_groups, degree); ranks of one server stand together in a row.
-        start, length: where in the flat table a segment stands.
+        start, length: position of a segment in the flat table.
         num_nics: NICs that its ranks use.
         row: its group; `place` counts the segments of a row from 0, `row_size` of them.
     """
@@ -139,7 +139,7 @@ def tree_parent(place: Ints, size: Ints) -> Ints:
 def all_pairs(segments: Segments) -> Edges:
     """Every rank to every rank of its group in another server, a share of 1 / degree each.
 
-    Data for a GPU passes over NVLink to the GPU of its own server that stands on the target's rail, and leaves by that
+    Data for a GPU passes over NVLink to the GPU of its own server that is on the target's rail, and leaves by that
     one's NIC (NCCL's PXN), where the group has a rank there.
     """
     groups, degree = segments.table.shape
