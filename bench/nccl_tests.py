@@ -56,7 +56,7 @@ class Comparison:
     one_thread: bool = False
 
     def peer_command(self, collective: str, json_file: Path) -> list[str]:
-        """nccl-tests on one collective."""
+        """Return nccl-tests' command line for one collective."""
         perf, threads = self.options, (1, self.ngpus) if self.one_thread else (self.ngpus, 1)
         flags = {
             "-t": threads[0], "-g": threads[1], "-b": perf.min_bytes, "-e": perf.max_bytes, "-f": perf.step_factor,

@@ -101,7 +101,7 @@ class DistributedBackend(Backend):
 
 
 class GlooBackend(DistributedBackend):
-    """CPUs and sockets."""
+    """Backend of CPUs and sockets."""
 
     name = "gloo"
     launches_ahead = False

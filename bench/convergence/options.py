@@ -27,7 +27,7 @@ _PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 
 
 def read_tokens(_context: click.Context, _option: click.Parameter, text: str | None) -> int | None:
-    """`300M`, `200000`, `1.5G`."""
+    """Read a number of tokens such as `300M`, `200000`, `1.5G`."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)", text.strip())
@@ -63,7 +63,7 @@ def read_kinds(_context: click.Context, _option: click.Parameter, text: str) -> 
 
 
 def read_number(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-    """NaN passes every range."""
+    """Reject NaN and infinity, which pass click's ranges."""
     if value is not None and not math.isfinite(value):
         raise click.BadParameter(f"{value} is no number")
     return value

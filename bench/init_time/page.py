@@ -43,7 +43,7 @@ _COMPARED = {
 
 
 def way_name(row: Row) -> str:
-    """`ours on redis`."""
+    """Return the name of a row's way, such as `ours on Redis`."""
     return f"{_NAMES[row['method']]} on {'Redis' if row['store'] == 'redis' else 'TCPStore'}"
 
 

@@ -126,7 +126,7 @@ def read_entries(
     cumulative: bool = False,
     compiles: bool = False,
 ) -> tuple[Entry, ...]:
-    """Ours and the peers with the identical model, then ours with changes; each with those before it, as asked.
+    """Return ours and the peers with the identical model, then ours with changes, each alone or on top of the last.
 
     Args:
         compiles: peers that are at their best with `job.model.compile` have it, unless the options say otherwise.

@@ -67,7 +67,7 @@ class Order:
 
 
 def run_rank(context: RankContext, order: Order, init_method: str, backend: str) -> None:
-    """All of the work, as far as there is time for it; rank 0's rows say what the slowest rank took."""
+    """Do all of the work, as far as there is time for it; rank 0's rows have the times of the slowest rank."""
     with _at_most(order.limit_s):
         place, groups = meet_at(context, order.work[0][1].job, init_method, backend)
         control = Control(context.env, _TIMEOUT)

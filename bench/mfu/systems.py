@@ -23,7 +23,7 @@ OURS = "ours"
 
 class System(Protocol):
     def step(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """One optimiser step over this rank's micro-batches; its part of the mean loss, on the device."""
+        """Run an optimiser step over this rank's micro-batches; return its part of the mean loss, on the device."""
 
     def masters(self) -> Iterable[Tensor]:
         """Return this rank's master weights that may still be set before the first step."""
@@ -33,7 +33,7 @@ class System(Protocol):
 
 
 class Ours:
-    """`trainer.parallel.SplitModel`."""
+    """Our system: `trainer.parallel.SplitModel`."""
 
     def __init__(self, job: JobConfig, seed: int, rank: int, device: torch.device, groups: Groups) -> None:
         self.job = job

@@ -46,7 +46,7 @@ ALL_WITHIN = 8.0
 
 
 def _read_channels(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """Numbers with commas between."""
+    """Read different numbers from 0 on, separated by commas."""
     if text is None:
         return None
     try:
@@ -59,7 +59,7 @@ def _read_channels(_ctx: click.Context, _param: click.Parameter, text: str | Non
 
 
 def _number(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-    """NaN passes every range."""
+    """Reject NaN, which passes click's ranges."""
     if value is not None and math.isnan(value):
         raise click.BadParameter(f"{value} is not a number")
     return value
@@ -185,7 +185,7 @@ def command(
 
 
 def _join(technique: Technique, settings: DpSettings, env: RankEnv, backend: Backend, limit: int) -> list[Row]:
-    """The same, as one of the ranks that a launcher has started."""
+    """Measure as one of the ranks that a launcher has started."""
     os.environ.update(channel_environment(limit))
     rows = run_rank(
         RankContext(env, lambda message: say(str(message))), technique, settings, init_method_under(env), backend, limit

@@ -135,7 +135,7 @@ def show(run: Run, rows: Sequence[Row]) -> None:
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     click.echo(text, err=True)
 
 
@@ -155,7 +155,7 @@ def _measure_small(run: Run) -> list[Row]:
 
 @contextlib.contextmanager
 def _record(run: Run, technique: Technique, channels: Sequence[int]) -> Iterator[list[Row]]:
-    """A list for rows; a record of them at the end, however it comes."""
+    """Yield a list for rows; save a record of them at the end, even after an error."""
     rows: list[Row] = []
     started = utc_now()
     try:
@@ -174,7 +174,7 @@ def make_record(
     techniques: Sequence[Technique],
     channels: Sequence[int],
 ) -> RunRecord:
-    """The record of rows that were measured from `started_utc` until now."""
+    """Build the record of rows that were measured from `started_utc` until now."""
     gpus = [gpu.name for gpu in environ.list_gpus()[: run.ranks]]
     return RunRecord(
         name=name,

@@ -186,7 +186,7 @@ class StageBench:
         return times, waits
 
     def _trace(self, system: System) -> Any:
-        """One recorded step."""
+        """Run one step with the recorder on, and return its trace."""
         self._synchronize()
         self.recorder.align()
         self.recorder.begin_step(0)

@@ -66,7 +66,7 @@ class DpSettings:
 
 @dataclass(frozen=True)
 class Preset:
-    """A size by name."""
+    """Size of a model that has a name."""
 
     layers: int
     hidden: int
@@ -138,7 +138,7 @@ def channel_environment(channels: int) -> dict[str, str]:
 
 
 def on_gloo(settings: DpSettings, requested: Sequence[System]) -> DpSettings:
-    """Without the systems that only NCCL has.
+    """Return the settings without the systems that only NCCL has.
 
     Raises:
         ConfigError: one of them was asked for by name.

@@ -60,7 +60,7 @@ class System:
 
 
 def open_exchanges(group: dist.ProcessGroup, device: torch.device) -> dict[str, TensorExchange]:
-    """Ours, by name; peer memory where the group has it."""
+    """Open our exchanges by name; that of peer memory only where the group has it."""
     exchanges: dict[str, TensorExchange] = {}
     if why_unusable(group, device) is None:
         exchanges["ours_peer"] = open_exchange(group, device, path="peer")

@@ -94,7 +94,7 @@ def transformer_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:
 
 
 def data_parallel_settings(job: JobConfig) -> dict[str, Any]:
-    """Arguments of its `DistributedDataParallelConfig`."""
+    """Arguments of Megatron-core's `DistributedDataParallelConfig`."""
     return {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": job.parallel.dp > 1,
@@ -104,7 +104,7 @@ def data_parallel_settings(job: JobConfig) -> dict[str, Any]:
 
 
 def optimizer_settings(job: JobConfig) -> dict[str, Any]:
-    """Arguments of its `OptimizerConfig`."""
+    """Arguments of Megatron-core's `OptimizerConfig`."""
     config = job.optimizer
     return {
         "optimizer": "adam",
@@ -202,7 +202,7 @@ def _megatron(module: str) -> Any:
 
 
 def _open_groups(job: JobConfig, seed: int, device: torch.device) -> None:
-    """Its process groups, whose order of ranks is ours; once a process."""
+    """Make Megatron-core's process groups, with our order of ranks; once a process."""
     parallel_state = _megatron("parallel_state")
     if parallel_state.model_parallel_is_initialized():
         return
@@ -241,7 +241,7 @@ def _build(job: JobConfig, config: Any, seed: int, device: torch.device, stage: 
 
 
 def _block_spec(num_layers: int) -> Any:
-    """Its own layers, but for attention and norms."""
+    """Return the specification of Megatron-core's own layers, with other attention and norms."""
     layer = _megatron("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
     layer.submodules.self_attention.submodules.core_attention = TorchAttention

@@ -85,7 +85,7 @@ class _Size(click.ParamType[int]):
 
 
 class _Sizes(click.ParamType[tuple[int, ...]]):
-    """Several, with commas between."""
+    """Sizes separated by commas."""
 
     name = "SIZE,..."
 

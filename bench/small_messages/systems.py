@@ -26,7 +26,7 @@ DTYPE = torch.bfloat16
 
 
 class System(ABC):
-    """One of those that are compared."""
+    """One of the systems that are compared."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
