@@ -27,10 +27,6 @@ are compared now and then (`collectives.sharded.step_check`), and CheckFailed na
 `start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that left out its forward pass too goes
 unnoticed. A rank that leaves out `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 
-[Note: DistributedDataParallel] The wrapper is a subclass of torch's, so that whoever unwraps one, or takes `module.`
-from its names (torch's distributed checkpoints, Accelerate, loops of one's own), does so here. It has nothing of its
-workings: what only these could do is refused, and `require_backward_grad_sync = False` is `no_sync()`.
-
 [Note: states] `state_dict()` of the wrapper or its module needs other ranks only where shards have changed and nothing
 has launched their gathers (an optimiser of one's own, a `prefetch` of a number). `full_state_dict()` and the `load_` of
 each are collective calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds
@@ -69,14 +65,11 @@ graph holds a call of it, and waits for that without end.
 
 from __future__ import annotations
 
-import copy
 import functools
-import logging
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -86,17 +79,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan
 from collectives.sharded.departure import Travel
-from collectives.sharded.elementwise import check_elementwise, check_parameterwise, probed_state
 from collectives.sharded.gather import ParameterGather
-from collectives.sharded.gradient import combine_norms
-from collectives.sharded.guard import CompanionHook, Unsharded
-from collectives.sharded.norms import total_norm
-from collectives.sharded.optimizer_state import NamedState, name_state, named_state
-from collectives.sharded.optimizer_steps import OptimizerSteps, Options, parameter_groups
+from collectives.sharded.gradient import clip_pieces
+from collectives.sharded.optimizer_state import named_state
+from collectives.sharded.optimizer_steps import OptimizerSteps, Options, build_optimizer, drop_gradients
 from collectives.sharded.postponed import Postponed
 from collectives.sharded.prepare import (
     as_group,
     build_buckets,
+    check_arguments,
     check_module,
     check_same,
     find_owners,
@@ -106,34 +97,32 @@ from collectives.sharded.prepare import (
     plan_module,
     same_start,
     send_buffers,
+    wire_dtype,
 )
 from collectives.sharded.reduce import GradientReduce, inside_backward
-from collectives.sharded.scaler import ScalerCheck, make_scalers_finish
+from collectives.sharded.scaler import ScalerCheck
 from collectives.sharded.state import (
-    attach_shard_check,
     attach_state_hooks,
     calling_all,
     full_state_dict,
     load_full_state_dict,
     load_parameters,
 )
-from collectives.sharded.step_check import UNANNOUNCED, Place, StepCheck
+from collectives.sharded.step_check import Place, StepCheck, announced_step
+from collectives.sharded.wrapped import StandIn, WrappedModule
 from collectives.transport.lane import Lane
 from collectives.transport.windows import ALIGNMENT_BYTES, Windows
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch
 from netlayer.workload.buckets import REDUCTIONS_IN_FLIGHT
 
-logger = logging.getLogger(__name__)
-
-_FORWARDS_WITHOUT_OPTIMIZER = 4
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 LanePair = tuple[Lane, Lane]
 
 
-class ShardedDataParallel(nn.parallel.DistributedDataParallel):
+class ShardedDataParallel(StandIn):
     """Data parallel over the ranks of a group, ZeRO stage 1 or 2. Starts from rank 0's parameters and buffers.
 
     Every rank constructs it, with the same arguments, and calls the same methods in the same order.
@@ -214,23 +203,12 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         broadcast_buffers: bool = True,
         whole: Callable[[str, torch.Size], bool] | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see the note above
-        if (prefetch is not None and prefetch < 1) or in_flight < 1:
-            raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
-        if stage not in (1, 2):
-            raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
-        if unused not in ("skip", "zero"):
-            raise ValueError(f'unused = {unused!r}: must be "skip" or "zero"')
-        if data_writes not in ("adopt", "ignore"):
-            raise ValueError(f'data_writes = {data_writes!r}: must be "adopt" or "ignore"')
+        nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see `StandIn`
+        check_arguments(prefetch, in_flight, stage, unused, data_writes)
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
         device, parts = check_module(module), tuple(units or ())
         group = as_group(group)
-        # Never narrower than float32 unless the caller says so: each addition over ranks would round to that dtype.
-        if reduce_dtype is None:
-            dtypes = (param_dtype or p.dtype for p in module.parameters() if p.requires_grad)
-            reduce_dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        reduce_dtype = as_dtype(reduce_dtype, "reduce_dtype")
+        reduce_dtype = wire_dtype(module, reduce_dtype, param_dtype)
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
@@ -261,12 +239,9 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         self._memory: list[Windows | Travel] = [travel, *([] if room is None else [room])]
         """Kept as long as what lies there."""
         self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, travel.gradients)
-        # Held to notice parameters that are replaced or added later: see `_check_unchanged`.
-        self._wrapped = tuple(module.parameters())
-        self._asked_for_shards = self._has_optimizer = False
-        self._num_forwards = 0
+        parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
-        self._frozen = same_start(module, self.reduce_lane, param_dtype)
+        frozen = same_start(module, self.reduce_lane, param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap, self.start_step)
         self._gather.compares_each_step = data_writes == "adopt"
         self._reduce = GradientReduce(
@@ -292,15 +267,15 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         )
         self._step_check = StepCheck(self.reduce_lane, self._place)
         self._step: int | None = None
-        self._called: set[nn.Module] = set()
-        self._owners = find_owners(module, self.buckets, parts)
-        self._upfront = list(range(len(self.buckets)))
-        """Buckets to wait for before any forward; all of them until one has shown which modules it calls."""
-        self._seen_forward = False
+        owners = find_owners(module, self.buckets, parts)
+        self._wrapped = WrappedModule(self.buckets, parameters, frozen, owners, self._gather, self.start_step)
         # A compiler that is given the wrapper compiles the module alone.
         self._before_forward = torch.compiler.disable(self._before_forward)  # type: ignore[method-assign, no-untyped-call]
         self._after_forward = torch.compiler.disable(self._after_forward)  # type: ignore[method-assign, no-untyped-call]
-        self._attach_hooks()
+        self._wrapped.attach_hooks()
+        for bucket in self.buckets:
+            for position, parameter in enumerate(bucket.parameters):
+                self._reduce.watch(parameter, bucket.plan.index, position)
         # On the module and not the wrapper: a program may save either, and both must see current values.
         make_current = functools.partial(self._make_current, "state_dict() or load_state_dict()")
         attach_state_hooks(module, self.buckets, make_current, self._gather.note_changed)
@@ -316,21 +291,21 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         # Recomputation, within a step that has begun long ago.
         if inside_backward():
             return
-        self._check_unchanged()
+        self._wrapped.check_unchanged(self.module)
         # Before the first forward a program may still load values through `.data`, which autograd does not count.
-        self._gather.adopt(unseen=not self._seen_forward)
-        self._warn_of_no_optimizer()
+        self._gather.adopt(unseen=not self._wrapped.seen_forward)
+        self._wrapped.warn_of_no_optimizer()
         # Only such a forward is followed by a backward pass, unless the step was left out.
         if torch.is_grad_enabled() and self.module.training:
             self._reduce.note_forward()
         self.start_step()
         # Parameters whose module is not called itself (a tied weight, say) have no hook that would wait for them.
-        self._gather.wait_for(self._upfront)
+        self._gather.wait_for(self._wrapped.upfront)
 
     def _after_forward(self) -> None:
         # Whatever modules this rank's forward has called: every rank must have launched the same gathers.
         self._gather.launch_all()
-        self._learn_order()
+        self._wrapped.learn_order()
 
     def start_step(self, step: int | None = None) -> None:
         """Launch the first all-gathers of changed shards: call it before loading data. A second call does nothing.
@@ -355,20 +330,14 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
 
         Run the step's last one outside, or `finish_gradients` reduces without overlap.
         """
-        before, self._reduce.is_last = self._reduce.is_last, False
-        try:
+        with self._reduce.being_last(False):
             yield
-        finally:
-            self._reduce.is_last = before
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
         """Inside `no_sync`: the backward pass inside this is the step's last one after all (a pipeline's order)."""
-        before, self._reduce.is_last = self._reduce.is_last, True
-        try:
+        with self._reduce.being_last(True):
             yield
-        finally:
-            self._reduce.is_last = before
 
     @contextmanager
     def weights_postponed(self) -> Iterator[Postponed]:
@@ -445,20 +414,8 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
             raise ValueError(f"max_norm must be above 0, got {max_norm}")
         self.finish_gradients()
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
-        grads = [p.grad for p in pieces if p.grad is not None]
-        # Also on a rank that has no gradients: all of them take part in the reduction of the norm.
-        norm = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
-        if grads:
-            own = total_norm(grads) if norm_type == 2 else torch.nn.utils.get_total_norm(grads, norm_type)
-            norm += own
-        norm = combine_norms(norm, norm_type, self.reduce_lane.all_reduce)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"the norm of order {norm_type} of all gradients is {norm.item()}, so nothing was clipped"
-            )
-        # By the tensor, not its value: so the host does not wait for the device.
-        torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
-        return norm
+        zero = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
+        return clip_pieces(pieces, max_norm, norm_type, error_if_nonfinite, zero, self.reduce_lane.all_reduce)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the gradients to -`clip_value` .. `clip_value`. Finishes the gradients first.
@@ -500,8 +457,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
 
         What is empty on this rank is left out. Tied parameters come once, by their first name.
         """
-        # From here on an optimiser may hold the shards: see `_warn_of_no_optimizer`.
-        self._asked_for_shards = True
+        self._wrapped.asked_for_shards = True  # from here on an optimiser may hold them
         for bucket in self.buckets:
             for piece in bucket.pieces:
                 yield piece.name, piece.shape, piece.parameter
@@ -566,29 +522,14 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
                 f"only: picks none of {len(self.shapes())} parameters; the first is {next(iter(self.shapes()))}"
             )
         pieces = {name: piece for name, _, piece in self.named_shards() if name in shapes}
-        groups, names = parameter_groups(shapes, pieces, options)
-        of_groups = [{**settings, **{key: value for key, value in g.items() if key != "params"}} for g in groups]
-        self._check_kind(kind, settings, of_groups, names)
-        optimizer = kind(groups, **settings)
-        # The optimiser's own state_dict numbers this rank's pieces: on another rank it might fit by chance.
-        header = attach_shard_check(optimizer, self.buckets, self.reduce_lane)
-
-        def probe(index: int) -> Mapping[str, Any] | None:
-            # Of more than one element, so that a state like the parameter is told from one of a single number.
-            like = torch.empty(2, 3, dtype=self.buckets[0].master_S.dtype, device=self.reduce_lane.device)
-            return probed_state(kind, of_groups[index], like)
-
-        lane, gather = self.reduce_lane, self._gather
-        named = NamedState(
-            optimizer, self.buckets, lane, names, probe, header, self.wait_parameters, gather.note_masters_loaded
+        optimizer = build_optimizer(
+            kind, settings, shapes, pieces, options, self.buckets, self.reduce_lane, self.wait_parameters, self._gather
         )
-        name_state(optimizer, named)
-        # A scaler reads gradients before it calls `step`, whose hook would finish them too late.
-        make_scalers_finish()
         # Now the step itself looks for writes through `.data`, and `finish_gradients` need not.
         self._has_optimizer = True
         # torch's own would clear the pieces, and leave what has added up under `no_sync`.
-        zero_grad = self.zero_grad if only is None else functools.partial(self._zero_grad_of, frozenset(shapes))
+        drop = functools.partial(drop_gradients, self.buckets, frozenset(shapes))
+        zero_grad = self.zero_grad if only is None else drop
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce, self._finish_for_step)  # type: ignore[attr-defined]
         if step_in_backward:
@@ -596,30 +537,6 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
         else:
             self._steps.tie_behind(optimizer, waits, shapes)
         return optimizer
-
-    def _check_kind(
-        self,
-        kind: Callable[..., torch.optim.Optimizer],
-        settings: Mapping[str, Any],
-        of_groups: Sequence[Mapping[str, Any]],
-        names: Sequence[Sequence[str]],
-    ) -> None:
-        wholes = {slot.name for plan in self.plans if plan.whole_shard is not None for slot in plan.slots}
-        if not wholes:
-            check_elementwise(kind, settings)
-            return
-        # Matrices that lie whole on one rank may be stepped as matrices; what shards cut, element by element alone.
-        for own, group in zip(of_groups, names, strict=True):
-            if not wholes.issuperset(group):
-                check_elementwise(kind, own)
-            if not wholes.isdisjoint(group):
-                check_parameterwise(kind, own)
-
-    def _zero_grad_of(self, names: Set[str], set_to_none: bool = True) -> None:
-        """Forget the gradients of these parameters, as `.grad = None` on each does."""
-        for bucket in self.buckets:
-            positions = [position for position, slot in enumerate(bucket.plan.slots) if slot.name in names]
-            bucket.clear_gradients(positions, set_to_none)
 
     @property
     def step_in_backward(self) -> bool:
@@ -739,32 +656,8 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], _recurse: bool = True) -> Self:
         """Refuse to move or cast; what leaves all as it is, such as `.to()` the same device, is no such thing."""
-        for tensor in (*self._wrapped, *self._frozen, *self.module.buffers()):
-            # An empty tensor shows a change of dtype or device at no cost; `share_memory()` returns the same one.
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            values = tensor.detach()
-            is_same = fn(probe) is probe and not probe.is_shared()  # type: ignore[no-untyped-call]
-            if not is_same or fn(values) is not values:
-                raise RuntimeError(
-                    "parameters are views of communication buffers: move or cast the module before wrapping it"
-                )
+        self._wrapped.check_same(fn, self.module.buffers())
         return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unsharded:
-        """The module alone, which drives no collective, behind the same names: what a mean of models needs."""
-        return Unsharded(copy.deepcopy(self.module, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Unsharded, (self.module,)
-
-    def join_hook(self, **_: Any) -> NoReturn:
-        """torch's `Join` for ranks with fewer batches: refused, because all of them reduce every step."""
-        raise RuntimeError(
-            "Join: ranks with uneven numbers of batches are not supported; give every rank as many (drop_last=True), "
-            "or let a rank that has run out call finish_gradients() and optimizer.step() without a backward pass"
-        )
-
-    join = join_hook  # type: ignore[assignment]
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -774,24 +667,6 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._reduce.is_last = value
-
-    def _refuse_comm_hook(self, *_: object, **__: object) -> NoReturn:
-        raise RuntimeError(
-            "communication hooks of DistributedDataParallel are not called here: give reduce_dtype for gradients in "
-            "another dtype on the wire"
-        )
-
-    register_comm_hook = _register_builtin_comm_hook = _register_fused_optim = _refuse_comm_hook
-
-    # What others read of a DistributedDataParallel.
-    static_graph = find_unused_parameters = False
-    device_ids = output_device = None
-
-    def _set_static_graph(self) -> None:
-        """Nothing to set: no graph is assumed, static or not."""
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {}
 
     def _make_current(self, caller: str) -> None:
         """Gather all parameters and wait on the host, so that a rank that calls this alone gets its error here."""
@@ -806,7 +681,7 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _place(self) -> Place:
         return Place(
-            announced=self._announced_step(),
+            announced=announced_step(self._step, self.reduce_lane),
             # A forward that no backward pass followed looks like a step left out: `step_check`, [Note: which step].
             counted=self._reduce.num_finished + 1 + self._reduce.num_left_out,
             prefetch=self.prefetch or 0,
@@ -815,74 +690,6 @@ class ShardedDataParallel(nn.parallel.DistributedDataParallel):
             # A whole number, for these travel as int64.
             gather_in_backward=round(self._steps.gather_share * 1e6) if self.step_in_backward else 0,
         )
-
-    def _announced_step(self) -> int:
-        track, recorder = self.reduce_lane.track, self.reduce_lane.recorder
-        of_watch = None if track is None else track.watch.step
-        of_recorder = None if recorder is None else recorder.step
-        return next((step for step in (self._step, of_watch, of_recorder) if step is not None), UNANNOUNCED)
-
-    def _attach_hooks(self) -> None:
-        for module, indices in self._owners.items():
-            # First of all hooks: another one may read the parameters (weight norm).
-            hook: Any = CompanionHook(functools.partial(self._before_module, indices))
-            module.register_forward_pre_hook(hook, prepend=True)
-        for bucket in self.buckets:
-            for position, parameter in enumerate(bucket.parameters):
-                self._reduce.watch(parameter, bucket.plan.index, position)
-
-    def _before_module(self, indices: Sequence[int], module: nn.Module, _args: object) -> None:
-        # By these calls `_learn_order` knows which buckets have a hook that waits for them.
-        if not self._seen_forward:
-            self._called.add(module)
-        # The common case, so it must cost next to nothing: no lock, no look at the buckets.
-        if self._gather.settled:
-            return
-        if inside_backward():  # recomputation
-            self._gather.wait_for(indices)
-            return
-        if self._gather.stale:  # called past our own forward, as `sharded.module.encode(x)` is
-            self.start_step()
-        self._gather.wait_for(self._upfront)
-        self._gather.wait_for(indices)
-
-    def _learn_order(self) -> None:
-        """Note, after the first forward, the buckets that need an early wait: an owner of theirs was not called."""
-        if self._seen_forward:
-            return
-        self._seen_forward = True
-        uncalled = [indices for module, indices in self._owners.items() if module not in self._called]
-        self._upfront = sorted({index for indices in uncalled for index in indices})
-        self._called.clear()
-
-    def _check_unchanged(self) -> None:
-        self._gather.check_unchanged()
-        # The module would compute with other memory than the gathers write to.
-        if not all(bucket.is_in_place() for bucket in self.buckets):
-            raise RuntimeError(
-                "the module was moved or cast, or a parameter's data replaced, after wrapping: do that before"
-            )
-        # By identity: `==` on parameters compares their values, on the device.
-        now = tuple(self.module.parameters())
-        if len(now) != len(self._wrapped) or any(map(operator.is_not, now, self._wrapped)):
-            raise RuntimeError(
-                "parameters of the module were replaced, added or removed after wrapping: do that before"
-            )
-        # It is in no bucket, so nobody would reduce its gradient.
-        if any(parameter.requires_grad for parameter in self._frozen):
-            raise RuntimeError(
-                "a parameter that was frozen when the module was wrapped requires a gradient now: wrap it unfrozen, "
-                "and set its .grad to None before each step that shall leave it alone"
-            )
-
-    def _warn_of_no_optimizer(self) -> None:
-        self._num_forwards += torch.is_grad_enabled()
-        if self._num_forwards == _FORWARDS_WITHOUT_OPTIMIZER and not self._asked_for_shards:
-            logger.warning(
-                "nobody has asked for the shards in %d forwards: take the optimiser from model.optimizer(kind, ...); "
-                "one that is built on model.parameters() finds no gradients and trains nothing",
-                self._num_forwards - 1,
-            )
 
     def _norm_dtype(self) -> torch.dtype:
         return functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from collectives.sharded.norms import each_norm
+from collectives.sharded.norms import each_norm, total_norm
 
 
 class ReducedPieces(Protocol):
@@ -123,6 +123,40 @@ def combine_norms(
     powers = values.pow(order)
     reduce(powers, torch.distributed.ReduceOp.SUM)
     return powers.pow(1 / order)
+
+
+def clip_pieces(
+    pieces: Sequence[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    zero: Tensor,
+    reduce: Callable[[Tensor, torch.distributed.ReduceOp.RedOpType], None],
+) -> Tensor:
+    """Scale the gradients of this rank's pieces so that their norm over all ranks is at most `max_norm`.
+
+    Returns the norm before. All ranks call it, also one that has no gradients.
+
+    Args:
+        pieces: parameters, of which some may have no gradient.
+        max_norm, norm_type, error_if_nonfinite: as in `ShardedDataParallel.clip_grad_norm_`.
+        zero: of the dtype and device to take the norm in; written to.
+        reduce: all-reduces in place.
+
+    Raises:
+        RuntimeError: `error_if_nonfinite` does.
+    """
+    grads = [p.grad for p in pieces if p.grad is not None]
+    norm = zero
+    if grads:
+        own = total_norm(grads) if norm_type == 2 else torch.nn.utils.get_total_norm(grads, norm_type)
+        norm += own
+    norm = combine_norms(norm, norm_type, reduce)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of all gradients is {norm.item()}, so nothing was clipped")
+    # By the tensor, not its value: so the host does not wait for the device.
+    torch.nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
+    return norm
 
 
 def _apply_in_place(

@@ -1,8 +1,8 @@
-"""Work around an optimiser's step over the shards: gradients are finished before it, gathers started after it.
+"""Optimisers over the shards: how they are built, and the work around their steps.
 
-After the backward pass it is done by hooks on the step; or inside that pass, bucket by bucket
-(`collectives.sharded.backward_step`), where the optimiser's `step()` only waits, and says that the step is over.
-Not covered: building the optimiser (`ShardedDataParallel.optimizer`).
+Gradients are finished before a step, and gathers started after it: by hooks on a step behind the backward pass; or
+inside that pass, bucket by bucket (`collectives.sharded.backward_step`), where the optimiser's `step()` only waits, and
+says that the step is over.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from collectives.sharded.backward_step import BackwardStep, balanced_share
 from collectives.sharded.bucket import Bucket
+from collectives.sharded.elementwise import check_elementwise, check_parameterwise, probed_state
 from collectives.sharded.gather import ParameterGather
+from collectives.sharded.optimizer_state import NamedState, name_state
 from collectives.sharded.reduce import GradientReduce
+from collectives.sharded.scaler import make_scalers_finish
+from collectives.sharded.state import attach_shard_check
+from collectives.transport.lane import Lane
 
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Options = Callable[[str, torch.Size], Mapping[str, Any]]
 """Settings of a single parameter, by its name and whole shape."""
 
@@ -166,3 +172,73 @@ def parameter_groups(
         for own, group in zip(chosen, names, strict=True)
     ]
     return groups, names
+
+
+def build_optimizer(
+    kind: Callable[..., OptimizerT],
+    settings: Mapping[str, Any],
+    shapes: Mapping[str, torch.Size],
+    pieces: Mapping[str, nn.Parameter],
+    options: Options,
+    buckets: Sequence[Bucket],
+    lane: Lane,
+    make_current: Callable[[], None],
+    gather: ParameterGather,
+) -> OptimizerT:
+    """Build an optimiser over this rank's pieces, whose state is known by names and loads in any layout.
+
+    Args:
+        kind: built as `kind(param_groups, **settings)`.
+        settings: of all parameters.
+        shapes, pieces, options: as in `parameter_groups`.
+        buckets, lane: where the parameters lie, and the lane by which their state travels.
+        make_current: has every parameter of the module current.
+        gather: of the buckets; hears where masters were loaded.
+
+    Raises:
+        ValueError: `kind` needs what is cut here.
+    """
+    groups, names = parameter_groups(shapes, pieces, options)
+    of_groups = [{**settings, **{key: value for key, value in g.items() if key != "params"}} for g in groups]
+    _check_kind(kind, settings, of_groups, names, buckets)
+    optimizer = kind(groups, **settings)
+    # The optimiser's own state_dict numbers this rank's pieces: on another rank it might fit by chance.
+    header = attach_shard_check(optimizer, buckets, lane)
+
+    def probe(index: int) -> Mapping[str, Any] | None:
+        # Of more than one element, so that a state like the parameter is told from one of a single number.
+        like = torch.empty(2, 3, dtype=buckets[0].master_S.dtype, device=lane.device)
+        return probed_state(kind, of_groups[index], like)
+
+    named = NamedState(optimizer, buckets, lane, names, probe, header, make_current, gather.note_masters_loaded)
+    name_state(optimizer, named)
+    # A scaler reads gradients before it calls `step`, whose hook would finish them too late.
+    make_scalers_finish()
+    return optimizer
+
+
+def _check_kind(
+    kind: Callable[..., torch.optim.Optimizer],
+    settings: Mapping[str, Any],
+    of_groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    buckets: Sequence[Bucket],
+) -> None:
+    plans = [bucket.plan for bucket in buckets]
+    wholes = {slot.name for plan in plans if plan.whole_shard is not None for slot in plan.slots}
+    if not wholes:
+        check_elementwise(kind, settings)
+        return
+    # Matrices that lie whole on one rank may be stepped as matrices; what shards cut, element by element alone.
+    for own, group in zip(of_groups, names, strict=True):
+        if not wholes.issuperset(group):
+            check_elementwise(kind, own)
+        if not wholes.isdisjoint(group):
+            check_parameterwise(kind, own)
+
+
+def drop_gradients(buckets: Sequence[Bucket], names: Set[str], set_to_none: bool = True) -> None:
+    """Forget the gradients of these parameters, as `.grad = None` on each does."""
+    for bucket in buckets:
+        positions = [position for position, slot in enumerate(bucket.plan.slots) if slot.name in names]
+        bucket.clear_gradients(positions, set_to_none)

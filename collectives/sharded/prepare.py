@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from collectives.alike import first_difference
+from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.sharded.departure import Travel
 from collectives.transport.lane import Lane
@@ -31,6 +32,31 @@ from collectives.transport.windows import Windows
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch, timeout_of
 from netlayer.errors import ConfigError
+
+
+def check_arguments(prefetch: int | None, in_flight: int, stage: int, unused: str, data_writes: str) -> None:
+    """Raise ValueError for a value that a `ShardedDataParallel` does not take."""
+    if (prefetch is not None and prefetch < 1) or in_flight < 1:
+        raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
+    if stage not in (1, 2):
+        raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
+    if unused not in ("skip", "zero"):
+        raise ValueError(f'unused = {unused!r}: must be "skip" or "zero"')
+    if data_writes not in ("adopt", "ignore"):
+        raise ValueError(f'data_writes = {data_writes!r}: must be "adopt" or "ignore"')
+
+
+def wire_dtype(
+    module: nn.Module, reduce_dtype: torch.dtype | str | None, param_dtype: torch.dtype | None
+) -> torch.dtype:
+    """Return the dtype in which gradients are reduced: never narrower than float32 unless the caller says so.
+
+    Each addition over ranks would round to that dtype.
+    """
+    if reduce_dtype is None:
+        dtypes = (param_dtype or p.dtype for p in module.parameters() if p.requires_grad)
+        reduce_dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    return as_dtype(reduce_dtype, "reduce_dtype")
 
 
 def check_module(module: nn.Module) -> torch.device:

@@ -177,6 +177,15 @@ class GradientReduce:
         return slot
 
     @contextmanager
+    def being_last(self, value: bool) -> Iterator[None]:
+        """Say of the backward passes inside whether they are a step's last one."""
+        before, self.is_last = self.is_last, value
+        try:
+            yield
+        finally:
+            self.is_last = before
+
+    @contextmanager
     def postponing(self) -> Iterator[Postponed]:
         """A backward pass inside leaves the gradients of linears' weights; it is no round, what computes them may be.
 

@@ -50,6 +50,13 @@ class Place(NamedTuple):
     gather_in_backward: int
 
 
+def announced_step(step: int | None, lane: Lane) -> int:
+    """Return the step that was announced to the wrapper (None: none was), else to the lane's watch or recorder."""
+    of_watch = None if lane.track is None else lane.track.watch.step
+    of_recorder = None if lane.recorder is None else lane.recorder.step
+    return next((each for each in (step, of_watch, of_recorder) if each is not None), UNANNOUNCED)
+
+
 class StepCheck:
     """Compares the places of all ranks before a round of reductions.
 

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("netlayer", "topology", "congestion", "collectives", "trainer", "bench")
 MOST_MODULES = 20
+MOST_LINES = 700
 FOLDERS = sorted({path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")})
 MODULES = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
 # `package.module`, `package.module.Name.attribute` or package.module:attribute.
@@ -28,6 +29,11 @@ def test_a_folder_holds_few_modules_and_says_what_they_are_about(folder: Path) -
     assert "__init__.py" in names
     assert len(names) - 1 <= MOST_MODULES
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+
+
+def test_a_module_has_few_lines() -> None:
+    lines = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n") for path in MODULES}
+    assert not {name: count for name, count in lines.items() if count > MOST_LINES}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
