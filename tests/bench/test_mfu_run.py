@@ -18,7 +18,7 @@ import torch
 
 from bench.mfu.gpus import GpuLog
 from bench.mfu.jobs import Jobs, read_layout
-from bench.mfu.run import ROWS, Heard, Plan, by_processes, estimate, in_turn, measure
+from bench.mfu.run import ROWS, Plan, Reports, by_processes, estimate, in_turn, measure
 from bench.mfu.systems import Entry, System
 from netlayer.command import RunOptions
 from netlayer.config.tree import JobConfig
@@ -50,8 +50,8 @@ def plan(out: Path, **changes: Any) -> Plan:
     return replace(Plan(2, 1, 1, 0, "gloo", out, limit_s=120.0), **changes)
 
 
-def heard_of(entries: list[Entry], made: Plan) -> Heard:
-    heard = Heard(made.runs * len(entries), made.out / ROWS, GpuLog())
+def heard_of(entries: list[Entry], made: Plan) -> Reports:
+    heard = Reports(made.runs * len(entries), made.out / ROWS, GpuLog())
     measure(entries, made, heard)
     return heard
 

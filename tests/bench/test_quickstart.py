@@ -19,6 +19,7 @@ from netlayer.config.tree import Config
 from netlayer.environ import Finding
 from netlayer.results import RunRecord, load_record
 from tests.bench import canned
+from tests.full import read_pages
 from topology.ecmp.compare import compare_split
 
 REPOSITORY = Path(__file__).parents[2]
@@ -113,8 +114,8 @@ def test_the_record_of_the_fabric_is_what_this_code_gives() -> None:
     assert fabric_of(range(module._SEEDS)) == pytest.approx(dict(row), rel=1e-9)
 
 
-def test_the_readme_says_what_the_records_say() -> None:
-    text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
+def test_the_pages_say_what_the_records_say() -> None:
+    text = " ".join(read_pages().split())
     [fabric] = kept("quickstart.fabric").rows
     [run] = kept("quickstart.summary").rows
     for figure, name in (("excess", "excess"), ("collision_share", "collision")):

@@ -16,7 +16,7 @@ class Nowhere(Windows):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
         del group
-        self.memory, self._taken = torch.zeros(num_bytes, dtype=torch.uint8, device=device), 0
+        self.memory, self._used_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device), 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         taken = super().take(numel, dtype)

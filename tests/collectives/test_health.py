@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from collectives.health import all_pairs as pairs
 from collectives.health import checks as health
-from collectives.health import pairs
 from collectives.health.trial import HealthRow, pattern
 from tests.collectives.ranks import on_gloo, run_ranks
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.health import all_pairs as pairs
 from collectives.health import checks as health
-from collectives.health import pairs
 from collectives.transport import pair_link
 from collectives.transport.pair_link import PairLink
 from tests.bench.fake_nccl import FakeNccl, build, needs_compiler
