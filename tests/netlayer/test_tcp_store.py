@@ -77,7 +77,7 @@ def test_of_what_torch_says_the_first_line_is_kept():
 
 def test_ctrl_c_ends_the_search(free_port):
     code = (
-        "import logging, sys; from datetime import timedelta; from netlayer import tcp_store; "
+        "import logging, sys; from datetime import timedelta; from netlayer.store import tcp_store; "
         "logging.basicConfig(); tcp_store._TELL_EVERY_S = 0.0; "
         "tcp_store.open_tcp_store('127.0.0.1', int(sys.argv[1]), timedelta(hours=1), serves=False)"
     )
