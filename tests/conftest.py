@@ -15,7 +15,11 @@ settings.register_profile("netlayer", deadline=None)
 settings.load_profile("netlayer")
 
 _HERE = Path(__file__).parent
-_KERNELS = (_HERE / "congestion", _HERE / "bench" / "test_sim_speed.py")
+_KERNELS = (
+    _HERE / "congestion",
+    _HERE / "congestion" / "nic" / "test_switch_settings.py",
+    _HERE / "bench" / "test_sim_speed.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
