@@ -133,8 +133,13 @@ def flag_late(trial: Trial, link: Link) -> None:
     if nameless:
         step = f"correct {link.host} in the hosts file, or give it an address (DNS, /etc/hosts, ssh's HostName)"
     what = "its name has no address" if nameless else "its agent did not start"
-    text = ": ".join(text for text in (what, link.last_log_line()) if text)
-    finding = Finding("FAIL", link.host, "start", text, "an answer", step, "start")
+    line = link.last_log_line()
+    # A library that is missing says nothing of the host: it was not measured, and is not drained.
+    lacks_library = line.startswith("ModuleNotFoundError")
+    if lacks_library:
+        step = f"install netlayer with its libraries on {link.host} and run it again: this host was not measured"
+    text = ": ".join(text for text in (what, line) if text)
+    finding = Finding("WARN" if lacks_library else "FAIL", link.host, "start", text, "an answer", step, "start")
     kind = NAME if nameless else "part"
     trial.flag("start", kind, link.ranks, finding, exclude=link.ranks, label=link.host)
 

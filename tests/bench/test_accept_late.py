@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
 from bench.accept.agents.fleet import _MOST_MOVING, _MOST_RUNNING, Fleet, Outcome, Where
 from bench.accept.phases.trial import Trial
 from bench.accept.phases.work import work_for
-from bench.accept.run import Result, members_of
+from bench.accept.run import Result, flag_late, members_of
 from bench.accept.run_output import judgement_of, sentence
 
 GROUP = (0, 1, 2, 3)
@@ -89,3 +90,21 @@ def test_what_is_too_slow_is_a_warning_about_all_and_sets_nobody_aside() -> None
     assert trial.alive == list(GROUP)
     assert judgement_of(Result(trial)).verdict == "WARN"
     assert sentence(Result(trial)).startswith("to look at: node0 - node1 - node2 - node3 (pairs); ")
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        ("ModuleNotFoundError: No module named 'redis'", "WARN"),
+        ("ssh: connect to host node1 port 22: No route to host", "FAIL"),
+        ("", "FAIL"),
+    ],
+)
+def test_a_host_without_a_library_was_not_measured_and_is_not_drained(line: str, verdict: str) -> None:
+    link = mock.Mock(host="node1", ranks=[1])
+    link.lacks_name.return_value, link.last_log_line.return_value = False, line
+    members = members_of([("node0", 1), ("node1", 1)], 0)
+    trial = Trial(Fleet([]), members, work_for("gloo", None), [0, 1])
+    flag_late(trial, link)
+    assert [one.verdict for one in trial.suspects] == [verdict]
+    assert trial.alive == [0]
