@@ -9,17 +9,12 @@ import os
 import shutil
 from pathlib import Path
 
-from netlayer.example_files import EXAMPLES, examples_folder
+from netlayer.example_files import copy_examples
 
 
 def main() -> None:
     """Write all of them."""
-    for name in EXAMPLES:
-        source = examples_folder() / name
-        if source.is_dir():
-            shutil.copytree(source, name)
-        else:
-            shutil.copy(source, name)
+    copy_examples(Path())
     for number, log in enumerate(sorted(Path("logs").glob("nccl_node*.txt"))[:3]):
         shutil.copy(log, f"node{number}.log")
     shutil.copy("laptop.toml", "job.toml")

@@ -80,8 +80,8 @@ def machine_roots() -> tuple[Root, ...]:
     installed = {
         Path(str(distribution.locate_file(""))).resolve() for distribution in importlib.metadata.distributions()
     }
-    ours = {Path.cwd().resolve(), Path(__file__).resolve().parents[2]}
-    packages = sorted(folder for folder in installed if folder.name in _PACKAGES or folder not in ours)
+    own_folders = {Path.cwd().resolve(), Path(__file__).resolve().parents[2]}
+    packages = sorted(folder for folder in installed if folder.name in _PACKAGES or folder not in own_folders)
     named = [
         ("stdlib", Path(sysconfig.get_path("stdlib"))),
         *((f"packages-{number}" if number > 1 else "packages", path) for number, path in enumerate(packages, 1)),

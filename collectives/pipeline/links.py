@@ -211,7 +211,7 @@ class PipelineLinks:
 
     def _all_differences(self, differences: list[str]) -> list[str]:
         """Return the differences that any stage has seen, this stage's first."""
-        return differences + [one for theirs in _all_gather(differences, self._group_of_all) for one in theirs]
+        return differences + [one for stage in _all_gather(differences, self._group_of_all) for one in stage]
 
     def _open_slots(self, num_bytes: int) -> None:
         """Have slots for such messages; all stages come here with the same number, or all have raised."""

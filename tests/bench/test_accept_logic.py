@@ -95,6 +95,16 @@ def test_a_probe_on_a_core_stays_there_and_leaves_it(monkeypatch: pytest.MonkeyP
     assert probes.run_probe("gemm", torch.device("cpu"), {}) == [{"cores": before}]
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_a_probe_runs_where_no_core_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbid)
+    monkeypatch.setitem(probes.PROBES, "gemm", lambda *_: [{"ran": True}])
+    assert probes.run_probe("gemm", torch.device("cpu"), {"core": 1}) == [{"ran": True}]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_healthy_run_has_no_suspects(seed: int) -> None:
     draw = random.Random(seed)

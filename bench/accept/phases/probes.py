@@ -38,16 +38,21 @@ def run_probe(name: str, device: torch.device, args: Mapping[str, Any], tap: Tap
 
 @contextlib.contextmanager
 def _on_core(number: int | None) -> Iterator[None]:
-    """Keep this thread on one of the cores that it may use, counted round; None or another system: leave it alone."""
+    """Keep this thread on one of the cores that it may use, counted round; leave it alone where that cannot be set.
+
+    A container may forbid it, and cores may be taken away meanwhile: no reason for a rank to fail.
+    """
     if number is None or not hasattr(os, "sched_setaffinity"):
         yield
         return
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[number % len(cores)]})
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cores)
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
 
 
 def _gemm(device: torch.device, args: Mapping[str, Any], _tap: Tap | None) -> Rows:

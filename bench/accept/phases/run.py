@@ -76,9 +76,8 @@ def all_reduce(trial: Trial, say: Say) -> None:
     row = rows[0]
     facts = {"quantity": "bus_bw_gbs", "collective": "all_reduce", "device": row["device"], "ranks": len(row["group"])}
     facts |= {key: row[key] for key in ("nccl", "graph", "nvls") if row.get(key) is not None}
-    facts["hosts"] = len(
-        _ranks_by_node(trial)
-    )  # a host split into virtual nodes counts as several, so that no expectation matches
+    # A host split into virtual nodes counts as several, so that no expectation matches.
+    facts["hosts"] = len(_ranks_by_node(trial))
     figure = Figure(
         "all_reduce bus bandwidth", f"{row['size_bytes']} bytes", f"{len(row['group'])} ranks", row["bus_bw_gbs"],
         "GB/s", 0, facts={**facts, "bytes": row["size_bytes"]},

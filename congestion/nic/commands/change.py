@@ -58,9 +58,9 @@ def apply(options: HostOptions) -> None:
     done = apply_plan(draw, tree, tools, open_state(options), partial=options.partial)
     host_plan = done.plan
     # `Plan.changes` leaves out rows that cannot run (programs, under --root): here they still count as left.
-    left = [*done.left, *(row for row in host_plan.rows if not row.runs)]
+    not_done = [*done.left, *(row for row in host_plan.rows if not row.runs)]
     # Without a change, all is as wanted only if nothing was left and nothing was impossible.
-    idle = "nothing was changed" if left or host_plan.cannots else "everything is as the profile wants it"
+    idle = "nothing was changed" if not_done or host_plan.cannots else "everything is as the profile wants it"
     summary = f"{count(len(done.rows), 'value')} changed" if done.rows else idle
     changed = [
         {"device": row.step.device, "name": row.step.name, "old": row.old, "new": row.step.new} for row in done.rows
@@ -71,7 +71,7 @@ def apply(options: HostOptions) -> None:
             # A trigger is among the rows, and has no old value.
             click.echo(f"{row.step.device} {row.step.name}: {row.old or '-'} -> {row.step.value}")
         click.echo(summary)
-    print_left("left", host_plan.cannots, left)
+    print_left("left", host_plan.cannots, not_done)
     if done.rows:
         print_note("undo it with: netlayer nic rollback --apply")
 
