@@ -75,7 +75,8 @@ def accept(context: click.Context, /, verbose: int, **options: Any) -> None:
     if context.invoked_subcommand is not None:
         used = next((name for name in options if _is_given(context, name)), None)
         if used:
-            raise click.UsageError(f"options of the run stand before no sub-command: --{used.replace('_', '-')}")
+            option = next(parameter.opts[0] for parameter in context.command.params if parameter.name == used)
+            raise click.UsageError(f"options of the run stand before no sub-command: {option}")
         return
     from bench.accept.command import AcceptOptions, accept_run
     from bench.accept.phases import run as phases

@@ -429,3 +429,10 @@ def test_the_genuine_runner_judges_the_tables(tmp_path: Path, link: Link, monkey
     assert [finding.figure for finding in result.trial.findings] == ["ended with code 3, no output"]
     assert sentence(result).startswith("faulty: localhost (all_reduce_perf); ")
     assert f"nodename={os.uname().nodename} " in drain_lists(result.trial)["Slurm"][0]
+
+
+@pytest.mark.parametrize("option", ["--ssh", "--ssh-command", "--html", "--limit"])
+def test_an_option_of_the_run_before_a_sub_command_is_named_as_it_was_written(option: str) -> None:
+    result = CliRunner().invoke(accept, [option, "3", "judge", "x.log"])
+    assert result.exit_code == 2
+    assert f"options of the run stand before no sub-command: {option}" in result.output
