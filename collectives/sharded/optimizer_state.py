@@ -508,13 +508,21 @@ def unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
     return {"state": state, "param_groups": list(groups.values())}
 
 
-_named_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, NamedState] = weakref.WeakKeyDictionary()
+# An attribute of the optimiser, which is not part of its state dict. In a dictionary with weak keys a state would keep its
+# optimiser alive for ever, through the wrapper that it calls: all parameters, masters and moments with it.
+_ATTRIBUTE = "_netlayer_named_state"
 
 
 def name_state(optimizer: torch.optim.Optimizer, state: NamedState) -> None:
     """Register an optimiser's state, so that torch's functions for optimiser states use it."""
-    _named_states[optimizer] = state
+    setattr(optimizer, _ATTRIBUTE, state)
     serve_checkpoints()
+
+
+def find_named_state(optimizer: torch.optim.Optimizer) -> NamedState | None:
+    """Return the state of an optimiser over shards; None for another optimiser."""
+    state: NamedState | None = getattr(optimizer, _ATTRIBUTE, None)
+    return state
 
 
 def named_state(optimizer: torch.optim.Optimizer) -> NamedState:
@@ -523,7 +531,7 @@ def named_state(optimizer: torch.optim.Optimizer) -> NamedState:
     Raises:
         ValueError: it is none.
     """
-    state = _named_states.get(optimizer)
+    state = find_named_state(optimizer)
     if state is None:
         raise ValueError("this optimiser was not built by model.optimizer(kind, ...)")
     return state
@@ -548,15 +556,15 @@ def serve_checkpoints() -> bool:
 def _serving_get(original: Callable[..., Any], fqns_of: Callable[..., Iterable[str]]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], info: Any) -> dict[str, Any]:
-        over_shards = [optimizer for optimizer in optimizers if optimizer in _named_states]
+        over_shards = [optimizer for optimizer in optimizers if find_named_state(optimizer)]
         if not over_shards or not info.handle_optim:
             return original(model, optimizers, info)  # type: ignore[no-any-return]
-        others = tuple(optimizer for optimizer in optimizers if optimizer not in _named_states)
+        others = tuple(optimizer for optimizer in optimizers if find_named_state(optimizer) is None)
         device = "cpu" if info.cpu_offload else None
         keeps = not (info.full_state_dict and info.cpu_offload) or not dist.is_initialized() or dist.get_rank() == 0
         result: dict[str, Any] = original(model, others, info) if others else {}
         for optimizer in over_shards:
-            state = _named_states[optimizer]
+            state = named_state(optimizer)
             names = _names_in(model, state, fqns_of)
             own = state.full(names, device, keeps) if info.full_state_dict else state.sharded(names, device)
             if info.flatten_optimizer_state_dict:
@@ -577,11 +585,11 @@ def _serving_load(original: Callable[..., None], fqns_of: Callable[..., Iterable
     def load(
         model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], state_dict: dict[str, Any], info: Any
     ) -> None:
-        others = tuple(optimizer for optimizer in optimizers if optimizer not in _named_states)
+        others = tuple(optimizer for optimizer in optimizers if find_named_state(optimizer) is None)
         if others or not info.handle_optim:
             original(model, others, state_dict, info)
         for optimizer in optimizers if info.handle_optim else ():
-            state = _named_states.get(optimizer)
+            state = find_named_state(optimizer)
             if state is None:
                 continue
             names, strict = _names_in(model, state, fqns_of), getattr(info, "strict", True)

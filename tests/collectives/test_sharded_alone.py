@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import logging
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -325,3 +327,54 @@ def test_lanes_have_their_groups_already() -> None:
     assert all((chunk.gather_lane, chunk.reduce_lane) == lanes for chunk in shared)
     with pytest.raises(ValueError, match="lanes have their groups, timeout, recorder and watch"):
         ShardedDataParallel(nn.Linear(2, 2), lanes=lanes, recorder=Recorder())
+
+
+def _train(sharded: ShardedDataParallel, **settings: Any) -> torch.optim.Optimizer:
+    optimizer = sharded.optimizer(torch.optim.AdamW, lr=1e-3, **settings)
+    for tokens in batches(2, 1):
+        sharded(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _save_and_load(sharded: ShardedDataParallel) -> torch.optim.Optimizer:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    optimizer = _train(sharded)
+    state = get_optimizer_state_dict(sharded, optimizer)
+    set_optimizer_state_dict(sharded, optimizer, state)
+    sharded.load_state_dict(sharded.state_dict())
+    return optimizer
+
+
+def _average(sharded: ShardedDataParallel) -> torch.optim.Optimizer:
+    average = torch.optim.swa_utils.AveragedModel(sharded.module)
+    optimizer = _train(sharded)
+    average.update_parameters(sharded.module)
+    copy.deepcopy(sharded.module)
+    sum(parameter.square().sum() for parameter in sharded.module.parameters()).backward()  # type: ignore[union-attr]
+    torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        _train,
+        functools.partial(_train, step_in_backward=True),
+        _save_and_load,
+        _average,
+        lambda sharded: sharded.optimizer(adamw),
+    ],
+    ids=["steps", "steps in the backward pass", "saved and loaded", "read and clipped", "built by a function"],
+)
+def test_a_wrapper_that_nobody_holds_is_freed(use: Callable[[ShardedDataParallel], torch.optim.Optimizer]) -> None:
+    """A program may build one after the other: two sets of parameters and moments do not fit a device."""
+    sharded = ShardedDataParallel(net(torch.float32), bucket_bytes=1000)
+    optimizer = use(sharded)
+    left = [weakref.ref(sharded), weakref.ref(sharded.module), weakref.ref(optimizer)]
+    left += [weakref.ref(bucket.full_N) for bucket in sharded.buckets]
+    del sharded, optimizer
+    gc.collect()
+    assert [reference() for reference in left if reference() is not None] == []
