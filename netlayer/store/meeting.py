@@ -7,16 +7,19 @@ that a process that only launches starts quickly.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
+import random
 import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -168,7 +171,25 @@ def _ping(url: str) -> None:
 
 
 def _loopback_url() -> str:
-    """Return a TCPStore address on a port that was free a moment ago."""
+    """Return a TCPStore address on a port that is free, and that no outgoing connection is given meanwhile.
+
+    Rank 0 listens there seconds later, once it has imported torch: a port that the kernel hands out by itself may then
+    belong to a connection of any process of the host (EADDRINUSE).
+    """
+    for port in random.SystemRandom().sample(_fixed_ports(), 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"tcp://127.0.0.1:{port}"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def _fixed_ports() -> Sequence[int]:
+    """Return the unprivileged ports that the kernel gives to no outgoing connection, 50 at least."""
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        first, last = 32768, 60999  # Linux's default
+    below, above = range(10_000, first), range(last + 1, 65_536)
+    return next((ports for ports in (below, above) if len(ports) >= 50), range(10_000, 65_536))

@@ -99,3 +99,10 @@ def test_without_a_server_ranks_meet_through_tcpstore_and_it_is_said(monkeypatch
         assert place.init_method("bench").startswith("tcp://127.0.0.1:")
         assert "TCPStore" in place.description
         assert "no redis-server" in place.description
+
+
+def test_a_meeting_place_on_loopback_takes_no_port_of_outgoing_connections() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = {int(meeting.MeetingPlace("", "TCPStore").init_method("test").rpartition(":")[2]) for _ in range(20)}
+    assert len(ports) > 1
+    assert not any(first <= port <= last for port in ports)
