@@ -149,6 +149,15 @@ class Backend(ABC):
         """A function that starts this call; what can be worked out beforehand is."""
         return partial(collective.launch, self, call)
 
+    def chain(self, launches: Sequence[Launch]) -> Launch:
+        """Return one function that starts these in order; what it does between two of them counts as their time."""
+
+        def launch_all() -> None:
+            for launch in launches:
+                launch()
+
+        return launch_all
+
     def batch(self, launches: Sequence[Launch]) -> Launch:
         """Several calls as one launch; only where `-m` is honoured."""
         raise NotImplementedError(f"{self.name} groups no calls")

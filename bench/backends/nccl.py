@@ -1,17 +1,19 @@
 """NCCL called directly: CuPy for streams, events and graphs, ctypes for NCCL, and no torch while the clock runs.
 
-Each call is worked out beforehand into C functions and their arguments (`bind`), so that a timed call is one loop over
-them. Buffers come from ncclMemAlloc, as in nccl-tests, and the communicator is set as there. Not covered: several GPUs
-in one process, and device kernels (`-D`), which are CUDA C++ compiled against NCCL's headers.
+Each call is worked out beforehand into C functions and their arguments (`bind`), so that timed calls are one loop over
+them, which is compiled where numba is installed (`compiled_loop`). Buffers come from ncclMemAlloc, as in nccl-tests,
+and the communicator is set as there. Not covered: several GPUs in one process, and device kernels (`-D`), which are
+CUDA C++ compiled against NCCL's headers.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from bench.backends import nccl_versions
 from bench.backends.base import DTYPES, Backend, Call, Device, Facts, Heard, Launch
 from bench.backends.communicator import Communicator
+from bench.backends.compiled_loop import CCall, compile_calls, is_compiled
 from bench.backends.distributed import local_gpu
 from bench.backends.gpu import Gpu
 from bench.backends.nccl_log import NcclLog, read_algorithm, read_nvls
@@ -30,7 +33,6 @@ from netlayer.launch.rank import RankEnv
 if TYPE_CHECKING:
     from bench.perf.collectives.collective import Collective
 
-Step = tuple[Callable[..., Any], tuple[Any, ...], str]  # a C function, its arguments, its name
 _TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -58,7 +60,9 @@ class NcclBackend(Backend):
         super().__init__(env, self._gpu.device)
         self.library_version = self._library.version
         # A list only while `bind` runs a collective: C calls then go there, and are not made.
-        self._tape: list[Step] | None = None
+        self._tape: list[CCall] | None = None
+        # The C calls of each launch that `bind` and `batch` made, for `chain`.
+        self._steps: WeakKeyDictionary[Launch, list[CCall]] = WeakKeyDictionary()
         self._log = NcclLog(self._library.reset_log)
         # NCCL says whether it can use NVLS only while it makes a communicator.
         with self._log.record("INIT") as lines:
@@ -141,7 +145,7 @@ class NcclBackend(Backend):
             self._play((*self._gpu.copier(recv.data_ptr(), send.data_ptr(), send.nbytes), "cudaMemcpyAsync"))
 
     def bind(self, collective: Collective, call: Call) -> Launch:
-        steps: list[Step] = []
+        steps: list[CCall] = []
         self._tape = steps
         try:
             collective.launch(self, call)
@@ -149,18 +153,22 @@ class NcclBackend(Backend):
             self._tape = None
         return self._player(steps)
 
-    def batch(self, launches: Sequence[Launch]) -> Launch:
-        # Looked up here and not in `launch`, whose time counts.
-        begin, end = self._library.function("ncclGroupStart"), self._library.function("ncclGroupEnd")
+    def chain(self, launches: Sequence[Launch]) -> Launch:
+        steps = [step for launch in launches for step in self._steps[launch]]
+        if (run := compile_calls(steps)) is None:
+            return super().chain(launches)
         check = self._library.check
 
-        def launch() -> None:
-            check(begin(), "ncclGroupStart")
-            for each in launches:
-                each()
-            check(end(), "ncclGroupEnd")
+        def launch_all() -> None:
+            status, place = run()
+            if status:
+                check(status, steps[place][2])
 
-        return launch
+        return launch_all
+
+    def batch(self, launches: Sequence[Launch]) -> Launch:
+        begin, end = ((self._library.function(name), (), name) for name in ("ncclGroupStart", "ncclGroupEnd"))
+        return self._player([begin, *(step for launch in launches for step in self._steps[launch]), end])
 
     def capture(self, launches: Sequence[Launch]) -> Launch:
         return self._gpu.capture(launches)
@@ -195,7 +203,8 @@ class NcclBackend(Backend):
         self._communicator.close()
 
     def facts(self) -> Facts:
-        line = f"nccl, NCCL {show_version(self.library_version)} called directly, {self._gpu.library}"
+        loop = "a compiled loop" if is_compiled() else "a loop in Python"
+        line = f"nccl, NCCL {show_version(self.library_version)} called directly by {loop}, {self._gpu.library}"
         return Facts(line, nvls=self._nvls)
 
     def describe(self) -> Device:
@@ -232,14 +241,14 @@ class NcclBackend(Backend):
     def _do(self, name: str, *arguments: Any) -> None:
         self._play((self._library.function(name), arguments, name))
 
-    def _play(self, step: Step) -> None:
+    def _play(self, step: CCall) -> None:
         """Make the C call now, or record it while `bind` collects a call's steps."""
         if self._tape is not None:
             self._tape.append(step)
         else:
             self._player([step])()
 
-    def _player(self, steps: list[Step]) -> Launch:
+    def _player(self, steps: list[CCall]) -> Launch:
         check = self._library.check
         # Most collectives are one C call: a loop over steps would add to the time of a small one.
         if len(steps) == 1:
@@ -250,6 +259,7 @@ class NcclBackend(Backend):
                 if status := one_function(*one_arguments):
                     check(status, one_name)
 
+            self._steps[launch_one] = steps
             return launch_one
 
         def launch() -> None:
@@ -257,6 +267,7 @@ class NcclBackend(Backend):
                 if status := function(*arguments):
                     check(status, name)
 
+        self._steps[launch] = steps
         return launch
 
 

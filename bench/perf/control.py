@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +15,8 @@ from netlayer.launch.rank import RankEnv
 from netlayer.store.meeting import register_schemes
 
 _LEAST_MEETING_S = 60  # a peer may still be importing torch
+_START_AHEAD_S = 500e-6  # ranks leave an all-reduce of sockets at most so far apart
+_CLOCKS_APART_S = 5.0
 
 
 class Control:
@@ -21,11 +24,30 @@ class Control:
 
     def __init__(self, env: RankEnv, timeout: timedelta | None) -> None:
         self.rank, self.ranks = env.rank, env.world_size
+        self._one_host = env.local_world_size == env.world_size
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(self._group)
+
+    def start_together(self) -> None:
+        """Return on all ranks of one host at the same moment, within about a microsecond; on several hosts at once.
+
+        Ranks leave a barrier of sockets, or a wait for their GPUs, up to 100 µs apart: a third of the time of 20 small
+        calls.
+        """
+        if not self._one_host:
+            return
+        # The monotonic clock is the host's, so the ranks agree on a point of it that lies ahead of all of them.
+        now_s = time.monotonic()
+        latest = torch.tensor([now_s, -now_s], dtype=torch.float64)
+        dist.all_reduce(latest, dist.ReduceOp.MAX, group=self._group)
+        newest_s, oldest_s = float(latest[0]), -float(latest[1])
+        if newest_s - oldest_s > _CLOCKS_APART_S:  # containers with time namespaces of their own
+            return
+        while time.monotonic() < newest_s + _START_AHEAD_S:
+            pass
 
     def sum(self, value: int) -> int:
         """The sum over ranks."""

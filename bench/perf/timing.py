@@ -37,14 +37,21 @@ class Timer:
         """
         groups = self._group(launches)
         each_s: list[float] = []
+        # What takes time to prepare comes before the ranks meet: they take unequally long.
         if self._options.cudagraph:
-            # Before the ranks meet: they take unequally long to capture.
             graph = self._backend.capture(groups)
             self._meet(launches[0])
             totals_s = self._run_graph(graph)
-        else:
+        elif self._options.blocking:
             self._meet(launches[0])
-            totals_s, each_s = self._run_blocking(groups) if self._options.blocking else self._run(groups)
+            totals_s, each_s = self._run_blocking(groups)
+        elif self._marks:
+            self._meet(launches[0])
+            totals_s, each_s = self._run_marked(groups)
+        else:
+            launch_all = self._backend.chain(groups)
+            self._meet(launches[0])
+            totals_s = self._run(launch_all)
         totals_s = self._control.average(totals_s, self._options.average)
         # Of single calls, though -m launches several at once.
         time_us, cpu_time_us = (1e6 * total / len(launches) for total in totals_s)
@@ -57,15 +64,12 @@ class Timer:
         return timing
 
     def _meet(self, launch: Launch) -> None:
-        """Begin together.
-
-        Ranks leave a barrier of sockets as far apart as many small calls take; a call that needs all of them, on
-        devices that do not wait for the host, they leave within a few microseconds.
-        """
+        """Begin together: a call that needs all ranks, so that devices are awake, then the same moment for all."""
         self._control.barrier()
         if self._backend.launches_ahead:
             launch()
             self._backend.synchronise()
+            self._control.start_together()
 
     def _group(self, launches: Sequence[Launch]) -> Sequence[Launch]:
         size = self._options.agg_iters
@@ -73,20 +77,22 @@ class Timer:
             return launches
         return [self._backend.batch(launches[first : first + size]) for first in range(0, len(launches), size)]
 
-    def _run(self, groups: Sequence[Launch]) -> tuple[list[float], list[float]]:
-        """Seconds until all was done and until all was launched, and the seconds of single groups."""
-        backend = self._backend
-        marks: list[Any] = []
+    def _run(self, launch_all: Launch) -> list[float]:
+        """Seconds until all was done and until all was launched."""
         begin_s = time.perf_counter()
-        # Two loops rather than a test in one: what Python does between small calls counts as their time.
-        if self._marks:
+        launch_all()
+        launched_s = time.perf_counter() - begin_s
+        self._backend.synchronise()
+        return [time.perf_counter() - begin_s, launched_s]
+
+    def _run_marked(self, groups: Sequence[Launch]) -> tuple[list[float], list[float]]:
+        """Seconds as `_run`, and the seconds of single groups."""
+        backend = self._backend
+        begin_s = time.perf_counter()
+        marks = [backend.mark()]
+        for launch in groups:
+            launch()
             marks.append(backend.mark())
-            for launch in groups:
-                launch()
-                marks.append(backend.mark())
-        else:
-            for launch in groups:
-                launch()
         launched_s = time.perf_counter() - begin_s
         backend.synchronise()
         done_s = time.perf_counter() - begin_s

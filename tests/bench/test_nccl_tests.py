@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import nccl_tests
-from bench.nccl_tests import COLLECTIVES, Comparison, command, join_tables, judge, read_json
+from bench.nccl_tests import COLLECTIVES, Comparison, Measured, Table, command, join_tables, judge, read_json
 from bench.perf.options import PerfOptions
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.results import RunRecord
@@ -119,9 +119,29 @@ def test_our_json_is_read_as_theirs(tmp_path: Path) -> None:
     table = read_json(tmp_path / "a.json")
     assert table[1048576, True] == (15.0149, 122.219, 0.0)
     slower = {key: side._replace(time_us=2 * side.time_us) for key, side in table.items()}
-    rows = list(join_tables("all_reduce", 0, [(table, table), (table, slower), (table, table)]))
+    runs: list[tuple[Table, Table, Table]] = [(table, table, {}), (table, slower, {}), (table, table, {})]
+    rows = list(join_tables("all_reduce", 0, runs))
     assert [(row["time_ratio"], row["time_ratios"]) for row in rows] == 2 * [(1.0, [1.0, 2.0, 1.0])]
     judge(rows)
+
+
+def test_the_limit_of_time_is_wider_by_the_peers_own_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    def measured(time_us: float) -> Table:
+        return {(1024, False): Measured(time_us, 1.0, 0.0)}
+
+    rows = list(join_tables("all_reduce", 2, [(measured(10.0), measured(10.5), measured(10.4))]))
+    assert rows[0]["peer_again_ratios"] == [1.04]
+    judge(rows)  # 5% over, 2% and their own 4% allowed
+    assert "time 1.050 x, in the median (nccl-tests again: 1.040 x, 4.0% off in the median)" in capsys.readouterr().out
+    with pytest.raises(CheckFailed, match=r"time 1\.070 x"):
+        judge(list(join_tables("all_reduce", 2, [(measured(10.0), measured(10.7), measured(10.4))])))
+
+
+def test_nccl_tests_runs_again_after_ours(binaries: Path, ours: Callable[..., object], tmp_path: Path) -> None:
+    ours()
+    call(binaries, tmp_path / "out", "--again --runs 1")
+    [record] = (tmp_path / "out" / "records").glob("*.json")
+    assert all(row["peer_again_ratios"] == [1.0] for row in json.loads(record.read_text())["rows"])
 
 
 def test_bad_arguments_are_one_line(binaries: Path, tmp_path: Path) -> None:
