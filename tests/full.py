@@ -288,6 +288,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run README's commands once, in a fresh clone with an empty home.")
     parser.add_argument("--list", action="store_true", help="say what is done with each command, and run nothing")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="commands that hold it; repeatable")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="TEXT", help="not those that hold it; repeatable"
+    )
     parser.add_argument("--venv", type=Path, help="use this environment in place of a new one; `make` is not run then")
     arguments = parser.parse_args()
     missing, gone = unlisted(read_pages())
@@ -298,7 +301,10 @@ def main() -> int:
         return 2
     num_gpus = _num_gpus()
     chosen = [
-        command for command in COMMANDS if not arguments.only or any(text in command.shown for text in arguments.only)
+        command
+        for command in COMMANDS
+        if (not arguments.only or any(text in command.shown for text in arguments.only))
+        and not any(text in command.shown for text in arguments.skip)
     ]
     if arguments.list or not chosen:
         for command in chosen:
