@@ -12,24 +12,24 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from congestion.nic.env_variables import KNOWN, VARIABLES, Release, Variable, read_release
 from netlayer.config.tree import NcclConfig
 from netlayer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from congestion.nic.profile.file import Profile
+from netlayer.nccl.ack_timeout import least_timeout, nominal_s
 
 logger = logging.getLogger(__name__)
 
 NEWEST = "2.32.3"  # the newest release that was read
 PREFIX = "job.nccl"
 Action = Literal["set", "kept", "left out"]
+Cost = Callable[[int, int], str]
+"""Function that says what a timeout and a retry count cost on some NIC."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +82,25 @@ def for_ranks(
 
 
 def choose(
-    environ: Mapping[str, str], settings: NcclConfig, release: str, conf_files: Iterable[Path] | None = None
+    environ: Mapping[str, str],
+    settings: NcclConfig,
+    release: str,
+    conf_files: Iterable[Path] | None = None,
+    cost: Cost | None = None,
 ) -> list[Choice]:
     """Return the choice for each variable, without setting any.
 
     Args:
         release: of the NCCL that will run: a variable that it lacks is left out.
         conf_files: NCCL's own files; those it would read, where None.
+        cost: of a timeout that a flap chose, for its reason.
 
     Raises:
         ConfigError: a value of the user's that NCCL would misread, or a release that is none.
     """
     number = parse_release("--nccl", release)
     users = {**_of_files(nccl_conf_files(environ) if conf_files is None else conf_files), **_of_environ(environ)}
-    choices = [_choice(variable, users, settings, release, number) for variable in VARIABLES]
+    choices = [_choice(variable, users, settings, release, number, cost) for variable in VARIABLES]
     return [choice for choice in choices if choice is not None]
 
 
@@ -154,24 +159,16 @@ def nccl_conf_files(environ: Mapping[str, str]) -> list[Path]:
     return [*([Path(own)] if own else []), Path("/etc/nccl.conf")]
 
 
-def filled_from(profile: Profile, settings: NcclConfig) -> NcclConfig:
-    """Fill settings: what the job says, and where it is silent what a NIC's profile says."""
-    own, fields_set = profile.retransmission, settings.model_fields_set
-    filled: dict[str, Any] = {
-        name: getattr(own, name) for name in ("timeout", "retry_cnt") if name in own.model_fields_set
-    }
-    if "traffic" in profile.model_fields_set:
-        filled["traffic_class"] = profile.traffic.tos
-    if "flap_s" in fields_set:
-        filled.pop("timeout", None)
-    return settings.model_copy(update={name: value for name, value in filled.items() if name not in fields_set})
-
-
 def _choice(
-    variable: Variable, users: Mapping[str, tuple[str, str]], settings: NcclConfig, release: str, number: Release
+    variable: Variable,
+    users: Mapping[str, tuple[str, str]],
+    settings: NcclConfig,
+    release: str,
+    number: Release,
+    cost: Cost | None,
 ) -> Choice | None:
     name, lacks = variable.name, number < variable.since
-    value, why = _value_of(variable, settings, release, number)
+    value, why = _value_of(variable, settings, release, number, cost)
     since = ".".join(map(str, variable.since))
     if name in users:
         text, where = users[name]
@@ -194,7 +191,9 @@ def _choice(
     return Choice(name, value, "set", why)
 
 
-def _value_of(variable: Variable, settings: NcclConfig, release: str, number: Release) -> tuple[str | None, str]:
+def _value_of(
+    variable: Variable, settings: NcclConfig, release: str, number: Release, cost: Cost | None
+) -> tuple[str | None, str]:
     """The job's value as NCCL reads it, and the reason; None where the job says nothing."""
     value = getattr(settings, variable.field)
     preset = variable.preset(number)
@@ -205,7 +204,7 @@ def _value_of(variable: Variable, settings: NcclConfig, release: str, number: Re
         if not settings.retry_cnt:
             rule = "with retry_cnt = 0 nothing is sent again: no timeout outlives a flap"
             raise ConfigError(f"{PREFIX}.timeout", None, rule, "give a timeout, or retry_cnt = 7")
-        return _solved(settings, beside)
+        return _solved(settings, beside, cost)
     if variable.field == "gid_index" and value == -1 and number < (2, 21, 5):
         rule = f"NCCL {release} does not look for a GID (since 2.21.5)"
         raise ConfigError(f"{PREFIX}.gid_index", value, rule, "give the index of the RoCE v2 GID: often 3")
@@ -214,16 +213,16 @@ def _value_of(variable: Variable, settings: NcclConfig, release: str, number: Re
     return str(int(value)) if isinstance(value, bool | int) else value, f"{variable.meaning}; {beside}"
 
 
-def _solved(settings: NcclConfig, beside: str) -> tuple[str, str]:
-    from congestion.retransmit.timers import advise  # numpy, which what only reads variables does without
-
+def _solved(settings: NcclConfig, beside: str, cost: Cost | None) -> tuple[str, str]:
     try:
-        advice = advise(settings.flap_s, retry_cnt=settings.retry_cnt)
+        timeout = least_timeout(settings.flap_s, settings.retry_cnt)
     except ValueError as exc:
         remedy = "give a shorter flap or more retries"
         raise ConfigError(f"{PREFIX}.flap_s", settings.flap_s, f"no timeout outlives it ({exc})", remedy) from exc
-    reason = f"outlives a flap of {settings.flap_s:g} s, {advice.lower_s:.1f} s on any NIC"
-    return str(advice.timeout), f"{reason}; a ConnectX-6 finds a dead path after {advice.error_s:.1f} s; {beside}"
+    lower_s = settings.retry_cnt * nominal_s(timeout)
+    costs = [cost(timeout, settings.retry_cnt)] if cost else []
+    reason = f"outlives a flap of {settings.flap_s:g} s, {lower_s:.1f} s on any NIC"
+    return str(timeout), "; ".join([reason, *costs, beside])
 
 
 def _check_users(variable: Variable, text: str, where: str, release: Release) -> None:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from congestion.nic.commands import env as env_cli
-from congestion.nic.env import Choice, apply_to, choose, exported, exports, filled_from, for_ranks, nccl_conf_files
-from congestion.nic.profile.file import build_profile
+from congestion.nic.env import Choice, apply_to, choose, exported, exports, for_ranks, nccl_conf_files
+from congestion.nic.profile.file import build_profile, fill_nccl
 from congestion.retransmit.timers import nccl_timeout
 from netlayer.config.tree import NcclConfig, build_config
 from netlayer.errors import ConfigError
@@ -223,15 +223,15 @@ def test_a_release_that_looks_for_no_gid_is_not_asked_to():
 
 def test_a_profile_fills_in_where_the_job_is_silent():
     profile = build_profile({"traffic": {"dscp": 26}, "retransmission": {"timeout": 19}})
-    assert filled_from(profile, settings_of({})).model_dump(exclude_none=True) == {
+    assert fill_nccl(profile, settings_of({})).model_dump(exclude_none=True) == {
         "flap_s": 5.0,
         "timeout": 19,
         "retry_cnt": 7,
         "traffic_class": 106,
     }
-    over = filled_from(profile, settings_of({"traffic_class": 104, "flap_s": 10.0}))
+    over = fill_nccl(profile, settings_of({"traffic_class": 104, "flap_s": 10.0}))
     assert (over.traffic_class, over.timeout) == (104, None)
-    assert filled_from(build_profile({}), settings_of({})).traffic_class is None
+    assert fill_nccl(build_profile({}), settings_of({})).traffic_class is None
 
 
 def test_apply_sets_logs_and_keeps(caplog):
@@ -276,6 +276,14 @@ def test_a_shell_takes_the_output(tmp_path):
     script = f"{result.stdout}\nenv"
     answer = subprocess.run(["sh", "-eu"], input=script, env={}, capture_output=True, text=True, check=True)
     assert {"NCCL_IB_TIMEOUT=19", "NCCL_IB_HCA=^mlx5_9"} <= set(answer.stdout.splitlines())
+
+
+def test_a_timeout_that_a_flap_chose_stands_beside_what_it_costs():
+    result = CliRunner().invoke(env_cli.env, ["--nccl", "2.30.7"], env={"NCCL_IB_TIMEOUT": None})
+    reason = (
+        "outlives a flap of 5 s, 7.5 s on any NIC; a ConnectX-6 finds a dead path after 14.7 s; NCCL 2.30.7 by itself"
+    )
+    assert f"# {reason}: 20\nexport NCCL_IB_TIMEOUT=18\n" in result.stdout
 
 
 def test_json_on_stdout_is_alone_there():
