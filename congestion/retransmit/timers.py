@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from congestion.nic.env_variables import preset_of, read_release
 from congestion.retransmit.nics import NICS, Nic
 from netlayer.nccl.ack_timeout import MARGIN, MOST_RETRY_CNT, MOST_TIMEOUT, least_timeout, nominal_s
+from netlayer.nccl.variables import preset_of, read_release
 
 __all__ = [
     "MOST_RETRY_CNT",

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from congestion.nic.env import Choice
     from netlayer.config.tree import NcclConfig
+    from netlayer.nccl.environment import Choice
 
 _PATH = click.Path(path_type=Path)
 _SECTIONS = ("job.nccl.", "nccl.")
@@ -40,7 +40,7 @@ def env(
     """
     import os
 
-    from congestion.nic import env as nccl_env
+    from netlayer.nccl import environment as nccl_env
     from netlayer.results import check_target, write_text
 
     check_target("--json", json_file)
@@ -82,10 +82,10 @@ def _one_line(text: str) -> str:
 
 
 def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) -> NcclConfig:
-    from congestion.nic.env import PREFIX
     from congestion.nic.profile.file import fill_nccl, load_profile
     from netlayer.config.file import load_config
     from netlayer.errors import ConfigError
+    from netlayer.nccl.environment import PREFIX
 
     assignments = []
     for word in overrides:
@@ -100,7 +100,7 @@ def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) 
 def _json(choices: Sequence[Choice], settings: NcclConfig, release: str) -> str:
     import json
 
-    from congestion.nic.env import as_record
+    from netlayer.nccl.environment import as_record
 
     tree = {"nccl": release, "settings": settings.model_dump(mode="json"), "choices": as_record(choices)}
     return json.dumps(tree, indent=1) + "\n"

@@ -60,15 +60,15 @@ def timers(
       netlayer nic timers --flap 10s --nccl 2.21.5 --json timers.json
       netlayer nic timers --flap 300ms --retry-cnt 4 --out runs/timers
     """
-    from congestion.nic import env
     from congestion.nic.profile import timers as solver
     from netlayer.errors import ConfigError
+    from netlayer.nccl import environment
     from netlayer.results import check_target, utc_now, write_text
 
     check_target("--json", json_file)
     started = utc_now()
-    release = nccl or env.installed_nccl() or env.NEWEST
-    env.parse_release("--nccl", release)
+    release = nccl or environment.installed_nccl() or environment.NEWEST
+    environment.parse_release("--nccl", release)
     try:
         solution = solver.solve(flap_s, release, nic, retry_cnt, margin)
     except ValueError as exc:
