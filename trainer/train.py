@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from congestion.nic.env import as_record, exports, for_ranks
 from netlayer.cache import cache_folder
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError, RankFailed
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
+from netlayer.nccl.environment import as_record, exports, for_ranks
 from trainer.checkpoint.meta import TOKENIZER, check_same_text, find
 from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, prepare_corpus
 from trainer.history import CHECKPOINTS as CHECKPOINTS

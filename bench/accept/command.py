@@ -25,13 +25,13 @@ from bench.accept.phases.verbs import PHASE as VERBS
 from bench.accept.phases.verbs import Mode
 from bench.accept.phases.work import work_for
 from bench.accept.run import Result, Settings, interruptible, members_of, run
-from congestion.nic.env import as_record, for_ranks
 from netlayer import environ
 from netlayer.config.file import load_config
 from netlayer.config.tree import NcclConfig
 from netlayer.environ import usable_gpus
 from netlayer.errors import EXIT_FAILED, EXIT_OK, ConfigError, HardwareMissing
 from netlayer.launch.rank import RankEnv, detect
+from netlayer.nccl.environment import as_record, for_ranks
 from netlayer.remote.hosts import read_hosts
 from netlayer.results import utc_now, write_text
 

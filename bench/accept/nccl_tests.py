@@ -27,6 +27,7 @@ from bench.accept.phases.trial import Trial
 from bench.accept.run import Result, Settings, flag_late, interrupt_run
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.progress import Stages
+from netlayer.remote.connection import NO_ADDRESS
 from netlayer.verdict import Finding
 
 BINARIES = ("all_reduce_perf", "all_gather_perf", "reduce_scatter_perf", "alltoall_perf", "sendrecv_perf")
@@ -91,7 +92,7 @@ def _run_one(trial: Trial, name: str, binary: Path, hosts: dict[str, int], links
     errors: dict[str, str] = {}
     for host, gpus in list(hosts.items()):
         answer = trial.fleet.execute(host, [str(binary), *_SIZES, "-g", str(gpus)], _LIMIT_S)
-        nameless = [link for link in links if link.host == host and answer is None and link.lacks_name()]
+        nameless = [link for link in links if link.host == host and answer is None and link.failure() is NO_ADDRESS]
         if nameless:
             flag_late(trial, nameless[0])
             del hosts[host]

@@ -25,6 +25,7 @@ from bench.accept.phases.verbs import Mode, measure_verbs
 from bench.accept.phases.work import Work
 from netlayer.config.tree import NcclConfig
 from netlayer.progress import Stages
+from netlayer.remote.connection import LIBRARY_MISSING, NO_ADDRESS, UNREACHABLE
 from netlayer.verdict import Finding
 
 _AGENT_ENVIRON = {
@@ -128,16 +129,13 @@ def interruptible() -> Iterator[None]:
 
 def flag_late(trial: Trial, link: Link) -> None:
     """Flag the host of an agent that did not start, or a name without an address."""
-    nameless = link.lacks_name()
-    step = f"see whether ssh {link.host} works and netlayer is installed there at the same place"
-    if nameless:
-        step = f"correct {link.host} in the hosts file, or give it an address (DNS, /etc/hosts, ssh's HostName)"
+    failure = link.failure() or UNREACHABLE
+    nameless = failure is NO_ADDRESS
+    step = failure.remedy.format(host=link.host)
     what = "its name has no address" if nameless else "its agent did not start"
     line = link.last_log_line()
     # A library that is missing says nothing of the host: it was not measured, and is not drained.
-    lacks_library = line.startswith("ModuleNotFoundError")
-    if lacks_library:
-        step = f"install netlayer with its libraries on {link.host} and run it again: this host was not measured"
+    lacks_library = failure is LIBRARY_MISSING
     text = ": ".join(text for text in (what, line) if text)
     finding = Finding("WARN" if lacks_library else "FAIL", link.host, "start", text, "an answer", step, "start")
     kind = NAME if nameless else "part"

@@ -31,12 +31,12 @@ from bench.mfu.rows import FORMULA, check_losses, heading, summarise, table, wit
 from bench.mfu.run import ROWS, Plan, Reports, estimate, measure, take_away
 from bench.mfu.systems import PEERS, Entry
 from bench.overlap.settings import channel_environment
-from congestion.nic.env import as_record, exports, for_ranks
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.launch.early_end import ending_at
 from netlayer.launch.interrupt import uninterrupted
+from netlayer.nccl.environment import as_record, exports, for_ranks
 from netlayer.results import RunRecord, utc_now, write_text
 from netlayer.workload.peaks import peak_flops
 from trainer.commands.preview import notes

@@ -31,12 +31,12 @@ from bench.overlap.settings import (
     make_settings,
     on_gloo,
 )
-from congestion.nic.env import as_record, exported, for_ranks
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.launch.launcher import detect
 from netlayer.launch.rank import RankContext, RankEnv
+from netlayer.nccl.environment import as_record, exported, for_ranks
 from netlayer.results import utc_now, write_text
 from netlayer.store.meeting import init_method_under
 

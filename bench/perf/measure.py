@@ -13,10 +13,10 @@ from pathlib import Path
 from bench.backends import choose_backend
 from bench.perf.driver import Plan, Started, list_cases, load_collective, run_first_rank, run_rank
 from bench.perf.options import PerfOptions
-from congestion.nic.env import Choice, as_record, exported, exports, for_ranks
 from netlayer import environ
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext, RankEnv
+from netlayer.nccl.environment import Choice, as_record, exported, exports, for_ranks
 from netlayer.results import Row, RunRecord, utc_now
 from netlayer.store.meeting import init_method_under, meeting_place
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from congestion.nic.env_variables import preset_of, read_release
 from congestion.retransmit.nics import NICS, Nic
+from netlayer.nccl.ack_timeout import MARGIN, MOST_RETRY_CNT, MOST_TIMEOUT, least_timeout, nominal_s
+from netlayer.nccl.variables import preset_of, read_release
 
 __all__ = [
     "MOST_RETRY_CNT",
@@ -35,9 +36,7 @@ __all__ = [
 
 Floats = NDArray[np.float64]
 
-MOST_TIMEOUT, MOST_RETRY_CNT = 31, 7
 FLOOR_TIMEOUT = 16  # ConnectX takes a lower exponent for this one
-_UNIT_S = 4.096e-6
 # Steps of ConnectX-6's adaptive phase, measured to within 0.5 ms up to exponent 20; beyond they are taken to double on.
 _STEPS_S = np.array([8.6, 16.6, 33.7, 67.1, 100.6, 201.4, 536.8, 805.3, 2147.8, 4294.8]) / 1e3
 _MEASURED_UP_TO = 20
@@ -94,11 +93,6 @@ class Advice:
     lower_s: float
     error_s: float
     recovery_s: float
-
-
-def nominal_s(timeout: int) -> float:
-    """4.096 us * 2^T, InfiniBand's local ACK timeout."""
-    return _UNIT_S * 2.0**timeout
 
 
 def schedule(
@@ -172,22 +166,15 @@ def survives(timers: Timers, flap_s: float) -> bool:
 
 
 def advise(
-    longest_flap_s: float, nic: str = "connectx-6", retry_cnt: int = NCCL_RETRY_CNT, *, margin: float = 0.2
+    longest_flap_s: float, nic: str = "connectx-6", retry_cnt: int = NCCL_RETRY_CNT, *, margin: float = MARGIN
 ) -> Advice:
     """The least timeout that outlives a flap of that length, with a share of it as margin.
 
     Raises:
-        ValueError: no timeout is long enough, `retry_cnt` is 0, or as `schedule`.
+        ValueError: as `least_timeout`, or as `schedule`.
     """
+    timeout = least_timeout(longest_flap_s, retry_cnt, margin)
     needed_s = longest_flap_s * (1 + margin)
-    if not (longest_flap_s > 0 and margin >= 0 and retry_cnt >= 1):
-        raise ValueError(
-            f"longest_flap_s = {longest_flap_s}, margin = {margin}, retry_cnt = {retry_cnt}: above 0, not below 0, 1..7"
-        )
-    exponents = range(1, MOST_TIMEOUT + 1)
-    timeout = next((t for t in exponents if retry_cnt * nominal_s(t) >= needed_s), None)
-    if timeout is None:
-        raise ValueError(f"longest_flap_s = {longest_flap_s}: no timeout outlives it with {retry_cnt} retries")
     timers = schedule(nic, timeout, retry_cnt)
     by_nic = next((t for t in range(1, timeout) if survives(schedule(nic, t, retry_cnt), needed_s)), timeout)
     recovered = float(recovery_s(timers, longest_flap_s))

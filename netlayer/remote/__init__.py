@@ -1,1 +1,1 @@
-"""Other hosts: the one form of host files, and commands that run on many hosts over ssh."""
+"""Other hosts: the one form of host files, connections over ssh, and commands that run on many hosts."""

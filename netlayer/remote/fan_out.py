@@ -1,7 +1,7 @@
 """Execution of a command on many hosts over ssh: argument lists, a time limit each, one table of outcomes.
 
-The remote side's words are quoted for the shell that sshd starts, the profile travels on stdin. Keys, users and jump
-hosts are ssh's own configuration. A host that does not answer within its limit may still be at work: its journal tells.
+The remote side's words are quoted for the shell that sshd starts, the profile travels on stdin. How a host is reached
+is `netlayer.remote.connection`. A host that does not answer within its limit may still be at work: its journal tells.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from netlayer.errors import ConfigError
+from netlayer.launch.interrupt import uninterrupted
+from netlayer.remote.connection import SSH_FAILED, UNREACHABLE, Connection, Failure, end_all, ssh_command
 
 _AT_ONCE = 16
-_LATE, _UNREACHABLE = 124, 255
+_LATE = 124
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,20 @@ class Outcome:
         exit_code: of its command; 255: ssh did not get there, 124: no answer in time.
         result: what it wrote as JSON; None where that is none.
         message: its last line on stderr.
+        failure: why it never ran there, where that is known.
     """
 
     host: str
     exit_code: int
     result: Any
     message: str
+    failure: Failure | None = None
 
     @property
     def word(self) -> str:
-        texts = {0: "good", 1: "failed", 2: "refused", 3: "no hardware", _LATE: "late", _UNREACHABLE: "unreachable"}
+        if self.failure:
+            return self.failure.word
+        texts = {0: "good", 1: "failed", 2: "refused", 3: "no hardware", _LATE: "late", SSH_FAILED: UNREACHABLE.word}
         return texts.get(self.exit_code, f"exit code {self.exit_code}")
 
 
@@ -58,45 +63,40 @@ def run_on(
     Raises:
         ConfigError: that is no command.
     """
-    try:
-        reach = shlex.split(ssh)
-    except ValueError as exc:
-        raise ConfigError("--ssh-command", ssh, f"is no command ({exc})", "close its quotes") from exc
-    running: set[subprocess.Popen[str]] = set()
-    lock = threading.Lock()
+    commands = [ssh_command(ssh, host, shlex.join(arguments), batch=True) for host in hosts]
+    running: set[Connection] = set()
+    lock, interrupted = threading.Lock(), threading.Event()
 
-    def ask(host: str) -> Outcome:
-        command = [*reach, "-o", "BatchMode=yes", "--", host, shlex.join(arguments)]
+    def ask(host: str, command: Sequence[str]) -> Outcome:
         try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                errors="replace",
-            )  # fmt: skip
+            with lock:  # none may start after an interrupt has ended all
+                if interrupted.is_set():
+                    return Outcome(host, _LATE, None, "interrupted before it was asked")
+                connection = Connection(host, command)
+                running.add(connection)
         except OSError as exc:
-            return Outcome(host, _UNREACHABLE, None, f"{command[0]}: {exc.strerror}")
-        with lock:
-            running.add(process)
+            return Outcome(host, SSH_FAILED, None, f"{command[0]}: {exc.strerror}")
         try:
-            printed, errors = process.communicate(stdin, timeout=limit_s)
+            answer = _parse(connection.communicate(stdin, limit_s))
+            message = printable(connection.last_line())[:300]
+            return Outcome(host, connection.process.returncode, answer, message, connection.failure())
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+            connection.kill()
             return Outcome(host, _LATE, None, f"no answer within {limit_s:g} s; it may still be at work")
         finally:
+            end_all([connection], 0)
             with lock:
-                running.discard(process)
-        return Outcome(
-            host, process.returncode, _parse(printed), printable((errors.strip().splitlines() or [""])[-1])[:300]
-        )
+                running.discard(connection)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         try:
-            return list(pool.map(ask, hosts))
+            return list(pool.map(ask, hosts, commands))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            with lock:
-                for process in running:
-                    process.kill()
+            with uninterrupted(), lock:
+                interrupted.set()
+                for connection in running:
+                    connection.kill()
             raise
 
 

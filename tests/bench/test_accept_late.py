@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 
 from bench.accept.agents.fleet import _MOST_MOVING, _MOST_RUNNING, Fleet, Outcome, Where
+from bench.accept.agents.links import start_ssh
 from bench.accept.phases.trial import Trial
 from bench.accept.phases.work import work_for
 from bench.accept.run import Result, flag_late, members_of
@@ -93,18 +94,29 @@ def test_what_is_too_slow_is_a_warning_about_all_and_sets_nobody_aside() -> None
 
 
 @pytest.mark.parametrize(
-    ("line", "verdict"),
+    ("line", "code", "verdict", "step"),
     [
-        ("ModuleNotFoundError: No module named 'redis'", "WARN"),
-        ("ssh: connect to host node1 port 22: No route to host", "FAIL"),
-        ("", "FAIL"),
+        ("ModuleNotFoundError: No module named 'redis'", 1, "WARN", "install netlayer with its libraries on node1"),
+        ("ssh: connect to host node1 port 22: No route to host", 255, "FAIL", "see whether ssh node1 works"),
+        ("root@node1: Permission denied (publickey).", 255, "FAIL", "ssh-copy-id node1"),
+        ("Host key verification failed.", 255, "FAIL", "accept it by hand: ssh node1"),
+        ("bash: line 1: cd: /opt/netlayer: No such file or directory", 1, "FAIL", "install netlayer on node1"),
+        ("", 1, "FAIL", "see whether ssh node1 works"),
     ],
 )
-def test_a_host_without_a_library_was_not_measured_and_is_not_drained(line: str, verdict: str) -> None:
-    link = mock.Mock(host="node1", ranks=[1])
-    link.lacks_name.return_value, link.last_log_line.return_value = False, line
+def test_a_host_without_a_library_was_not_measured_and_is_not_drained(
+    line: str, code: int, verdict: str, step: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{line}\nEND\nexit {code}\n")
+    (tmp_path / "ssh").chmod(0o755)
     members = members_of([("node0", 1), ("node1", 1)], 0)
     trial = Trial(Fleet([]), members, work_for("gloo", None), [0, 1])
-    flag_late(trial, link)
+    with (tmp_path / "log").open("w+b") as log:
+        link = start_ssh("node1", [1], str(tmp_path / "ssh"), log)
+        assert link.hear() is None  # it has said all
+        flag_late(trial, link)
+        link.close()
     assert [one.verdict for one in trial.suspects] == [verdict]
+    assert step in trial.findings[0].next_step
+    assert trial.findings[0].figure == ": ".join(filter(None, ["its agent did not start", line]))
     assert trial.alive == [0]

@@ -265,9 +265,9 @@ def _join(
     config: Config, options: RunOptions, backend: Backend, start: _StartOptions, env: RankEnv, out: Path
 ) -> TrainResult:
     """Train as one of the ranks that a launcher has started; rank 0 alone writes files and shows progress."""
-    from congestion.nic.env import as_record, exported, for_ranks
     from netlayer.launch.interrupt import held_interrupt
     from netlayer.launch.rank import RankContext
+    from netlayer.nccl.environment import as_record, exported, for_ranks
     from netlayer.progress import Stages
     from netlayer.store.meeting import init_method_under
 

@@ -10,7 +10,6 @@ import contextlib
 import ipaddress
 import json
 import os
-import re
 import select
 import shlex
 import socket
@@ -26,20 +25,12 @@ from bench.accept.agents.wire import Message, Reader, write
 from bench.accept.evidence.log import printable
 from netlayer.errors import ConfigError
 from netlayer.launch.rank import RankEnv
+from netlayer.remote.connection import Connection, Failure, end_all, ssh_command
 
 _MODULE = ("-m", "bench.accept.agents.agent")
 _ROOT = Path(__file__).parent.parent.parent.parent
-_END_S = 3.0
 _MEET_S = 120.0
 _HELLO_BYTES = 4096
-_TAIL_BYTES = 2000
-_SSH_FAILED = 255  # exit code of ssh itself; other codes are of the remote command
-# Messages of OpenSSH on this host, or of a jump host with the error text of its C library.
-_NO_SUCH_NAME = re.compile(
-    r"^ssh: Could not resolve hostname |open failed: connect failed: (?:Name or service not known|Name does not resolve"
-    r"|Temporary failure in name resolution|No address associated with hostname|nodename nor servname provided)",
-    re.MULTILINE,
-)
 
 
 @dataclass
@@ -51,8 +42,7 @@ class Link:
         address: address at which the others reach it.
         ranks: ranks whose workers it forks.
         reader, sink: reader of its messages, and file descriptor for messages to it.
-        process: its process (or ssh), if we started it.
-        log: stderr of that process.
+        connection: its process (or ssh) with its log, if we started it.
         alive: False once the connection is lost.
         began: True once its workers have started.
         received: latest messages, by kind.
@@ -63,8 +53,7 @@ class Link:
     ranks: tuple[int, ...]
     reader: Reader
     sink: int
-    process: subprocess.Popen[bytes] | None = None
-    log: IO[bytes] | None = None
+    connection: Connection | None = None
     alive: bool = True
     began: bool = False
     received: dict[str, Any] = field(default_factory=dict)
@@ -82,21 +71,16 @@ class Link:
 
     def last_log_line(self) -> str:
         """Return the last line of its log."""
-        return printable(next((line.strip() for line in reversed(self._tail().split("\n")) if line.strip()), ""))
+        return printable(self.connection.last_line()) if self.connection else ""
 
-    def lacks_name(self) -> bool:
-        """Return True if ssh failed because the host's name has no address, here or on a jump host."""
-        if self.process is None or not _NO_SUCH_NAME.search(self._tail().replace("\r", "")):
-            return False
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe is closed shortly before it exits
-            return self.process.wait(_END_S) == _SSH_FAILED
-        return False
+    def failure(self) -> Failure | None:
+        """Return why its agent never ran on the host, as ssh or the shell there gave it; None if that is not known."""
+        return self.connection.failure() if self.connection else None
 
-    def _tail(self) -> str:
-        if self.log is None:
-            return ""
-        size = os.fstat(self.log.fileno()).st_size
-        return os.pread(self.log.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """Its process (or ssh), if we started it."""
+        return self.connection.process if self.connection else None
 
     def close(self) -> None:
         """End the agent and wait for it."""
@@ -107,20 +91,10 @@ def close_all(links: Sequence[Link]) -> None:
     """End all agents at once and wait for them."""
     for link in links:
         link.alive = False
-        if link.process is None:
+        if link.connection is None:
             with contextlib.suppress(OSError):
                 os.close(link.sink)
-            continue
-        for pipe in (link.process.stdin, link.process.stdout):
-            assert pipe is not None
-            pipe.close()
-    deadline = time.monotonic() + _END_S
-    for process in (link.process for link in links if link.process is not None):
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    end_all([link.connection for link in links if link.connection is not None])
 
 
 def start_local(ranks: Sequence[int], log: IO[bytes]) -> Link:
@@ -137,25 +111,24 @@ def start_ssh(host: str, ranks: Sequence[int], ssh: str, log: IO[bytes]) -> Link
         ranks: ranks whose workers it forks.
         ssh: ssh command with its options, before the host; relative paths in it are from the current folder.
         log: file for its stderr.
+
+    Raises:
+        ConfigError: `ssh` is no command, or cannot be run.
     """
     there = shlex.join(["env", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}", sys.executable, *_MODULE])
-    return _start(host, host, ranks, [*shlex.split(ssh), host, f"cd {shlex.quote(str(_ROOT))} && exec {there}"], log)
+    return _start(host, host, ranks, ssh_command(ssh, host, f"cd {shlex.quote(str(_ROOT))} && exec {there}"), log)
 
 
 def _start(
     host: str, address: str, ranks: Sequence[int], command: Sequence[str], log: IO[bytes], cwd: Path | None = None
 ) -> Link:
     try:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=cwd, start_new_session=True
-        )
+        connection = Connection(host, command, log, cwd)
     except OSError as exc:
         raise ConfigError(
             "--ssh-command", command[0], f"cannot be run ({exc.strerror})", "give the ssh command"
         ) from exc
-    assert process.stdin is not None
-    assert process.stdout is not None
-    return Link(host, address, tuple(ranks), Reader(process.stdout.fileno()), process.stdin.fileno(), process, log)
+    return Link(host, address, tuple(ranks), Reader(connection.source), connection.sink, connection)
 
 
 def meet_agents(env: RankEnv, address: str, port: int, limit_s: float = _MEET_S) -> list[Link]:

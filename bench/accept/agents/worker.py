@@ -24,9 +24,9 @@ from bench.accept.agents.plant import PERIOD_MS, Plant
 from bench.accept.agents.watch import Watch, warm_up
 from bench.accept.agents.wire import Message, Reader, write
 from bench.accept.phases.probes import run_probe
-from congestion.nic.env import exports, for_ranks
 from netlayer.config.tree import NcclConfig
 from netlayer.launch.rank import reason_of
+from netlayer.nccl.environment import exports, for_ranks
 
 # Program that stops and continues its parent (PID in the first argument) as long as that lives.
 _PULSES = """

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from congestion.nic.env import Choice
     from netlayer.config.tree import NcclConfig
+    from netlayer.nccl.environment import Choice
 
 _PATH = click.Path(path_type=Path)
 _SECTIONS = ("job.nccl.", "nccl.")
@@ -40,7 +40,7 @@ def env(
     """
     import os
 
-    from congestion.nic import env as nccl_env
+    from netlayer.nccl import environment as nccl_env
     from netlayer.results import check_target, write_text
 
     check_target("--json", json_file)
@@ -49,7 +49,7 @@ def env(
     if known_release is None:
         click.echo(f"note: no NCCL beside torch here: taken as {release}; --nccl says otherwise", err=True)
     settings = _settings(job, profile, overrides)
-    choices = nccl_env.choose(os.environ, settings, release)
+    choices = nccl_env.choose(os.environ, settings, release, cost=_detection)
     if json_file:
         write_text(json_file, _json(choices, settings, release))
     if str(json_file) != "-":
@@ -69,16 +69,23 @@ def lines(choices: Sequence[Choice]) -> list[str]:
     return output
 
 
+def _detection(timeout: int, retry_cnt: int) -> str:
+    """Return how long a ConnectX-6, as it was measured, takes to find that a path is dead."""
+    from congestion.retransmit.timers import schedule
+
+    return f"a ConnectX-6 finds a dead path after {schedule('connectx-6', timeout, retry_cnt).error_s:.1f} s"
+
+
 def _one_line(text: str) -> str:
     """A comment ends with its line: nothing in it may begin another."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) -> NcclConfig:
-    from congestion.nic.env import PREFIX, filled_from
-    from congestion.nic.profile.file import load_profile
+    from congestion.nic.profile.file import fill_nccl, load_profile
     from netlayer.config.file import load_config
     from netlayer.errors import ConfigError
+    from netlayer.nccl.environment import PREFIX
 
     assignments = []
     for word in overrides:
@@ -87,13 +94,13 @@ def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) 
             raise ConfigError("--set", word, f"has no effect here: only {PREFIX} is read", "leave it out")
         assignments.append(word if "." in name else f"{PREFIX}.{word}")
     settings = load_config(job, assignments, option="--job").job.nccl
-    return filled_from(load_profile(profile), settings) if profile else settings
+    return fill_nccl(load_profile(profile), settings) if profile else settings
 
 
 def _json(choices: Sequence[Choice], settings: NcclConfig, release: str) -> str:
     import json
 
-    from congestion.nic.env import as_record
+    from netlayer.nccl.environment import as_record
 
     tree = {"nccl": release, "settings": settings.model_dump(mode="json"), "choices": as_record(choices)}
     return json.dumps(tree, indent=1) + "\n"

@@ -10,6 +10,7 @@ import click
 
 from congestion.commands.retransmit import parse_duration
 from congestion.retransmit.nics import NICS
+from netlayer.nccl.ack_timeout import MARGIN
 
 if TYPE_CHECKING:
     from congestion.nic.profile.timers import Row, Solution
@@ -42,7 +43,7 @@ def _duration(_context: click.Context, _option: click.Parameter, text: str) -> f
     help="Whose measured behaviour the upper bound is.",
 )
 @click.option("--retry-cnt", type=click.IntRange(1, 7), default=7, show_default=True, help="R.")
-@click.option("--margin", type=click.FloatRange(0, 10), default=0.2, show_default=True, help="Share to spare.")
+@click.option("--margin", type=click.FloatRange(0, 10), default=MARGIN, show_default=True, help="Share to spare.")
 @click.option("--out", type=_PATH, help="Also write report.html, with plots, into this folder.")
 @click.option("--json", "json_file", type=_PATH, help="Also write the record here; - is stdout.")
 def timers(
@@ -59,15 +60,15 @@ def timers(
       netlayer nic timers --flap 10s --nccl 2.21.5 --json timers.json
       netlayer nic timers --flap 300ms --retry-cnt 4 --out runs/timers
     """
-    from congestion.nic import env
     from congestion.nic.profile import timers as solver
     from netlayer.errors import ConfigError
+    from netlayer.nccl import environment
     from netlayer.results import check_target, utc_now, write_text
 
     check_target("--json", json_file)
     started = utc_now()
-    release = nccl or env.installed_nccl() or env.NEWEST
-    env.parse_release("--nccl", release)
+    release = nccl or environment.installed_nccl() or environment.NEWEST
+    environment.parse_release("--nccl", release)
     try:
         solution = solver.solve(flap_s, release, nic, retry_cnt, margin)
     except ValueError as exc:

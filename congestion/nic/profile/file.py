@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from congestion.nic.profile.parameters import PARAMETERS
 from netlayer.config.file import parse_toml
-from netlayer.config.tree import Section
+from netlayer.config.tree import NcclConfig, Section
 from netlayer.errors import ConfigError
 
 # A DSCP is six bits (RFC 2474), an 802.1p priority three.
@@ -223,6 +223,19 @@ def build_profile(tree: Mapping[str, Any]) -> Profile:
     except ValidationError as exc:
         # The first one alone, for an error is one line: the next run shows the next.
         raise _translate(exc.errors()[0]) from exc
+
+
+def fill_nccl(profile: Profile, settings: NcclConfig) -> NcclConfig:
+    """Fill a job's settings of NCCL: what the job says, and where it is silent what the profile says."""
+    own, fields_set = profile.retransmission, settings.model_fields_set
+    filled: dict[str, Any] = {
+        name: getattr(own, name) for name in ("timeout", "retry_cnt") if name in own.model_fields_set
+    }
+    if "traffic" in profile.model_fields_set:
+        filled["traffic_class"] = profile.traffic.tos
+    if "flap_s" in fields_set:
+        filled.pop("timeout", None)
+    return settings.model_copy(update={name: value for name, value in filled.items() if name not in fields_set})
 
 
 def _checked(name: object, value: object) -> object:

@@ -14,19 +14,17 @@ from typing import Any
 import numpy as np
 
 from congestion.retransmit.timers import (
-    MOST_TIMEOUT,
     NCCL_RETRY_CNT,
     Advice,
     advise,
     nccl_timeout,
-    nominal_s,
     recovery_s,
     schedule,
     survives,
 )
+from netlayer.nccl.ack_timeout import MARGIN, MOST_TIMEOUT, nominal_s
 
 Row = dict[str, Any]
-MARGIN = 0.2
 _NEIGHBOURS = 2  # exponents to either side of the answer that the table shows
 
 
