@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
+from bench.backends import Control
 from bench.mfu import profile as mfu_profile
 from bench.mfu.systems import Entry, Ours, System
 from bench.overlap.steps import StepTimer
-from bench.perf.control import Control
 from netlayer.config.tree import JobConfig
 from netlayer.launch.rank import RankContext
 from trainer.loop import Place
