@@ -1,6 +1,6 @@
 """`alltoallv_perf`: as alltoall, with parts of unequal size. The size is the most that a rank sends or receives.
 
-Without a matrix each rank sends the more to a rank the farther ahead it is, as nccl-tests does; its variables are ours:
+Without a matrix each rank sends the more to a rank the farther ahead it is, as nccl-tests does. Its variables:
 NCCL_TESTS_ALLTOALLV_SPREAD: 0 the same to all, 1 (default) by distance alone; ..._MATRIX_FILE: bytes from each rank
 (row) to each rank, separated by whitespace; ..._MATRIX_SCALE: a factor on them. Where we differ: a bad value is
 refused, not passed over, and PRINT_SUMMARY, a summary a rank, is not built.
