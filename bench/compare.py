@@ -28,7 +28,7 @@ import click
 
 from bench.accept.evidence import recognise
 from bench.accept.evidence.log import Log, Text, read_text
-from bench.perf.json_file import is_perf_json, perf_record
+from bench.perf.table import is_perf_json, perf_record
 from netlayer.errors import EXIT_FAILED, CheckFailed, ConfigError
 from netlayer.results import RunRecord, check_target, record_of, utc_now, write_text
 

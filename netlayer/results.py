@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -114,7 +115,12 @@ class RunRecord:
 
 def utc_now() -> str:
     """Return the current time as ISO 8601 text, to the millisecond."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+    return utc_text(time.time())
+
+
+def utc_text(at_s: float) -> str:
+    """Return a time, in seconds since 1970, as ISO 8601 text, to the millisecond."""
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
 
 
 def hide_passwords(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The libraries that carry a bench's bytes: one object each, with its collectives, its clock and its limits.
+"""The libraries that carry a bench's bytes, one object each, and the control group by which its ranks agree.
 
 `gloo` runs on CPUs, `torch` is NCCL as torch.distributed calls it, `nccl` is NCCL called directly.
 """
@@ -7,8 +7,21 @@ from __future__ import annotations
 
 import importlib.util
 
-from bench.backends.base import DTYPES, Backend, Call, Device, Facts, Heard, Launch
-from bench.backends.distributed import OPS, GlooBackend, TorchBackend, first_gpu
+from bench.backends.base import (
+    DTYPES,
+    OPS,
+    Backend,
+    Call,
+    Control,
+    Device,
+    Facts,
+    GlooBackend,
+    Heard,
+    Launch,
+    TorchBackend,
+    first_gpu,
+    meet,
+)
 from bench.backends.nccl import NcclBackend
 from netlayer.environ import usable_gpus
 from netlayer.errors import ConfigError, HardwareMissing
@@ -20,6 +33,7 @@ __all__ = [
     "OPS",
     "Backend",
     "Call",
+    "Control",
     "Device",
     "Facts",
     "GlooBackend",
@@ -29,6 +43,7 @@ __all__ = [
     "TorchBackend",
     "choose_backend",
     "first_gpu",
+    "meet",
 ]
 
 DISTRIBUTED: dict[str, type[GlooBackend] | type[TorchBackend]] = {"gloo": GlooBackend, "torch": TorchBackend}

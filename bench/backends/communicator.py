@@ -14,9 +14,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from bench.backends.base import DTYPES
+from bench.backends.base import DTYPES, premultiplier
 from bench.backends.gpu import Gpu
-from bench.perf.checks import premultiplier
 from collectives.transport import libnccl
 from collectives.transport.libnccl import DATA_TYPES, Libnccl
 from netlayer.launch.rank import RankEnv

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from bench.backends import nccl_versions
-from bench.backends.base import DTYPES, Backend, Call, Device, Facts, Heard, Launch
+from bench.backends.base import DTYPES, Backend, Call, Device, Facts, Heard, Launch, local_gpu
 from bench.backends.communicator import Communicator
 from bench.backends.compiled_loop import CCall, compile_calls, is_compiled
-from bench.backends.distributed import local_gpu
 from bench.backends.gpu import Gpu
 from bench.backends.nccl_log import NcclLog, read_algorithm, read_nvls
 from bench.perf.options import OP_NAMES, PerfOptions

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.backends.base import Heard
-from bench.perf.algorithms import UNKNOWN
+from bench.perf.collectives.collective import UNKNOWN
 
 # nvls.cc, enqueue.cc and scheduler/symmetric_sched.cc of 2.28; the latter two from rank 0 alone.
 _NVLS = re.compile(r"NVLS multicast support is (not )?available")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -40,32 +40,30 @@ _MFU = ("MFU, full", "MFU, causal", "MFU, keys seen")
 
 def build_page(record: RunRecord) -> Report:
     """The report; `Report.write` puts it into a folder."""
-    runs = [row for row in record.rows if row["table"] == RUN]
     model = next(iter(record.config["jobs"].values()))["model"]
     size = f"{model['preset']}: {model['layers']} layers of {model['hidden']}, {model['seq_len']} tokens a sequence"
     where = f"{len(record.devices)} x {record.devices[0]}"
     report = Report("Convergence on real text", f"{size}, {where}", commit=str(record.environment["commit"]))
-    _verdict(report, record.rows, runs)
-    _overview(report, runs)
-    _curves(report, record.rows)
-    _text(report, record.config)
-    _settings(report, record, runs)
-    _meaning(report)
-    return report
+    return report.fill(record, [_verdict, _overview, _curves, _text, _settings, _meaning])
 
 
-def _verdict(report: Report, rows: Sequence[Row], runs: Sequence[Row]) -> None:
+def _rows_of(record: RunRecord, table: str) -> list[Row]:
+    return [row for row in record.rows if row["table"] == table]
+
+
+def _verdict(report: Report, record: RunRecord) -> None:
     """A run that did not come to its end is said on top; there is no threshold to pass."""
-    reasons = [f"{row['run']}: {row['stopped']}" for row in runs if row["stopped"]]
+    reasons = [f"{row['run']}: {row['stopped']}" for row in _rows_of(record, RUN) if row["stopped"]]
     text = " ".join(reasons)
-    for row in (row for row in rows if row["table"] == BROKEN_OFF):
+    for row in _rows_of(record, BROKEN_OFF):
         reasons += [row["reason"]] if row["reason"] not in text else []
         reasons += [f"not run: {', '.join(row['not_run'])}"] if row["not_run"] else []
     if reasons:
         report.verdict("WARN", f"Broken off: {'; '.join(reasons)}. What was measured is below")
 
 
-def _overview(report: Report, runs: Sequence[Row]) -> None:
+def _overview(report: Report, record: RunRecord) -> None:
+    runs = _rows_of(record, RUN)
     section = report.section("What each run came to", source="measured")
     section.figures(*(_figure(row) for row in runs if row["held_out_loss"] is not None))
     for sentence in (comparison(row) for row in runs):
@@ -107,10 +105,10 @@ def _figure(row: Row) -> Figure:
     return Figure(row["run"], f"{row['held_out_loss']:.3f}", "", hint)
 
 
-def _curves(report: Report, rows: Sequence[Row]) -> None:
+def _curves(report: Report, record: RunRecord) -> None:
     section = report.section("Curves", source="measured")
-    evaluations = pd.DataFrame([row for row in rows if row["table"] == EVALUATION])
-    training = pd.DataFrame([row for row in rows if row["table"] == TRAINING])
+    evaluations = pd.DataFrame(_rows_of(record, EVALUATION))
+    training = pd.DataFrame(_rows_of(record, TRAINING))
     loss = Axis("held_out_loss", "Held-out loss", "nats a token")
     learned = evaluations[evaluations["step"] > 0]
     if learned.empty:
@@ -143,8 +141,8 @@ def _chart(section: Section, frame: pd.DataFrame, x: Axis, y: Axis, name: str, c
     section.chart(charts.line(frame, x, y, colour="run"), name=name, caption=caption)
 
 
-def _text(report: Report, config: Mapping[str, Any]) -> None:
-    text, corpus = config["text"], config["corpus"]
+def _text(report: Report, record: RunRecord) -> None:
+    text, corpus = record.config["text"], record.config["corpus"]
     section = report.section("The text")
     section.keyvalues(
         {
@@ -176,11 +174,11 @@ def _large(text: Mapping[str, Any]) -> list[tuple[str, int]]:
     return sorted(text["by_suffix"].items(), key=lambda pair: -pair[1])
 
 
-def _settings(report: Report, record: RunRecord, runs: Sequence[Row]) -> None:
+def _settings(report: Report, record: RunRecord) -> None:
     section = report.section("Settings")
     jobs = record.config["jobs"]
     columns = {}
-    for row in runs:
+    for row in _rows_of(record, RUN):
         job = jobs[row["run"]]
         optimizer, model = job["optimizer"], job["model"]
         window = f"{model['attention_window']} ({model['window_pattern']})" if model["attention_window"] else "none"
@@ -224,7 +222,7 @@ def _command(arguments: Mapping[str, Any]) -> str:
     return shlex.join(argv)
 
 
-def _meaning(report: Report) -> None:
+def _meaning(report: Report, _record: RunRecord) -> None:
     section = report.section("What is what")
     section.text(
         "All runs have the same seed, text, number of tokens and held-out windows. A batch is drawn by step and "

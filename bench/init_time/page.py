@@ -118,22 +118,7 @@ def build_page(rows: Sequence[Row]) -> Report:
     for row in rows:
         if row["table"] == BROKEN_OFF:
             report.verdict("FAIL", f"Broken off: {row['reason']}; what was measured until then is below")
-    _real(report, rows)
-    _alone(report, rows)
-    _share(report, rows)
-    section = report.section("What is what")
-    section.text(
-        "Real ranks start and import everything (`start`), wait at a gate until all are ready, and then open the "
-        "store, make all groups of the layout, use each once, load a checkpoint and take one step. `backend` is what "
-        "torch spends in the constructors of its communicators; `groups` is all else until the groups stand."
-    )
-    section.text(
-        "The store share replays what such ranks said: one process holds all connections and stands for all ranks; the "
-        "server is another process. It is no initialisation. Cells marked predicted would have taken over five "
-        "minutes: operations and bytes in closed form, over the speed of the next smaller cell, or over the cell's own "
-        "until five minutes had passed."
-    )
-    return report
+    return report.fill(rows, [_real, _alone, _share, _meaning])
 
 
 def _real(report: Report, rows: Sequence[Row]) -> None:
@@ -231,6 +216,21 @@ def _share(report: Report, rows: Sequence[Row]) -> None:
     slopes = exponents(rows)
     if slopes:
         section.text("; ".join(f"{way}: exponent {slope:.2f}" for way, slope in slopes.items()))
+
+
+def _meaning(report: Report, _rows: Sequence[Row]) -> None:
+    section = report.section("What is what")
+    section.text(
+        "Real ranks start and import everything (`start`), wait at a gate until all are ready, and then open the "
+        "store, make all groups of the layout, use each once, load a checkpoint and take one step. `backend` is what "
+        "torch spends in the constructors of its communicators; `groups` is all else until the groups stand."
+    )
+    section.text(
+        "The store share replays what such ranks said: one process holds all connections and stands for all ranks; the "
+        "server is another process. It is no initialisation. Cells marked predicted would have taken over five "
+        "minutes: operations and bytes in closed form, over the speed of the next smaller cell, or over the cell's own "
+        "until five minutes had passed."
+    )
 
 
 def _growth(cells: pd.DataFrame) -> alt.Chart | alt.LayerChart:

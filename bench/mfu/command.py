@@ -42,7 +42,6 @@ from netlayer.workload.peaks import peak_flops
 from trainer.commands.preview import notes
 from trainer.step import WARM_UP
 
-Row = dict[str, Any]
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2}
 
 
@@ -233,9 +232,9 @@ def _record(
 ) -> RunRecord:
     """Build the record: rows of runs, medians, profiles and failures, with their configuration."""
     job, jobs = entries[0].job, {entry.name: entry.job for entry in entries}
-    rows = [with_figures(row, jobs[row["system"]], device) for row in collector.runs]
+    rows = [with_figures(run, jobs[run.system], device) for run in collector.runs]
     rows += summarise(collector.runs, jobs, device)
-    rows += [{**row, "least_ms": floors(jobs[row["system"]], device)} for row in collector.profiles]
+    rows += [{**one.to_row(), "least_ms": floors(jobs[one.system], device)} for one in collector.profiles]
     rows += [{"system": name, "run": "failed", "reason": reason} for name, reason in collector.failures.items()]
     return RunRecord(
         name="bench.mfu",
@@ -263,11 +262,9 @@ def _tell(
     """Save the record, print the tables, and return the record's path under `out`."""
     jobs = {entry.name: entry.job for entry in entries}
     lines = [*heading(entries[0].job, device), "", *table([dict(row) for row in record.rows])]
-    for row in collector.profiles:
-        launch_line = (
-            f"{row['system']}: the host of rank 0 launches a step in {row['launch_ms']:.1f} ms, waits included"
-        )
-        lines += ["", launch_line, *profile_table(row["kinds"], floors(jobs[row["system"]], device))]
+    for one in collector.profiles:
+        launch_line = f"{one.system}: the host of rank 0 launches a step in {one.launch_ms:.1f} ms, waits included"
+        lines += ["", launch_line, *profile_table(one.kinds, floors(jobs[one.system], device))]
     path = record.save(out / "records")
     click.echo("".join(f"{line}\n" for line in lines), nl=False, err=str(json_file) == "-")
     click.echo(f"record: {path}", err=True)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 import click
 
@@ -19,6 +19,19 @@ from netlayer import environ
 
 _EVERY_MS = 1000
 _QUERY = "timestamp,index,clocks.sm,power.draw,temperature.gpu"
+
+
+@dataclass(frozen=True)
+class GpuFigures:
+    """The GPUs over a span of time: medians of clock and power, the least clock, the highest temperature.
+
+    None is what the driver does not tell.
+    """
+
+    clock_mhz: float | None
+    least_clock_mhz: float | None
+    power_w: float | None
+    temperature_c: float | None
 
 
 class GpuLog:
@@ -33,19 +46,19 @@ class GpuLog:
         self.lines.append(line.strip())
         self._read_s.append(read_s)
 
-    def between(self, begin_s: float, end_s: float) -> dict[str, Any]:
-        """`clock_mhz` and `power_w` of a GPU, medians, the least clock, the highest temperature; nothing unheard."""
+    def between(self, begin_s: float, end_s: float) -> GpuFigures | None:
+        """Return the figures of a span of `time.monotonic`; None where nothing was read in it."""
         lines = [line for line, read_s in zip(self.lines, self._read_s, strict=False) if begin_s <= read_s <= end_s]
         columns = list(zip(*(_figures(line) for line in lines), strict=True))
         if not columns:
-            return {}
+            return None
         clocks, watts, celsius = ([value for value in column if value is not None] for column in columns)
-        return {
-            "clock_mhz": statistics.median(clocks) if clocks else None,
-            "least_clock_mhz": min(clocks, default=None),
-            "power_w": statistics.median(watts) if watts else None,
-            "temperature_c": max(celsius, default=None),
-        }
+        return GpuFigures(
+            clock_mhz=statistics.median(clocks) if clocks else None,
+            least_clock_mhz=min(clocks, default=None),
+            power_w=statistics.median(watts) if watts else None,
+            temperature_c=max(celsius, default=None),
+        )
 
 
 @contextmanager

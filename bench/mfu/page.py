@@ -99,12 +99,7 @@ def build_page(records: Sequence[RunRecord]) -> Report:
     reasons = [reason for record in records for reason in _reasons(record)]
     if reasons:
         report.verdict("WARN", f"Not whole: {'; '.join(reasons)}. What was measured is below")
-    if len(records) > 1:
-        _overview(report, records)
-    for index, record in enumerate(records):
-        _comparison(report, record, f"_{index + 1}" if len(records) > 1 else "")
-    _meaning(report, first)
-    return report
+    return report.fill(records, [_overview, _comparisons, _meaning])
 
 
 def label(record: RunRecord) -> str:
@@ -139,6 +134,8 @@ def _figure(row: Row) -> tuple[str, Axis]:
 
 
 def _overview(report: Report, records: Sequence[RunRecord]) -> None:
+    if len(records) == 1:
+        return
     section = report.section("All comparisons", source="measured")
     rows = [
         {"system": f"{index}: {row['system'].removeprefix('ours: ')}", "over": row["over_ours"]}
@@ -151,6 +148,12 @@ def _overview(report: Report, records: Sequence[RunRecord]) -> None:
         chart = charts.bars(pd.DataFrame(rows), *axes, threshold=Threshold(1.0, "ours"))
         section.chart(chart, name="overview", caption="Medians of runs; above 1: slower than ours in that comparison.")
     section.keyvalues({str(index): label(record) for index, record in enumerate(records, start=1)})
+
+
+def _comparisons(report: Report, records: Sequence[RunRecord]) -> None:
+    """Open a section a call; its charts have its number in their names where there are several."""
+    for index, record in enumerate(records):
+        _comparison(report, record, f"_{index + 1}" if len(records) > 1 else "")
 
 
 def _comparison(report: Report, record: RunRecord, suffix: str) -> None:
@@ -263,8 +266,8 @@ def _command(record: RunRecord) -> str:
     return shlex.join(argv)
 
 
-def _meaning(report: Report, record: RunRecord) -> None:
-    section = report.section("What is what")
+def _meaning(report: Report, records: Sequence[RunRecord]) -> None:
+    section, record = report.section("What is what"), records[0]
     peak = record.config["peak_flops"]
     known = f"The peak of a device is {peak / 1e12:,.1f} TFLOP/s." if peak else "No peak is known of this device."
     formula = record.config.get("mfu_formula")

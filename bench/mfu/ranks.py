@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
+from bench.backends import Control
 from bench.mfu import profile as mfu_profile
+from bench.mfu.rows import Begun, MfuProfile, MfuRun
 from bench.mfu.systems import Entry, Ours, System
 from bench.overlap.steps import StepTimer
-from bench.perf.control import Control
 from netlayer.config.tree import JobConfig
 from netlayer.launch.rank import RankContext
 from trainer.loop import Place
@@ -32,7 +33,6 @@ from trainer.ops.attention import FULL_ORDER
 from trainer.parallel import MicroBatch
 from trainer.worker import meet_at
 
-Row = dict[str, Any]
 _TIMEOUT = timedelta(minutes=10)
 PROFILED = 3
 """Steps of a profile."""
@@ -79,7 +79,7 @@ def run_rank(context: RankContext, order: Order, init_method: str, backend: str)
         [left_s] = control.average([order.end_s - begin_s - longest_s], 0)  # rank 0 says it for all
         if left_s < 0:
             break
-        context.report({"begins": entry.name, "run": run})
+        context.report(Begun(run, entry.name))
         with _at_most(order.limit_s):
             _take_turn(context, run, entry, order, place, groups, control)
         longest_s = max(longest_s, time.monotonic() - begin_s)
@@ -96,13 +96,9 @@ def _take_turn(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     batches = _batches(entry.job, order.seed, device)
-    row = _measure(entry, system, batches, order, device, control)
-    if isinstance(system, Ours):
-        row["in_windows"], row["by_peers"] = system.model.has_windows, system.model.has_peer_reduce
-    context.report({"system": entry.name, "run": run, "change": entry.change, "left_gib": left_gib, **row})
+    context.report(_measure(run, entry, system, batches, order, left_gib, device, control))
     if run == order.last_run and order.profiles is not None:
-        kernels = _profile(entry.name, system, batches, order)
-        context.report({"system": entry.name, "run": "profile", **kernels})
+        context.report(_profile(entry.name, system, batches, order))
     system.close()
     del system, batches
     if entry.job.model.compile:
@@ -114,20 +110,34 @@ def _take_turn(
 
 
 def _measure(
-    entry: Entry, system: System, batches: Sequence[MicroBatch], order: Order, device: torch.device, control: Control
-) -> Row:
-    """Return the times of a run's steps, and the losses of the warm-up steps before them."""
+    run: int,
+    entry: Entry,
+    system: System,
+    batches: Sequence[MicroBatch],
+    order: Order,
+    left_gib: float | None,
+    device: torch.device,
+    control: Control,
+) -> MfuRun:
+    """Measure one run: the losses of its warm-up steps, then the times of its steps."""
     losses = [float(system.step(batches)) for _ in range(order.warmup)]
     each = StepTimer(device, control).measure(lambda _: system.step(batches), order.steps).seconds
     is_cuda = device.type == "cuda"
     peak_gib = torch.cuda.max_memory_allocated(device) / 2**30 if is_cuda else 0.0
-    slowest, most = control.average([sum(each) / len(each), peak_gib], 3)
-    return {
-        "step_ms": slowest * 1e3,
-        "each_ms": [seconds * 1e3 for seconds in each],
-        "memory_gib": most if is_cuda else None,  # what is resident on a CPU is of all systems in turn, of no one
-        "losses": _mean_losses(losses, entry.job, control),
-    }
+    slowest_s, most_gib = control.average([sum(each) / len(each), peak_gib], 3)
+    ours = system.model if isinstance(system, Ours) else None
+    return MfuRun(
+        system=entry.name,
+        run=run,
+        change=entry.change,
+        left_gib=left_gib,
+        step_ms=slowest_s * 1e3,
+        each_ms=[seconds * 1e3 for seconds in each],
+        memory_gib=most_gib if is_cuda else None,  # what is resident on a CPU is of all systems in turn, of no one
+        losses=_mean_losses(losses, entry.job, control),
+        in_windows=None if ours is None else ours.has_windows,
+        by_peers=None if ours is None else ours.has_peer_reduce,
+    )
 
 
 @contextlib.contextmanager
@@ -149,18 +159,15 @@ def _allocated_gib(device: torch.device) -> float | None:
     return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else None
 
 
-def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Order) -> Row:
+def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Order) -> MfuProfile:
     """Every rank takes the steps; rank 0 tells."""
     is_first = dist.get_rank() == 0
     file = f"{re.sub(r'[^A-Za-z0-9.=]+', '_', name)}.trace.json.gz"
     trace = order.profiles / file if is_first and order.profiles is not None else None
     launch_ms = mfu_profile.launch_ms(lambda: system.step(batches), PROFILED)
     kernels = mfu_profile.profile(lambda: system.step(batches), PROFILED, trace)
-    return {
-        "launch_ms": launch_ms,
-        "kinds": mfu_profile.shares(kernels, PROFILED),
-        "most_time": mfu_profile.most_time(kernels, PROFILED, _NAMED),
-    }
+    kinds = mfu_profile.shares(kernels, PROFILED)
+    return MfuProfile(name, launch_ms, kinds, mfu_profile.most_time(kernels, PROFILED, _NAMED))
 
 
 def _mean_losses(losses: list[float], job: JobConfig, control: Control) -> list[float]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from bench.mfu.gpus import GpuFigures
 from bench.mfu.systems import OURS
 from netlayer.config.tree import JobConfig
 from netlayer.errors import CheckFailed
@@ -23,36 +25,94 @@ FORMULA = (
 _FIGURES = (("full", "mfu_full"), ("causal", "mfu_causal"), ("done", "mfu_done"))
 
 
-def with_figures(row: Row, job: JobConfig, device: str) -> Row:
-    """Add tokens/s and MFU to a run's row; a NaN or infinite loss becomes None, as JSON has neither."""
-    losses = [loss if math.isfinite(loss) else None for loss in row["losses"]]
-    return {**row, "losses": losses, **_figures(row["step_ms"], job, device)}
+@dataclass(frozen=True)
+class Begun:
+    """Message of rank 0: a turn begins."""
+
+    run: int
+    system: str
 
 
-def summarise(rows: Sequence[Row], jobs: Mapping[str, JobConfig], device: str) -> list[Row]:
+@dataclass(frozen=True)
+class MfuRun:
+    """One run of one system, as rank 0 reports it.
+
+    Args:
+        run: its number, from 1.
+        change: what differs from our unchanged system; empty for that and for peers.
+        left_gib: memory that was still allocated when it began; None on a CPU.
+        step_ms: mean of the timed steps, of the slowest rank; `each_ms` of rank 0.
+        memory_gib: peak of the rank with the most; None on a CPU, where what is resident is of all systems in turn.
+        losses: of the warm-up steps, means over data-parallel ranks.
+        in_windows, by_peers: how ours carries its bytes; None for a peer.
+        gpus: over the timed steps; None where nothing was read.
+    """
+
+    system: str
+    run: int
+    change: str
+    left_gib: float | None
+    step_ms: float
+    each_ms: Sequence[float]
+    memory_gib: float | None
+    losses: Sequence[float]
+    in_windows: bool | None = None
+    by_peers: bool | None = None
+    gpus: GpuFigures | None = None
+
+    def to_row(self) -> Row:
+        """Return the columns of a record; those of ours and of GPUs are absent where they are not known."""
+        row = asdict(self)
+        figures = row.pop("gpus") or {}
+        absent = [name for name in ("in_windows", "by_peers") if row[name] is None]
+        return {name: value for name, value in row.items() if name not in absent} | figures
+
+
+@dataclass(frozen=True)
+class MfuProfile:
+    """Where a step's time goes on rank 0: `kinds` and `most_time` as `bench.mfu.profile` makes them."""
+
+    system: str
+    launch_ms: float
+    kinds: Sequence[Row]
+    most_time: Sequence[Row]
+
+    def to_row(self) -> Row:
+        """Return the columns of a record, in which `run` tells what kind of row it is."""
+        return {"system": self.system, "run": "profile"} | asdict(self)
+
+
+def with_figures(run: MfuRun, job: JobConfig, device: str) -> Row:
+    """Return a run's columns with tokens/s and MFU; a NaN or infinite loss becomes None, as JSON has neither."""
+    losses = [loss if math.isfinite(loss) else None for loss in run.losses]
+    return {**run.to_row(), "losses": losses, **_figures(run.step_ms, job, device)}
+
+
+def summarise(runs: Sequence[MfuRun], jobs: Mapping[str, JobConfig], device: str) -> list[Row]:
     """Make one row per system: the median run, the spread ((max - min) / median), and its time per token over ours.
 
     Args:
         jobs: by name of the system.
     """
     medians: list[Row] = []
-    for system in dict.fromkeys(row["system"] for row in rows):
-        own = [row for row in rows if row["system"] == system]
-        times = [row["step_ms"] for row in own]
+    for system in dict.fromkeys(run.system for run in runs):
+        own = [run for run in runs if run.system == system]
+        times = [run.step_ms for run in own]
         median = statistics.median(times)
-        each = sorted(value for row in own for value in row["each_ms"])
+        each = sorted(value for run in own for value in run.each_ms)
         medians.append(
             {
                 "system": system,
                 "run": "median",
-                "change": own[0]["change"],
+                "change": own[0].change,
                 "runs": len(own),
                 "micro_size": jobs[system].batch.micro_size,
                 "compile": jobs[system].model.compile,
                 "spread": (max(times) - min(times)) / median,
                 "p99_over_median": percentile(each, 99) / statistics.median(each),
-                "memory_gib": max((row["memory_gib"] for row in own if row["memory_gib"] is not None), default=None),
-                **{name: _median([row.get(name) for row in own]) for name in ("clock_mhz", "power_w")},
+                "memory_gib": max((run.memory_gib for run in own if run.memory_gib is not None), default=None),
+                "clock_mhz": _median([run.gpus.clock_mhz for run in own if run.gpus]),
+                "power_w": _median([run.gpus.power_w for run in own if run.gpus]),
                 **_figures(median, jobs[system], device),
             }
         )
@@ -61,20 +121,20 @@ def summarise(rows: Sequence[Row], jobs: Mapping[str, JobConfig], device: str) -
     return [{**row, "over_ours": our_rate / row["tokens_per_s_gpu"] if our_rate else None} for row in medians]
 
 
-def check_losses(rows: Sequence[Row], tolerance: float) -> None:
-    """Refuse a comparison of systems that did not do the same work; rows are compared among the same change only.
+def check_losses(runs: Sequence[MfuRun], tolerance: float) -> None:
+    """Refuse a comparison of systems that did not do the same work; runs are compared among the same change only.
 
     Raises:
-        CheckFailed: a loss differs by more than `tolerance` from that of the first row with the same change.
+        CheckFailed: a loss differs by more than `tolerance` from that of the first run with the same change.
     """
-    firsts: dict[str, Row] = {}
-    for row in rows:
-        first = firsts.setdefault(row["change"], row)
-        differences = [abs(a - b) for a, b in zip(first["losses"], row["losses"], strict=True)]
+    firsts: dict[str, MfuRun] = {}
+    for run in runs:
+        first = firsts.setdefault(run.change, run)
+        differences = [abs(a - b) for a, b in zip(first.losses, run.losses, strict=True)]
         apart = next((each for each in differences if not each <= tolerance), None)  # a NaN too
         if apart is not None:
             raise CheckFailed(
-                f"losses of {row['system']}, run {row['run']}, differ by {apart:.3g} from {first['system']}'s, above "
+                f"losses of {run.system}, run {run.run}, differ by {apart:.3g} from {first.system}'s, above "
                 f"{tolerance:g}: they did not do the same work"
             )
 

@@ -14,13 +14,13 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
 from bench.mfu.gpus import GpuLog
+from bench.mfu.rows import Begun, MfuProfile, MfuRun, Row
 from bench.mfu.systems import Entry
 from netlayer.config.tree import JobConfig
 from netlayer.errors import NetlayerError
@@ -29,7 +29,6 @@ from netlayer.store.meeting import meeting_place
 from netlayer.workload.flops import step_flops
 from netlayer.workload.peaks import peak_flops
 
-Row = dict[str, Any]
 Turn = tuple[int, Entry]
 ROWS = "rows.jsonl"
 _START_S = 30.0
@@ -74,8 +73,8 @@ class Reports:
     """
 
     def __init__(self, num_turns: int, rows_file: Path, gpus: GpuLog) -> None:
-        self.runs: list[Row] = []
-        self.profiles: list[Row] = []
+        self.runs: list[MfuRun] = []
+        self.profiles: list[MfuProfile] = []
         self.failures: dict[str, str] = {}
         self.current: tuple[int, str] | None = None
         self.took_s: list[float] = []
@@ -83,17 +82,20 @@ class Reports:
         self._file, self._gpus = rows_file, gpus
         self._begin_s = time.monotonic()
 
-    def __call__(self, rank: int, message: Row) -> None:
+    def __call__(self, rank: int, message: Begun | MfuRun | MfuProfile) -> None:
         if rank != 0:
             return
-        if "begins" in message:
+        if isinstance(message, Begun):
             self._begin(message)
+        elif isinstance(message, MfuProfile):
+            self.profiles.append(message)
+            self._write(message.to_row())
         else:
             self._keep(message)
 
     def is_done(self, turn: Turn) -> bool:
         run, entry = turn
-        return any((row["run"], row["system"]) == (run, entry.name) for row in self.runs)
+        return any((each.run, each.system) == (run, entry.name) for each in self.runs)
 
     def fail(self, name: str, reason: str) -> None:
         """Record a system's failure; its remaining turns are skipped."""
@@ -106,27 +108,25 @@ class Reports:
         """Return for how many seconds the current turn has been running."""
         return time.monotonic() - self._begin_s
 
-    def _begin(self, message: Row) -> None:
+    def _begin(self, message: Begun) -> None:
         now = time.monotonic()
         if self.current is not None:
             self.took_s.append(now - self._begin_s)
-        self.current, self._begin_s = (message["run"], message["begins"]), now
+        self.current, self._begin_s = (message.run, message.system), now
         remaining = f", about {self.num_left * statistics.mean(self.took_s) / 60:.1f} min to go" if self.took_s else ""
-        click.echo(f"run {message['run']}: {message['begins']}{remaining}", err=True)
+        click.echo(f"run {message.run}: {message.system}{remaining}", err=True)
 
-    def _keep(self, row: Row) -> None:
-        if row["run"] == "profile":
-            self.profiles.append(row)
-        else:
-            now = time.monotonic()
-            row = {**row, **self._gpus.between(now - sum(row["each_ms"]) / 1e3, now)}
-            self.runs.append(row)
-            self.num_left -= 1
-            clock = f", {row['clock_mhz']:.0f} MHz, {row['power_w']:.0f} W" if row.get("power_w") else ""
-            click.echo(f"  {row['system']}: {row['step_ms']:.1f} ms{clock}", err=True)
-            if row["left_gib"] is not None and row["left_gib"] > 1:
-                click.echo(f"  note: {row['left_gib']:.1f} GiB were still held when it began", err=True)
-        self._write(row)
+    def _keep(self, run: MfuRun) -> None:
+        now = time.monotonic()
+        gpus = self._gpus.between(now - sum(run.each_ms) / 1e3, now)
+        run = replace(run, gpus=gpus)
+        self.runs.append(run)
+        self.num_left -= 1
+        clock = f", {gpus.clock_mhz:.0f} MHz, {gpus.power_w:.0f} W" if gpus and gpus.power_w and gpus.clock_mhz else ""
+        click.echo(f"  {run.system}: {run.step_ms:.1f} ms{clock}", err=True)
+        if run.left_gib is not None and run.left_gib > 1:
+            click.echo(f"  note: {run.left_gib:.1f} GiB were still held when it began", err=True)
+        self._write(run.to_row())
 
     def _write(self, row: Row) -> None:
         with self._file.open("a", encoding="utf-8") as file:

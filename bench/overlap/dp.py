@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.backends import Control
 from bench.overlap.model import DataParallel, Fsdp2, Ours
 from bench.overlap.rows import Communication, Row, Timing, check_losses, dp_rows
 from bench.overlap.settings import PEERS, DpSettings, System
 from bench.overlap.steps import StepTimer
-from bench.perf.control import Control
 from collectives.watch.recorder import Recorder, StepComm
 from netlayer.errors import CheckFailed
 from trainer.loop import Place

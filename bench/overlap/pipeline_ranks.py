@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.backends import Control, meet
 from bench.overlap.pipeline import SYSTEMS, Backend, Measured, Settings, System, Timed, make_runs
-from bench.perf.control import Control, meet
 from collectives.pipeline.channel import PipelineChannel
 from collectives.pipeline.link import Link
 from collectives.pipeline.links import Path, PipelineLinks

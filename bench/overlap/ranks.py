@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.backends import meet
 from bench.overlap.dp import Comparison
 from bench.overlap.settings import MODULES, Backend, DpSettings, Technique
-from bench.perf.control import meet
 from netlayer.errors import HardwareMissing
 from netlayer.launch.rank import RankContext
 from trainer.loop import Place

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.perf.control import Control
+from bench.backends import Control
 
 
 class Steps(NamedTuple):

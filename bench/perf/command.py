@@ -21,10 +21,9 @@ from bench.perf.measure import join, measure
 from bench.perf.options import MIN_BW_VARIABLE, Request
 from bench.perf.table import (
     MIN_BW_SHARE,
+    LiveTable,
     fast_enough,
     format_foot,
-    format_head,
-    format_row,
     mean_bus_bw,
     nccl_tests_json,
     num_failed,
@@ -32,7 +31,7 @@ from bench.perf.table import (
 from netlayer.environ import available_memory_bytes
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.launch.launcher import detect
-from netlayer.results import Row, RunRecord, utc_now, write_text
+from netlayer.results import RunRecord, write_text
 
 _MOST_RANKS_A_CORE = 4
 _START_S = 2.5  # of one core, to import torch and meet
@@ -52,7 +51,7 @@ def run_command(collective: Collective, request: Request) -> bool:
         return _good(join([collective.name], request.options, env, backend=backend)[0])
     for note in list(_notes(collective, request, backend, ranks)):  # all of them first: what is refused says no more
         click.echo(f"note: {note}", err=True)
-    table = _Table()
+    table = LiveTable()
     with _json_place(request.json_file) as json_file:
         try:
             if env is None:
@@ -71,28 +70,6 @@ def run_command(collective: Collective, request: Request) -> bool:
     return _good(record)
 
 
-class _Table:
-    """Prints each row as it comes, and keeps it in case the run is interrupted."""
-
-    def __init__(self) -> None:
-        self._begun: RunRecord | None = None
-        self._rows: list[Row] = []
-
-    def start(self, record: RunRecord) -> None:
-        self._begun = record
-        click.echo(format_head(record), nl=False)
-
-    def add(self, record: RunRecord, row: Row) -> None:
-        self._rows.append(row)
-        click.echo(format_row(row, record), nl=False)  # click flushes: a person sees each figure when it is there
-
-    def so_far(self) -> RunRecord | None:
-        """The record of the lines that are whole; None where there is none."""
-        # A line of the table is two rows, out of place and in place: one half alone has no place in the files.
-        rows = self._rows[: len(self._rows) // 2 * 2]
-        return replace(self._begun, rows=rows, ended_utc=utc_now()) if self._begun and rows else None
-
-
 def _save(record: RunRecord, request: Request, json_file: Path | None, stopped: str = "") -> None:
     if json_file is not None:
         tree = nccl_tests_json(record) | ({"errors": [stopped]} if stopped else {})
@@ -105,7 +82,7 @@ def _save(record: RunRecord, request: Request, json_file: Path | None, stopped: 
         write_text(request.junit_file, junit(record, stopped))
 
 
-def _save_partial(table: _Table, request: Request, json_file: Path | None, stopped: str) -> None:
+def _save_partial(table: LiveTable, request: Request, json_file: Path | None, stopped: str) -> None:
     """Write what a run measured before it was interrupted; `-N 0` ends no other way."""
     record = table.so_far()
     files = [str(file) for file in (json_file, request.csv_file, request.junit_file) if file is not None]
@@ -127,7 +104,7 @@ def _failures(record: RunRecord) -> Iterator[str]:
         )
 
 
-def _start_ranks(collective: Collective, request: Request, backend: str, table: _Table) -> RunRecord:
+def _start_ranks(collective: Collective, request: Request, backend: str, table: LiveTable) -> RunRecord:
     log_dir = Path(tempfile.mkdtemp(prefix=f"{collective.name}_perf-"))
     try:
         [record] = measure(

@@ -1,26 +1,25 @@
-"""Start or join the ranks of a bench, and turn what they report into records, tables and files.
+"""Start or join the ranks of a bench, and collect what they report into records.
 
-Not covered: what the ranks do (`driver`), and the `*_perf` commands (`command`).
+Not covered: what the ranks do (`driver`), records and their forms (`table`), and the `*_perf` commands (`command`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from bench.backends import choose_backend
-from bench.perf.driver import Plan, Started, list_cases, load_collective, run_first_rank, run_rank
+from bench.perf.driver import Plan, list_cases, load_collective, run_first_rank, run_rank
 from bench.perf.options import PerfOptions
+from bench.perf.table import Collector, OnRow
 from netlayer import environ
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext, RankEnv
 from netlayer.nccl.environment import Choice, as_record, exported, exports, for_ranks
-from netlayer.results import Row, RunRecord, utc_now
+from netlayer.results import RunRecord
 from netlayer.store.meeting import init_method_under, meeting_place
-
-OnRow = Callable[[RunRecord, Row], None]  # a row, and the record it will stand in, so far without rows
 
 
 def measure(
@@ -58,7 +57,7 @@ def measure(
     for name in names:
         list_cases(load_collective(name), options, chosen, ranks)
     nccl = for_ranks(chosen)
-    collector = Collector(options, on_start, on_row, nccl)
+    collector = Collector(options, on_start, on_row, _environment(nccl))
     with _meeting_url(init_method) as url:
         launch(
             run_first_rank,
@@ -88,7 +87,7 @@ def join(
     for name in names:
         list_cases(load_collective(name), options, backend, env.world_size)
     nccl = for_ranks(backend)
-    collector = Collector(options, on_start, on_row, nccl)
+    collector = Collector(options, on_start, on_row, _environment(nccl))
     # This process is the rank, so the variables are set here, before NCCL is loaded and reads them.
     with exported(nccl):
         # No launcher of ours relays reports: each rank feeds a collector of its own, with the same rows.
@@ -96,62 +95,9 @@ def join(
     return collector.finish()
 
 
-class Collector:
-    """Builds records out of what a rank reports."""
-
-    def __init__(
-        self,
-        options: PerfOptions,
-        on_start: Callable[[RunRecord], None] | None = None,
-        on_row: OnRow | None = None,
-        nccl: Sequence[Choice] = (),
-    ) -> None:
-        self._options, self._on_start, self._on_row = options, on_start, on_row
-        # Once: the same processes run all collectives, in the same environment.
-        self._environment = environ.snapshot() | ({"nccl_settings": as_record(nccl)} if nccl else {})
-        self._records: list[RunRecord] = []
-        self._begun: RunRecord | None = None
-        self._rows: list[Row] = []
-
-    def receive(self, message: object) -> None:
-        """One report, as it comes."""
-        if isinstance(message, Started):
-            self._close()  # ranks do not report an end: the next collective's start is it
-            self._begun = self._open(message)
-            if self._on_start:
-                self._on_start(self._begun)
-            return
-        assert isinstance(message, dict)
-        assert self._begun is not None
-        self._rows.append(message)
-        if self._on_row:
-            self._on_row(self._begun, message)
-
-    def finish(self) -> list[RunRecord]:
-        """All records; the ranks have ended."""
-        self._close()
-        return self._records
-
-    def _open(self, started: Started) -> RunRecord:
-        devices = [
-            f"{device['hostname']} {device['device']} {device['device_info']}" for device in started.config["devices"]
-        ]
-        return RunRecord(
-            name=f"bench.{started.name}",
-            source="measured",
-            rows=[],  # filled in by `_close`, as the end is: `on_start` and `on_row` need the rest before
-            started_utc=utc_now(),
-            ended_utc="",
-            arguments=asdict(self._options),
-            config=started.config,
-            environment=self._environment,
-            devices=devices,
-        )
-
-    def _close(self) -> None:
-        if self._begun is not None:
-            self._records.append(replace(self._begun, rows=self._rows, ended_utc=utc_now()))
-        self._begun, self._rows = None, []
+def _environment(nccl: Sequence[Choice]) -> Mapping[str, Any]:
+    """The processes' environment for all records, and why NCCL's variables are as they are."""
+    return environ.snapshot() | ({"nccl_settings": as_record(nccl)} if nccl else {})
 
 
 @contextmanager

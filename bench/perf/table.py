@@ -1,22 +1,30 @@
-"""A record of a bench as nccl-tests writes it: the text table, line by line, and the JSON of `-J`.
+"""Rows of a bench and the record that they make, as nccl-tests writes it: the text table and the JSON of `-J`.
 
-The layout is that of nccl-tests 2.19.6, so that programs which read its output read ours. Omits nothing it prints
-for the flags that we honour; added are `#` lines on the backend, and on the algorithm and NVLS as NCCL tells of them.
+`PerfRow` is what a rank reports, `Collector` makes records out of such rows, `LiveTable` prints each as it comes. The
+layout is that of nccl-tests 2.19.6, so that programs which read its output read ours. Omits nothing it prints for the
+flags that we honour; added are `#` lines on the backend, and on the algorithm and NVLS as NCCL tells of them.
+`perf_record` reads such JSON, ours or nccl-tests', so that two runs can be compared. Without torch: tables are made
+where there is none. Not covered: whether a figure is good; `netlayer accept judge` says that.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from datetime import datetime
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import click
 
 import netlayer
-from bench.perf.algorithms import algorithm_lines, nvls_used
-from netlayer.results import RunRecord
+from bench.perf.collectives.collective import UNKNOWN
+from bench.perf.options import PerfOptions
+from netlayer.errors import ConfigError
+from netlayer.results import Row, RunRecord, Source, utc_now, utc_text
 
-Row = Mapping[str, Any]
 _JSON_VERSION = 3
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # A bandwidth below this share of NCCL_TESTS_MIN_BW fails.
@@ -27,11 +35,189 @@ _UNITS = ("(us)", "(GB/s)", "(GB/s)", "", "(us)", "(us)", "(us)", "(%)")
 _CALL_KEYS = ("size_bytes", "dtype", "op", "root", "in_place", "algorithm", "protocol", "wire_bw_gbs")
 # Widths of the figures that `_side` writes under the titles; from the fifth on those of -I.
 _WIDTHS = (7, 6, 6, 6, 7, 7, 7, 7)
+_REMEDY = "take it again with -J"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of a size's calls: the mean of all, and statistics of single calls where these were timed.
+
+    Args:
+        time_us, cpu_time_us: until the calls were done, and until they were launched, of one call.
+        min_us to cv_pct: of single calls, the longest of the ranks, without the first ones (-K); percentiles by
+            nearest rank.
+        iterations_us: every single call.
+    """
+
+    time_us: float
+    cpu_time_us: float
+    min_us: float | None = None
+    max_us: float | None = None
+    avg_us: float | None = None
+    p50_us: float | None = None
+    p95_us: float | None = None
+    p99_us: float | None = None
+    stdev_us: float | None = None
+    cv_pct: float | None = None
+    iterations_us: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class PerfRow:
+    """One measurement: one size of one collective, out of place or in place. All ranks report the same.
+
+    Args:
+        size_bytes: of the larger buffer; less than was asked for where shares are rounded down.
+        count: elements of one part.
+        root: -1 where there is none.
+        wrong: elements that came out wrong on all ranks together; None where there was no check.
+        emulated: what ran instead where the library lacks the call; empty where it has it.
+        algorithm, protocol: in NCCL's words; `unknown` where it did not tell.
+        wire_bw_gbs: what the busiest rank's link carried; None where it is not known.
+        at_s: end of the measurement, in seconds since 1970.
+        cycle: number of the pass over all sizes (-N).
+    """
+
+    size_bytes: int
+    count: int
+    dtype: str
+    op: str
+    root: int
+    in_place: bool
+    timing: Timing
+    alg_bw_gbs: float
+    bus_bw_gbs: float
+    wrong: int | None
+    emulated: str
+    algorithm: str
+    protocol: str
+    wire_bw_gbs: float | None
+    at_s: float
+    cycle: int
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record, which holds JSON values only: `at` is text, unknown statistics are absent."""
+        row: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Timing):
+                # In the middle of the row, where the columns always stood.
+                row |= {name: figure for name, figure in asdict(value).items() if figure is not None}
+            elif field.name == "at_s":
+                row["at"] = utc_text(value)
+            else:
+                row[field.name] = value
+        return row
+
+    @classmethod
+    def from_row(cls, row: Row) -> PerfRow:
+        """Read the columns of a record."""
+        timing = Timing(**{field.name: row[field.name] for field in fields(Timing) if field.name in row})
+        at_s = datetime.fromisoformat(row["at"]).timestamp()
+        plain = {field.name: row[field.name] for field in fields(cls) if field.name in row}
+        return cls(timing=timing, at_s=at_s, **plain)
+
+
+class Started(NamedTuple):
+    """A collective begins; `config` is what was resolved: devices, versions, sizes."""
+
+    name: str
+    config: dict[str, Any]
+
+
+OnRow = Callable[[RunRecord, PerfRow], None]  # a row, and the record it will stand in, so far without rows
+
+
+class Collector:
+    """Builds records out of what a rank reports.
+
+    Args:
+        on_start: called with each record, without rows, when its collective begins.
+        on_row: called with each row, and its record as in `on_start`.
+        environment: of the processes that run all collectives.
+    """
+
+    def __init__(
+        self,
+        options: PerfOptions,
+        on_start: Callable[[RunRecord], None] | None = None,
+        on_row: OnRow | None = None,
+        environment: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options, self._on_start, self._on_row = options, on_start, on_row
+        self._environment = environment or {}
+        self._records: list[RunRecord] = []
+        self._begun: RunRecord | None = None
+        self._rows: list[PerfRow] = []
+
+    def receive(self, message: object) -> None:
+        """One report, as it comes."""
+        if isinstance(message, Started):
+            self._close()  # ranks do not report an end: the next collective's start is it
+            self._begun = self._open(message)
+            if self._on_start:
+                self._on_start(self._begun)
+            return
+        assert isinstance(message, PerfRow)
+        assert self._begun is not None
+        self._rows.append(message)
+        if self._on_row:
+            self._on_row(self._begun, message)
+
+    def finish(self) -> list[RunRecord]:
+        """All records; the ranks have ended."""
+        self._close()
+        return self._records
+
+    def _open(self, started: Started) -> RunRecord:
+        devices = [
+            f"{device['hostname']} {device['device']} {device['device_info']}" for device in started.config["devices"]
+        ]
+        return RunRecord(
+            name=f"bench.{started.name}",
+            source="measured",
+            rows=[],  # filled in by `_close`, as the end is: `on_start` and `on_row` need the rest before
+            started_utc=utc_now(),
+            ended_utc="",
+            arguments=asdict(self._options),
+            config=started.config,
+            environment=self._environment,
+            devices=devices,
+        )
+
+    def _close(self) -> None:
+        if self._begun is not None:
+            rows = [row.to_row() for row in self._rows]
+            self._records.append(replace(self._begun, rows=rows, ended_utc=utc_now()))
+        self._begun, self._rows = None, []
+
+
+class LiveTable:
+    """Prints each row as it comes, and keeps it in case the run is interrupted."""
+
+    def __init__(self) -> None:
+        self._begun: RunRecord | None = None
+        self._rows: list[PerfRow] = []
+
+    def start(self, record: RunRecord) -> None:
+        self._begun = record
+        click.echo(format_head(record), nl=False)
+
+    def add(self, record: RunRecord, row: PerfRow) -> None:
+        self._rows.append(row)
+        click.echo(format_row(row, record), nl=False)  # click flushes: a person sees each figure when it is there
+
+    def so_far(self) -> RunRecord | None:
+        """The record of the lines that are whole; None where there is none."""
+        # A line of the table is two rows, out of place and in place: one half alone has no place in the files.
+        rows = [row.to_row() for row in self._rows[: len(self._rows) // 2 * 2]]
+        return replace(self._begun, rows=rows, ended_utc=utc_now()) if self._begun and rows else None
 
 
 def format_table(record: RunRecord) -> str:
     """The whole output of one bench, with its closing lines."""
-    return "".join([format_head(record), *(format_row(row, record) for row in record.rows), format_foot(record)])
+    lines = (format_row(PerfRow.from_row(row), record) for row in record.rows)
+    return "".join([format_head(record), *lines, format_foot(record)])
 
 
 def format_head(record: RunRecord) -> str:
@@ -60,17 +246,15 @@ def format_head(record: RunRecord) -> str:
     return "\n".join([*lines, "#", *_titles(arguments)]) + "\n"
 
 
-def format_row(row: Row, record: RunRecord) -> str:
+def format_row(row: PerfRow, record: RunRecord) -> str:
     """Format one row: the front and the out-of-place side, or the in-place side and the end of the line."""
     side = _side(row, record.arguments)
-    if row["in_place"]:
+    if row.in_place:
         # The in-place side closes the line, so the line's one time stands there.
-        stamp = (
-            f"{datetime.fromisoformat(row['at']).strftime(_TIME_FORMAT):>21}" if record.arguments["timestamps"] else ""
-        )
+        at = datetime.fromtimestamp(row.at_s, UTC)
+        stamp = f"{at.strftime(_TIME_FORMAT):>21}" if record.arguments["timestamps"] else ""
         return f"{side}{stamp}\n"
-    front = f"{row['size_bytes']:12d}  {row['count']:12d}  {row['dtype']:>8}  {row['op']:>6}  {row['root']:6d}"
-    return front + side
+    return f"{row.size_bytes:12d}  {row.count:12d}  {row.dtype:>8}  {row.op:>6}  {row.root:6d}{side}"
 
 
 def format_foot(record: RunRecord) -> str:
@@ -132,6 +316,58 @@ def nccl_tests_json(record: RunRecord, argv: list[str] | None = None) -> dict[st
     }
 
 
+def is_perf_json(tree: object) -> bool:
+    """Whether nccl-tests or one of ours wrote it."""
+    return isinstance(tree, dict) and "results" in tree and "nccl_version" in tree
+
+
+def perf_record(tree: Mapping[str, Any], path: Path) -> RunRecord:
+    """Two rows a size, out of place and in place, with the keys of our own records; `path` names it in errors.
+
+    Raises:
+        ConfigError: a result lacks its size or figures, or there is none.
+    """
+    try:
+        name = Path(str(tree["args"][0])).name.partition("_perf")[0]
+        rows = [row for result in tree["results"] for row in _nccl_tests_rows(name, result)]
+        source: Source = tree.get("netlayer", {}).get("source", "measured")
+        started, ended = str(tree["start_time"]), str(tree["end_time"])
+        if not rows or source not in get_args(Source):
+            raise ValueError("no measurement")
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as exc:
+        rule = f"is JSON of nccl-tests, but incomplete or of another structure ({exc!r})"
+        raise ConfigError("record", path, rule, _REMEDY) from exc
+    return RunRecord(f"nccl-tests.{name}", source, rows, started, ended)
+
+
+def uses_nvls(algorithm: str) -> bool | None:
+    """Whether an algorithm reduces or copies in the switch; None where it is unknown.
+
+    Symmetric kernels that do so have MC, for multicast, in their name.
+    """
+    if algorithm == UNKNOWN:
+        return None
+    return "NVLS" in algorithm or "MC" in algorithm
+
+
+def nvls_used(record: RunRecord) -> bool | None:
+    """Whether any call was reduced or copied in the switch; None where NCCL did not tell of every one."""
+    uses = [uses_nvls(row["algorithm"]) for row in record.rows]
+    if any(uses):
+        return True
+    return None if None in uses or not uses else False
+
+
+def algorithm_lines(record: RunRecord) -> Iterator[str]:
+    """Yield lines for below a table: NVLS, and each algorithm with its sizes; none where it is not NCCL."""
+    if not record.config["nccl_version"]:
+        return
+    used = {True: "yes", False: "no", None: UNKNOWN}[nvls_used(record)]
+    yield f"NVLS used: {used} (multicast: {record.config['nvls']})"
+    for algorithm, rows in groupby(record.rows, key=_algorithm_words):
+        yield f"Algorithm {_size_range(list(rows))}: {algorithm}"
+
+
 def _program(record: RunRecord) -> str:
     return f"{record.name.removeprefix('bench.')}_perf"
 
@@ -164,13 +400,15 @@ def _front(size: str, count: str, dtype: str, op: str = "", root: str = "") -> s
     return f"# {size:>10}  {count:>12}  {dtype:>8}  {op:>6}  {root:>6}"
 
 
-def _side(row: Row, arguments: Mapping[str, Any]) -> str:
-    time_us = row["cpu_time_us"] if arguments["cpu_time"] else row["time_us"]
-    figures = [_fit(time_us, 7), _fit(row["alg_bw_gbs"], 6), _fit(row["bus_bw_gbs"], 6)]
-    wrong = "  N/A" if row["wrong"] is None else f"{row['wrong']:6g}"
+def _side(row: PerfRow, arguments: Mapping[str, Any]) -> str:
+    timing = row.timing
+    time_us = timing.cpu_time_us if arguments["cpu_time"] else timing.time_us
+    figures = [_fit(time_us, 7), _fit(row.alg_bw_gbs, 6), _fit(row.bus_bw_gbs, 6)]
+    wrong = "  N/A" if row.wrong is None else f"{row.wrong:6g}"
     text = "".join(f"  {figure}" for figure in [*figures, wrong])
     if arguments["per_iter"]:
-        text += "".join(f"  {_fit(row[key], 7)}" for key in ("min_us", "max_us", "p99_us", "cv_pct"))
+        single_calls = (timing.min_us, timing.max_us, timing.p99_us, timing.cv_pct)
+        text += "".join(f"  {_fit(figure, 7)}" for figure in single_calls if figure is not None)
     return text
 
 
@@ -184,10 +422,10 @@ def _fit(value: float, width: int) -> str:
     return f"{value:{width}.{1 if width >= 7 else 0}e}"[:width]
 
 
-def _pairs(record: RunRecord) -> Iterator[tuple[Row, Row]]:
+def _pairs(record: RunRecord) -> Iterator[tuple[PerfRow, PerfRow]]:
     """Rows two by two: out of place, and the same in place."""
     # pairwise also yields each in-place row with the next size's row; the condition drops those.
-    return ((out, into) for out, into in pairwise(record.rows) if into["in_place"])
+    return ((out, into) for out, into in pairwise(map(PerfRow.from_row, record.rows)) if into.in_place)
 
 
 def _json_config(record: RunRecord) -> dict[str, Any]:
@@ -212,31 +450,32 @@ def _json_config(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _json_result(out: Row, into: Row, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _json_result(out: PerfRow, into: PerfRow, arguments: Mapping[str, Any]) -> dict[str, Any]:
     result = {
-        "size": out["size_bytes"],
-        "count": out["count"],
-        "type": out["dtype"],
-        "redop": out["op"],
-        "root": f"{out['root']:6}",  # padded text: so nccl-tests writes it
+        "size": out.size_bytes,
+        "count": out.count,
+        "type": out.dtype,
+        "redop": out.op,
+        "root": f"{out.root:6}",  # padded text: so nccl-tests writes it
     }
     for key, row in (("out_of_place", out), ("in_place", into)):
         result[key] = _json_side(row, arguments)
         if arguments["per_iter"]:
-            result[f"{key}_per_iter"] = _json_per_iter(row, arguments)
+            result[f"{key}_per_iter"] = _json_per_iter(row.timing, arguments)
     return result | {"actual_iterations": arguments["iters"], "experiment_name": ""}
 
 
-def _json_side(row: Row, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    time = {"cpu_time": row["cpu_time_us"]} if arguments["cpu_time"] else {"time": row["time_us"]}
-    wrong = None if row["wrong"] is None else float(row["wrong"])
-    return {**time, "alg_bw": row["alg_bw_gbs"], "bus_bw": row["bus_bw_gbs"], "nwrong": wrong}
+def _json_side(row: PerfRow, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    time = {"cpu_time": row.timing.cpu_time_us} if arguments["cpu_time"] else {"time": row.timing.time_us}
+    wrong = None if row.wrong is None else float(row.wrong)
+    return {**time, "alg_bw": row.alg_bw_gbs, "bus_bw": row.bus_bw_gbs, "nwrong": wrong}
 
 
-def _json_per_iter(row: Row, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"min_us", "max_us", "avg_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct"}
-    figures = {name: row[name] for name in row if name in names}
-    return {"skipped_iterations": arguments["per_iter_skip"], **figures, "times_us": row["iterations_us"]}
+def _json_per_iter(timing: Timing, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    figures = asdict(timing)
+    names = ("min_us", "max_us", "avg_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct")
+    known = {name: figures[name] for name in names if figures[name] is not None}
+    return {"skipped_iterations": arguments["per_iter_skip"], **known, "times_us": timing.iterations_us}
 
 
 def _word(true: object) -> str:
@@ -247,3 +486,38 @@ def _word(true: object) -> str:
 def _local_time(utc: str) -> str:
     # Records keep UTC; nccl-tests writes its host's local time.
     return datetime.fromisoformat(utc).astimezone().strftime(_TIME_FORMAT)
+
+
+def _nccl_tests_rows(name: str, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for in_place, key in ((False, "out_of_place"), (True, "in_place")):
+        side = result.get(key)
+        if side is None:
+            continue
+        yield {
+            "collective": name,
+            "size_bytes": int(result["size"]),
+            "dtype": str(result["type"]),
+            "op": str(result["redop"]),
+            "root": int(result["root"]),
+            "in_place": in_place,
+            "time_us": float(side["time"] if "time" in side else side["cpu_time"]),
+            "alg_bw_gbs": float(side["alg_bw"]),
+            "bus_bw_gbs": float(side["bus_bw"]),
+            "wrong": side.get("nwrong"),
+        }
+
+
+def _algorithm_words(row: Row) -> str:
+    if row["algorithm"] == UNKNOWN:
+        return f"{UNKNOWN}, wire bandwidth {UNKNOWN}"
+    if row["wire_bw_gbs"] is None:
+        return f"{row['algorithm']} {row['protocol']}, wire bandwidth {UNKNOWN}"
+    share = row["wire_bw_gbs"] / row["alg_bw_gbs"] if row["alg_bw_gbs"] else 0.0
+    return f"{row['algorithm']} {row['protocol']}, wire bandwidth {share:.3f} x algbw"
+
+
+def _size_range(rows: Sequence[Row]) -> str:
+    first, last = rows[0]["size_bytes"], rows[-1]["size_bytes"]
+    places = {row["in_place"] for row in rows}
+    where = "" if len(places) == 2 else " in place" if True in places else " out of place"
+    return (f"{first} B" if first == last else f"{first}..{last} B") + where

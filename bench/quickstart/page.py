@@ -33,15 +33,9 @@ def build_page(outcome: Outcome, seed: int, out: Path, stopped: str = "") -> Rep
     else:
         good, learnt = outcome.wrong_elements == 0, outcome.trained.validation_fall > 0
         report.verdict("FAIL" if not good else "PASS" if learnt else "WARN", _sentence(outcome))
-        _overview(report, outcome)
-    _bench(report, outcome)
-    if outcome.collisions:
-        _fabric(report, outcome)
-    if outcome.training is not None:
-        _training(report, outcome, outcome.training)
-    _environment(report, outcome)
-    _onwards(report, out)
-    return report
+        report.fill(outcome, [_overview])  # its figures are of every stage
+    report.fill(outcome, [_bench, _fabric, _training, _environment])
+    return report.fill(out, [_onwards])
 
 
 def _subtitle(outcome: Outcome, seed: int) -> str:
@@ -157,6 +151,8 @@ def _bandwidth(outcome: Outcome) -> Axis:
 
 
 def _fabric(report: Report, outcome: Outcome) -> None:
+    if not outcome.collisions:
+        return
     cluster = outcome.fabric.cluster
     section = report.section(
         "Fabric: what the ToR split does to ECMP",
@@ -217,7 +213,10 @@ def _fabric(report: Report, outcome: Outcome) -> None:
     section.code(f"{_program('netlayer')} topology ecmp --config {_shortest(example(cluster.name))}")
 
 
-def _training(report: Report, outcome: Outcome, training: TrainResult) -> None:
+def _training(report: Report, outcome: Outcome) -> None:
+    training = outcome.training
+    if training is None:
+        return
     job, facts = outcome.config.job, training.corpus
     section = report.section(
         "Training",

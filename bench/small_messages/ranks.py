@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.backends import DISTRIBUTED
-from bench.perf.control import meet
+from bench.backends import DISTRIBUTED, meet
 from bench.perf.driver import load_collective
 from bench.small_messages.command import Outcome, Settings
 from bench.small_messages.rows import LARGE_BYTES, Row

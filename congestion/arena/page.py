@@ -7,6 +7,7 @@ out: running anything, and who the laws are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import pandas as pd
 
@@ -50,6 +51,11 @@ class Findings:
         """Laws in the rows' order, the entrant first."""
         return [self.entrant, *(law for law in self.rows["law"].unique() if law != self.entrant)]
 
+    @cached_property
+    def comparison(self) -> pd.DataFrame:
+        """`arena.verdict.compare` of the completion times: two sections show it, and its intervals take seconds."""
+        return compare(self.rows, self.entrant, suite=self.suite)
+
 
 def build_page(findings: Findings) -> Report:
     """The report; `Report.write` puts it into a folder.
@@ -63,20 +69,8 @@ def build_page(findings: Findings) -> Report:
         "Arena of control laws",
         f"{', '.join(findings.laws)}; {runs:,} runs each, suite {findings.suite.digest[:12]}",
     )
-    _overview(report, findings)
-    every_case = _ratios(report, findings)
-    _room(report, findings)
-    _front(report, findings)
-    _tails(report, findings)
-    _pauses(report, findings)
-    _samples(report, findings)
-    report.section("Every case", source="simulated").table(
-        every_case.reset_index(),
-        max_rows=_MOST_ROWS,
-        caption=f"Completion time of {findings.entrant} over each law's: ratio of means over the seeds, its interval.",
-    )
-    _definitions(report, findings)
-    return report
+    sections = [_overview, _ratios, _room, _front, _tails, _pauses, _samples, _every_case, _definitions]
+    return report.fill(findings, sections)
 
 
 def _overview(report: Report, findings: Findings) -> None:
@@ -114,8 +108,7 @@ _TITLES = {
 _TIMES = ("completion", "p99 FCT", "max FCT", "over the bound")
 
 
-def _ratios(report: Report, findings: Findings) -> pd.DataFrame:
-    """Add the ratios; return the table of every case, which is long and stands at the end of the page."""
+def _ratios(report: Report, findings: Findings) -> None:
     rows, entrant, rules = findings.rows, findings.entrant, findings.suite.rules
     section = report.section(
         f"{entrant} against each law",
@@ -134,17 +127,11 @@ def _ratios(report: Report, findings: Findings) -> pd.DataFrame:
         caption=f"Geometric mean over the conditions of a workload. Left of 1, {entrant} is faster; an interval that "
         f"ends left of the dashed line, {rules.no_worse}, is no worse.",
     )
-    table = compare(rows, entrant, suite=findings.suite)
+    table = findings.comparison
     counts = table.groupby(["rival", "verdict"], sort=False).size().unstack(fill_value=0)
     counts = counts.reindex(columns=VERDICTS, fill_value=0)
     section.table(
         counts, caption="Cases by verdict; better and worse after Holm's correction over all cases and rivals."
-    )
-    table["said"] = [
-        f"{row.ratio:.3f} ({row.low:.3f} to {row.high:.3f}), {row.verdict}" for row in table.itertuples(index=False)
-    ]
-    return table.pivot_table(
-        index=["workload", "condition"], columns="rival", values="said", aggfunc="first", sort=False
     )
 
 
@@ -245,6 +232,22 @@ def _samples(report: Report, findings: Findings) -> None:
             name=f"queue_{number}",
             caption="The longest queue of any switch port.",
         )
+
+
+def _every_case(report: Report, findings: Findings) -> None:
+    """Each case against each law: a long table, so it stands at the end of the page."""
+    rows = findings.comparison.itertuples(index=False)
+    table = findings.comparison.assign(
+        words=[f"{row.ratio:.3f} ({row.low:.3f} to {row.high:.3f}), {row.verdict}" for row in rows]
+    )
+    cases = table.pivot_table(
+        index=["workload", "condition"], columns="rival", values="words", aggfunc="first", sort=False
+    )
+    report.section("Every case", source="simulated").table(
+        cases.reset_index(),
+        max_rows=_MOST_ROWS,
+        caption=f"Completion time of {findings.entrant} over each law's: ratio of means over the seeds, its interval.",
+    )
 
 
 def _definitions(report: Report, findings: Findings) -> None:

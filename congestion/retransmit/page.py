@@ -41,17 +41,16 @@ class Findings:
     nccl: str
     command: str = ""
 
+    @property
+    def nics(self) -> list[str]:
+        """NICs in the settings' order."""
+        return list(dict.fromkeys(setting.nic for setting in self.settings))
+
 
 def build_page(findings: Findings) -> Report:
     """The report; `Report.write` puts it into a folder."""
-    nics = list(dict.fromkeys(setting.nic for setting in findings.settings))
-    report = Report("Retransmission through link flaps", f"{', '.join(nics)}; NCCL {findings.nccl}")
-    _overview(report, findings, nics[0])
-    _recoveries(report, findings)
-    _advices(report, findings)
-    _ring(report, findings)
-    _definitions(report, findings, nics)
-    return report
+    report = Report("Retransmission through link flaps", f"{', '.join(findings.nics)}; NCCL {findings.nccl}")
+    return report.fill(findings, [_overview, _recoveries, _advices, _ring, _definitions])
 
 
 def wide(rows: Sequence[Row]) -> pd.DataFrame:
@@ -73,8 +72,8 @@ def wide(rows: Sequence[Row]) -> pd.DataFrame:
     return table.reset_index().rename_axis(columns=None)
 
 
-def _overview(report: Report, findings: Findings, nic: str) -> None:
-    longest = findings.advices[-1]
+def _overview(report: Report, findings: Findings) -> None:
+    nic, longest = findings.nics[0], findings.advices[-1]
     preset = Setting(nic, nccl_timeout(findings.nccl), NCCL_RETRY_CNT)
     row = recoveries([preset], [findings.longest_s])[0]
     fate = f"is back after {duration(row['recovery_s'])}" if row["survives"] else "ends the queue pair"
@@ -216,7 +215,7 @@ def _ring(report: Report, findings: Findings) -> None:
     section.table(table[list(columns)].rename(columns=columns), max_rows=200, source=["simulated", "predicted"])
 
 
-def _definitions(report: Report, findings: Findings, nics: Sequence[str]) -> None:
+def _definitions(report: Report, findings: Findings) -> None:
     section = report.section("Definitions and limits")
     section.text(
         "The flap begins as the first packet that is lost is sent, and all that is in flight is lost. A flow that "
@@ -226,7 +225,7 @@ def _definitions(report: Report, findings: Findings, nics: Sequence[str]) -> Non
     )
     section.note(
         "The timers are others' measurements on one pair of hosts and a direct link: "
-        + "; ".join(f"{nic}: {NICS[nic].measured}" for nic in nics)
+        + "; ".join(f"{nic}: {NICS[nic].measured}" for nic in findings.nics)
         + ". ConnectX-6 with the floor and without the adaptive phase was not measured: it is taken to act as "
         "ConnectX-5. The first adaptive retransmission comes after 12.5, 21, 38 or 71 ms, which varies; here it is the "
         "first. At a process's first loss the time to the error was up to 4% off."

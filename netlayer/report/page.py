@@ -10,13 +10,13 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 import jinja2
 import markupsafe
@@ -28,6 +28,8 @@ from netlayer.report.plots import Plot, script_json, vega_bundle
 from netlayer.report.section import Section, Sources, sources_of
 from netlayer.report.theme import DARK, page_config
 from netlayer.verdict import Verdict
+
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,17 @@ class Report:
         section = Section(title, _anchor(title, len(self.sections)), text, sources_of(source), self._chart_names)
         self.sections.append(section)
         return section
+
+    def fill(self, subject: Subject, sections: Iterable[Callable[[Report, Subject], object]]) -> Report:
+        """Open the sections of a page in order and return the report.
+
+        Args:
+            subject: what the page is about: a run's rows, a record.
+            sections: each a function that opens one section, or none where the subject has nothing for it.
+        """
+        for section in sections:
+            section(self, subject)
+        return self
 
     @property
     def plots(self) -> tuple[Plot, ...]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.backends import NcclBackend
+from bench.backends import Control, NcclBackend, meet
 from bench.perf import driver
-from bench.perf.control import Control, meet
-from bench.perf.driver import Plan, Started
+from bench.perf.driver import Plan
+from bench.perf.table import Started
 from netlayer.launch.rank import RankContext
 
 LIMIT = timedelta(seconds=20)
@@ -65,5 +65,5 @@ def rows_of(heard: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
         if isinstance(message, Started):
             name = message.name
         else:
-            rows.append((name, message))
+            rows.append((name, message.to_row()))
     return rows

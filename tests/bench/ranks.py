@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.backends import DTYPES, OPS, Backend, Call, GlooBackend
-from bench.perf.buffers import Buffers
-from bench.perf.control import meet
-from bench.perf.driver import Plan, load_collective, run_first_rank
+from bench.backends import DTYPES, OPS, Backend, Call, GlooBackend, meet
+from bench.perf.driver import Buffers, Plan, load_collective, run_first_rank
 from netlayer.launch.launcher import RankContext
 
 COUNT = 21  # elements of a part: no power of two

@@ -21,7 +21,7 @@ from bench.accept.cli import accept
 from bench.accept.evidence.log import MAX_LINE, MAX_STREAM_BYTES
 from bench.accept.judge import expectations
 from bench.accept.judge.logs import Judgement, judge_files
-from bench.perf.table import format_head, format_row, format_table
+from bench.perf.table import PerfRow, format_head, format_row, format_table
 from netlayer.errors import ConfigError
 from netlayer.verdict import Finding, peers_of, worst
 from tests.bench import canned
@@ -544,7 +544,7 @@ def test_where_a_run_stands_that_has_no_end_is_said(tmp_path: Path) -> None:
 def test_ours_that_hangs_in_place_is_told_from_a_log_that_was_cut(options: dict[str, int], tmp_path: Path) -> None:
     record = canned.record(**options)
     row = canned.row(False) | ({} if options.get("check", 1) else {"wrong": None})
-    half = format_head(record) + format_row(row, record)
+    half = format_head(record) + format_row(PerfRow.from_row(row), record)
     (tmp_path / "log").write_text(half)
     [finding] = [finding for finding in judge_files([tmp_path / "log"]).findings if finding.check == "run"]
     assert finding.figure == "has no end; its last figures are of 1 MiB out of place"

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bench.backends import DTYPES
-from bench.perf.checks import PERIOD, Data, poison, premultiplier
+from bench.backends.base import premultiplier
 from bench.perf.collectives.collective import Part
+from bench.perf.driver import PERIOD, Data, poison
 from bench.perf.options import OP_NAMES
 
 COUNT = 2 * PERIOD + 100

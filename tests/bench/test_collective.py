@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.perf.buffers import Buffers
 from bench.perf.collectives.collective import Part, Place
-from bench.perf.driver import load_collective
+from bench.perf.driver import Buffers, load_collective
 
 ALL = (
     "all_reduce", "all_gather", "reduce_scatter", "sendrecv", "alltoall", "broadcast", "reduce", "gather", "scatter",

@@ -17,6 +17,7 @@ from bench.perf import command as command_module
 from bench.perf.collectives.all_reduce import COLLECTIVE as ALL_REDUCE
 from bench.perf.command import run_command
 from bench.perf.options import PerfOptions, Request
+from bench.perf.table import LiveTable, PerfRow
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord
 from tests.bench import canned
@@ -44,11 +45,11 @@ def alternating(num_rows: int, **changes: object) -> list[dict[str, Any]]:
 def breaks_off(rows: int, error: BaseException) -> object:
     """In place of `_start_ranks`: reports so many rows, then ends."""
 
-    def start(_collective: object, asked: Request, _backend: str, table: command_module._Table) -> NoReturn:
+    def start(_collective: object, asked: Request, _backend: str, table: LiveTable) -> NoReturn:
         record = canned.record([], **asdict(asked.options))
         table.start(record)
         for row in alternating(rows):
-            table.add(record, row)
+            table.add(record, PerfRow.from_row(row))
         raise error
 
     return start

@@ -14,19 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.backends import GlooBackend
+from bench.backends import GlooBackend, meet
 from bench.perf.collectives.all_reduce import COLLECTIVE as ALL_REDUCE
 from bench.perf.collectives.all_reduce import command
-from bench.perf.control import meet
-from bench.perf.driver import Plan, Started
-from bench.perf.measure import Collector, measure
+from bench.perf.driver import Plan
+from bench.perf.measure import measure
 from bench.perf.options import PerfOptions
-from bench.perf.table import format_table
+from bench.perf.table import Collector, PerfRow, Started, format_table
 from netlayer.errors import ConfigError, HardwareMissing, NetlayerError
 from netlayer.launch.launcher import RankEnv, launch
 from netlayer.results import Row, RunRecord
 from netlayer.store.meeting import MeetingPlace
-from tests.bench import ranks
+from tests.bench import canned, ranks
 from tests.bench.test_collective import ALL
 
 SMALL = PerfOptions(min_bytes=64, max_bytes=4096, step_factor=8, iters=2)
@@ -56,7 +55,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RunRecord
         log_dir=tmp_path_factory.mktemp("logs"),
         backend="gloo",
         init_method=free_url(),
-        on_row=lambda record, row: heard.append((record.name, row)),
+        on_row=lambda record, row: heard.append((record.name, row.to_row())),
     )
     return records, heard
 
@@ -265,10 +264,11 @@ def test_a_missing_gpu_is_missing_hardware(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_collector_closes_a_record_when_the_next_begins() -> None:
     collector = Collector(SMALL)
     config: dict[str, Any] = {"devices": []}
-    for message in (Started("all_reduce", config), {"a": 1}, Started("all_gather", config)):
+    row = canned.row(False)
+    for message in (Started("all_reduce", config), PerfRow.from_row(row), Started("all_gather", config)):
         collector.receive(message)
     first, second = collector.finish()
-    assert (first.name, first.rows, second.rows) == ("bench.all_reduce", [{"a": 1}], [])
+    assert (first.name, first.rows, second.rows) == ("bench.all_reduce", [row], [])
     assert first.ended_utc >= first.started_utc
     assert ALL_REDUCE.name in first.name
 

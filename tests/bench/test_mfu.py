@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 
 from bench.mfu.command import command
 from bench.mfu.jobs import Jobs, check_overrides, check_room, read_entries, read_layout
-from bench.mfu.rows import check_losses, heading, summarise, table, with_figures
+from bench.mfu.rows import MfuRun, check_losses, heading, summarise, table, with_figures
 from bench.mfu.run import Plan
 from netlayer import environ
 from netlayer.command import RunOptions
@@ -32,18 +33,9 @@ def seven_b(**changes: object) -> JobConfig:
     return build_config({"cluster": {"gpus_per_server": 4}, "job": job}).job
 
 
-def row(
-    system: str, run: int, step_ms: float, losses: tuple[float, ...] = (11.0, 10.9), change: str = ""
-) -> dict[str, Any]:
-    return {
-        "system": system,
-        "change": change,
-        "run": run,
-        "step_ms": step_ms,
-        "each_ms": [step_ms] * 9 + [step_ms + 10],
-        "memory_gib": 40.0 + run,
-        "losses": list(losses),
-    }
+def row(system: str, run: int, step_ms: float, losses: tuple[float, ...] = (11.0, 10.9), change: str = "") -> MfuRun:
+    each_ms = [step_ms] * 9 + [step_ms + 10]
+    return MfuRun(system, run, change, None, step_ms, each_ms, 40.0 + run, list(losses))
 
 
 def test_layouts_are_read() -> None:
@@ -76,7 +68,7 @@ def test_figures_are_those_of_the_peers_table() -> None:
     assert ours["spread"] == pytest.approx(10 / 645)
     assert fsdp2["over_ours"] == pytest.approx(659.8 / 645)
     assert ours["memory_gib"] == 43.0
-    head, first, second = table([*rows, ours, fsdp2])
+    head, first, second = table([*(each.to_row() for each in rows), ours, fsdp2])
     assert len(head) == len(first) == len(second)
 
 
@@ -163,7 +155,7 @@ def test_a_table_stands_without_ours() -> None:
 
 
 def test_memory_that_was_not_measured_is_no_number() -> None:
-    [ours] = summarise([{**row("ours", 1, 659.8), "memory_gib": None}], {"ours": seven_b()}, "CPU")
+    [ours] = summarise([replace(row("ours", 1, 659.8), memory_gib=None)], {"ours": seven_b()}, "CPU")
     assert ours["memory_gib"] is None
     head, first = table([ours])
     assert len(head) == len(first)

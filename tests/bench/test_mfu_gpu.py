@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from bench.mfu.jobs import Jobs, read_entries, read_layout
 from bench.mfu.ranks import Order
+from bench.mfu.rows import MfuRun
 from bench.mfu.systems import OURS, PEERS
 from bench.peers import mcore
 from netlayer.command import RunOptions
@@ -34,7 +34,12 @@ def losses(system: str, layout: str, folder: Path) -> dict[str, list[float]]:
     build = Jobs(RunOptions(None, overrides, 0, None, None), "1m", read_layout(layout), 2, None, dtype="bfloat16")
     entries = read_entries(build, system, (), (), compiles=True)
     PEERS[system].check(entries[1].job, "nccl")
-    rows: list[dict[str, Any]] = []
+    runs: list[MfuRun] = []
+
+    def receive(rank: int, message: object) -> None:
+        if rank == 0 and isinstance(message, MfuRun):
+            runs.append(message)
+
     order = Order(tuple((1, entry) for entry in entries), 1, WARMUP, 0, 1, 240.0, float("inf"))
     with meeting_place() as place:
         launch(
@@ -43,9 +48,9 @@ def losses(system: str, layout: str, folder: Path) -> dict[str, list[float]]:
             args=(order, place.init_method("mfu")),
             log_dir=folder,
             env=PEERS[system].env,
-            on_message=lambda rank, message: rows.append(message) if rank == 0 and "losses" in message else None,
+            on_message=receive,
         )
-    return {row["system"]: row["losses"] for row in rows}
+    return {run.system: list(run.losses) for run in runs}
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.mfu.page import build_page, command, label
-from bench.mfu.rows import FORMULA, summarise, with_figures
+from bench.mfu.rows import FORMULA, MfuRun, summarise, with_figures
 from bench.publish import REPORTS
 from netlayer.config.tree import JobConfig, build_config
 from netlayer.errors import ConfigError
@@ -51,18 +51,19 @@ def record_of(device: str = H200, more: tuple[dict[str, Any], ...] = (), gpus: t
     job = job_of(dtype)
     times = [("ours", 320.0), ("fsdp2", 350.0), ("ours", 322.0), ("fsdp2", 352.0)]
     runs = [
-        {
-            "system": system,
-            "change": "",
-            "run": 1 + index // 2,
-            "step_ms": step_ms,
-            "each_ms": [step_ms, step_ms + 1],
-            "memory_gib": 40.0 if device == H200 else None,
-            "losses": [11.0, 10.9],
-        }
+        MfuRun(
+            system=system,
+            run=1 + index // 2,
+            change="",
+            left_gib=None,
+            step_ms=step_ms,
+            each_ms=[step_ms, step_ms + 1],
+            memory_gib=40.0 if device == H200 else None,
+            losses=[11.0, 10.9],
+        )
         for index, (system, step_ms) in enumerate(times)
     ]
-    rows = [with_figures(row, job, device) for row in runs]
+    rows = [with_figures(run, job, device) for run in runs]
     return RunRecord(
         name="bench.mfu",
         source="measured",

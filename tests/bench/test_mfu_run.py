@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.mfu.gpus import GpuLog
+from bench.mfu.gpus import GpuFigures, GpuLog
 from bench.mfu.jobs import Jobs, read_layout
 from bench.mfu.run import ROWS, Plan, Reports, by_processes, estimate, in_turn, measure
 from bench.mfu.systems import Entry, System
@@ -135,5 +135,5 @@ def test_clocks_and_power_are_those_of_the_timed_steps() -> None:
         log.add(f"2026/11/23 07:50:33.225, 0, {mhz}, {watts}.5, {40 + second}\n", float(second))
     log.add("2026/11/23 07:50:33.225, 1, [N/A], [N/A], 60\n", 2.5)
     found = log.between(0.5, 3.5)
-    assert found == {"clock_mhz": 1700, "least_clock_mhz": 1500, "power_w": 690.5, "temperature_c": 60}
-    assert log.between(9, 10) == {}
+    assert found == GpuFigures(clock_mhz=1700, least_clock_mhz=1500, power_w=690.5, temperature_c=60)
+    assert log.between(9, 10) is None

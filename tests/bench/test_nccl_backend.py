@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bench.backends import DTYPES, NcclBackend
-from bench.perf.buffers import Buffers
-from bench.perf.control import meet
-from bench.perf.driver import load_collective
+from bench.backends import DTYPES, NcclBackend, meet
+from bench.perf.driver import Buffers, load_collective
 from bench.perf.measure import join
 from bench.perf.options import PerfOptions
 from bench.perf.table import format_table, nccl_tests_json

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.perf.driver import Plan, Started
+from bench.perf.driver import Plan
 from bench.perf.options import PerfOptions
+from bench.perf.table import Started
 from netlayer.launch.launcher import launch
 from netlayer.store.meeting import MeetingPlace
 from tests.bench.nccl_ranks import rows_of, run_plans

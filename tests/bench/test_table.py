@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import netlayer
-from bench.perf.table import format_foot, format_table, nccl_tests_json
+from bench.perf.table import PerfRow, Timing, format_foot, format_table, nccl_tests_json
 from tests.bench.canned import record, row
 
 # Written by hand after the printf formats of nccl-tests 2.19.6; ours are the version, and the lines `# Backend`,
@@ -132,3 +133,15 @@ def test_json_of_options_that_change_it() -> None:
     assert result["in_place"]["nwrong"] is None
     assert result["in_place_per_iter"]["p99_us"] == 17.5
     assert result["in_place_per_iter"]["times_us"] == [14.0, 15.0, 17.5]
+
+
+def test_a_row_keeps_the_columns_of_a_record_in_their_order() -> None:
+    columns = row(False)
+    assert list(PerfRow.from_row(columns).to_row().items()) == list(columns.items())
+
+
+def test_a_row_whose_single_calls_were_not_timed_has_no_column_of_them() -> None:
+    timed = PerfRow.from_row(row(True))
+    untimed = replace(timed, timing=Timing(15.0, 4.0), wrong=None, wire_bw_gbs=None).to_row()
+    assert [name for name in untimed if name.endswith("_us")] == ["time_us", "cpu_time_us"]
+    assert {name: untimed[name] for name in ("wrong", "wire_bw_gbs")} == {"wrong": None, "wire_bw_gbs": None}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.perf.collectives.alltoallv import read_traffic
 from bench.perf.collectives.collective import Place
 from bench.perf.driver import list_cases, load_collective
 from bench.perf.options import PerfOptions
-from bench.perf.traffic import read_traffic
 from netlayer.errors import ConfigError
 
 ALLTOALLV = load_collective("alltoallv")

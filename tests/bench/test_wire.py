@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.perf.algorithms import algorithm_lines, nvls_used, uses_nvls
-from bench.perf.wire import wire_share
+from bench.perf.collectives.collective import wire_share
+from bench.perf.table import algorithm_lines, nvls_used, uses_nvls
 from tests.bench.canned import record, row
 
 

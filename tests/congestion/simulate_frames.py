@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from congestion.simulation.measures import summary
-from congestion.simulation.page.findings import Findings
+from congestion.simulation.page.page import Findings
 
 TIERS = ("host-switch1", "switch1-host", "switch1-switch2", "switch2-switch1")
 BEGIN_US = 50.0

@@ -1,6 +1,6 @@
 """Data of a fabric's report: the runs that each section shows, as rows, and the commands that repeat them.
 
-`report_page` draws them. Not covered: anything about drawing; and every figure here is simulated or predicted, none
+`page` draws them. Not covered: anything about drawing; and every figure here is simulated or predicted, none
 measured.
 """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.perf.binary import perf_command
 from bench.perf.collectives.collective import Collective, Part
+from bench.perf.options import perf_command
 
 if TYPE_CHECKING:
     from bench.backends import Backend, Call

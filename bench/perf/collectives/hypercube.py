@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bench.perf.binary import perf_command
 from bench.perf.collectives.collective import Collective, Part
-from bench.perf.options import PerfOptions, flag_name
+from bench.perf.options import PerfOptions, flag_name, perf_command
 from netlayer.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from congestion.simulation.fluid import FluidModel, trajectory
-from congestion.simulation.page.page_file import put_page
+from congestion.simulation.page.report import put_page
 from netlayer.errors import ConfigError
 from netlayer.report import Axis, Chart, Figure, Report, charts
 from netlayer.report.theme import MUTED, PALETTE

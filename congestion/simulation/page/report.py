@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from congestion.simulation.page.page_file import put_page
 from netlayer.errors import HardwareMissing
+from netlayer.results import write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from congestion.simulation.samples import Samples
 
 SAMPLED = ("samples", "links", "tiers")
+_STDOUT = "-"
 
 
 def write_page(
@@ -33,15 +34,14 @@ def write_page(
     Where what draws it is not installed, a line says so; it is an error only if the file was asked for.
 
     Args:
-        rows, frames: as `simulation.page.findings.Findings` takes them, frames by name.
+        rows, frames: as `simulation.page.page.Findings` takes them, frames by name.
         about: the other fields of `Findings`.
 
     Raises:
         HardwareMissing: `html` is given, and the page cannot be drawn here.
     """
     try:
-        from congestion.simulation.page.findings import Findings
-        from congestion.simulation.page.page import build_page
+        from congestion.simulation.page.page import Findings, build_page
 
         values: dict[str, Any] = {"rows": rows, **frames, **about}
         report = build_page(Findings(**values))
@@ -53,6 +53,22 @@ def write_page(
         if html:
             raise HardwareMissing(f"--html: {exc}") from exc
         click.echo(f"no page: {exc}", err=True)
+
+
+def put_page(page: Path, html: Path) -> None:
+    """Copy what `Report.write` wrote to `html`; of stdout, `-`, the page alone.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_text(html, page.read_text(encoding="utf-8"))
+    if str(html) == _STDOUT:
+        return
+    folder = html.resolve().parent / "plots"
+    folder.mkdir(exist_ok=True)
+    for picture in (page.parent / "plots").glob("*.png"):
+        (folder / picture.name).write_bytes(picture.read_bytes())
+    click.echo(f"report: {html}", err=True)
 
 
 def links_note(law: str, samples: Samples) -> str:

@@ -148,6 +148,20 @@ def test_the_page_fetches_nothing(page: Page) -> None:
     assert not re.search(r'"url":"', json.dumps(page.data(), separators=(",", ":")))
 
 
+def test_a_list_of_sections_fills_a_page_in_its_order() -> None:
+    def first(report: Report, names: list[str]) -> None:
+        report.section(names[0])
+
+    def without_a_subject(_report: Report, _names: list[str]) -> None:
+        """Opens none, as a page's section does where nothing was measured for it."""
+
+    def second(report: Report, names: list[str]) -> None:
+        report.section(names[1])
+
+    report = Report("Page").fill(["Runs", "Limits"], [first, without_a_subject, second])
+    assert [section.title for section in report.sections] == ["Runs", "Limits"]
+
+
 def test_the_policy_lets_only_the_pages_own_scripts_run(page: Page) -> None:
     policy = next(attrs["content"] for _, attrs in page.elements if "http-equiv" in attrs)
     assert "default-src 'none'" in policy
