@@ -304,7 +304,7 @@ def _text(
         chosen = choose(roots, patterns, round(most_mib * 2**20), settings.seed, bar)
         check_same_text(chosen, bench.joined)
         chosen.link_into(Path(links))
-        write_text(out / "text.txt", "".join(f"{name}\n" for name in _printable(chosen)))
+        write_text(out / "text.txt", "".join(f"{name}\n" for name in _names(chosen)))
         job = plans(replace(settings, lamb_lr=settings.lamb_lr[:1]), ["lamb"], tokens or _UNPLANNED_TOKENS)[0].job
         share = max(0.01, min(0.1, 4 * 2**20 / chosen.text_bytes))
         data = {"folder": links, "pattern": "*", "validation_share": share, "max_mib": chosen.text_bytes / 2**20 + 1}
@@ -331,7 +331,8 @@ def _text(
     return corpus, facts
 
 
-def _printable(chosen: Chosen) -> list[str]:
+def _names(chosen: Chosen) -> list[str]:
+    """Return the files' names as valid UTF-8, with bytes that are not escaped by a backslash."""
     return [name.encode("utf-8", "backslashreplace").decode() for name in chosen.files]
 
 

@@ -508,8 +508,8 @@ def unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
     return {"state": state, "param_groups": list(groups.values())}
 
 
-# An attribute of the optimiser, which is not part of its state dict. In a dictionary with weak keys a state would keep its
-# optimiser alive for ever, through the wrapper that it calls: all parameters, masters and moments with it.
+# An attribute of the optimiser, which is not part of its state dict. In a dictionary with weak keys a state would keep
+# its optimiser alive for ever, through the wrapper that it calls: all parameters, masters and moments with it.
 _ATTRIBUTE = "_netlayer_named_state"
 
 

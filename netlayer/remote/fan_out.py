@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netlayer.errors import ConfigError
+from netlayer.printing import printable_line
 
 _AT_ONCE = 16
 _LATE, _UNREACHABLE = 124, 255
@@ -40,11 +41,6 @@ class Outcome:
     def word(self) -> str:
         texts = {0: "good", 1: "failed", 2: "refused", 3: "no hardware", _LATE: "late", _UNREACHABLE: "unreachable"}
         return texts.get(self.exit_code, f"exit code {self.exit_code}")
-
-
-def printable(text: str) -> str:
-    """Return another program's output on one line, without what would steer a terminal."""
-    return "".join(char for char in " ".join(text.split()) if char.isprintable())
 
 
 def run_on(
@@ -86,7 +82,7 @@ def run_on(
             with lock:
                 running.discard(process)
         return Outcome(
-            host, process.returncode, _parse(printed), printable((errors.strip().splitlines() or [""])[-1])[:300]
+            host, process.returncode, _parse(printed), printable_line((errors.strip().splitlines() or [""])[-1])[:300]
         )
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:

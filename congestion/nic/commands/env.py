@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from netlayer.printing import printable
+
 if TYPE_CHECKING:
     from congestion.nic.env import Choice
     from netlayer.config.tree import NcclConfig
@@ -70,8 +72,8 @@ def lines(choices: Sequence[Choice]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """A comment ends with its line: nothing in it may begin another."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    """Return the text on one line, for a comment of the shell: a second line would be a command."""
+    return printable(text, " ")
 
 
 def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) -> NcclConfig:

@@ -14,6 +14,7 @@ from typing import Any
 
 from congestion.nic.hosts.tree import Tree
 from congestion.nic.vendors.tools import Tools
+from netlayer.printing import printable
 
 RDMA = "sys/class/infiniband"
 MLX5_DEBUG = "sys/kernel/debug/mlx5"
@@ -187,8 +188,8 @@ def _look_at(tree: Tree, tools: Tools, name: str, gpus: dict[str, tuple[str, ...
 
 
 def _plain(text: str | None) -> str:
-    """Words of a file for a terminal: no control characters."""
-    return "".join(char for char in text or "" if char.isprintable())[:80]
+    """Return a file's text without characters that would steer a terminal, cut to 80 characters."""
+    return printable(text or "", "")[:80]
 
 
 def _vendor(number: str, driver: str) -> str:

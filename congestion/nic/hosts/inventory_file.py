@@ -12,7 +12,7 @@ from typing import Any
 
 from congestion.nic.hosts.inventory import MODELS, SURFACES, VENDORS, Device, Gid, is_name, is_pci
 from netlayer.errors import ConfigError
-from netlayer.remote.fan_out import printable
+from netlayer.printing import printable_line
 from netlayer.remote.hosts import is_host
 
 _REMEDY = "write it anew: netlayer nic inventory --hosts HOSTS --json FILE"
@@ -48,7 +48,7 @@ def read_inventory(path: Path) -> dict[str, list[Device] | str]:
             if not is_host(host):
                 raise ValueError("is no host's name")
             devices[host] = (
-                printable(str(row.get("said") or "no answer"))
+                printable_line(str(row.get("said") or "no answer"))
                 if row.get("result") is None
                 else devices_of(row["result"])
             )
@@ -99,7 +99,7 @@ def _device(row: Any) -> Device:
             and all(_is_plain(getattr(device, word)) for word in _WORDS)
         )
     except (TypeError, ValueError) as exc:
-        raise ValueError(f"has a device that is none ({printable(str(exc))})") from exc
+        raise ValueError(f"has a device that is none ({printable_line(str(exc))})") from exc
     if not right:
         raise ValueError(f"has a device that is none: {str(device.name)[:64]!r}")
     return device
