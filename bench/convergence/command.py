@@ -40,7 +40,7 @@ from bench.convergence.options import (
 )
 from bench.convergence.pace import Pace
 from bench.convergence.rows import BROKEN_OFF, RUN, Before, Curve, Row, named_apart, rows_of, table
-from bench.convergence.run import KINDS, MEGASCALE_KINDS, Asked, Plan, device_name, plans, run, tokens_in
+from bench.convergence.run import KINDS, MEGASCALE_KINDS, Plan, Settings, device_name, plans, run, tokens_in
 from bench.convergence.text import PATTERNS, Chosen, Root, choose, folder_root, machine_roots
 from netlayer import environ
 from netlayer.command import RunOptions, open_run, run_options
@@ -192,7 +192,9 @@ class _Bench:
         joined: all runs of earlier calls.
     """
 
-    def __init__(self, options: RunOptions, flags: Mapping[str, Any], settings: Asked, joined: Sequence[Curve]) -> None:
+    def __init__(
+        self, options: RunOptions, flags: Mapping[str, Any], settings: Settings, joined: Sequence[Curve]
+    ) -> None:
         self.options, self.flags, self.settings, self.joined = options, flags, settings, joined
         self.started = utc_now()
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from bench.convergence.rows import Curve
-from bench.convergence.run import KINDS, Asked, check_overrides, sizes_of
+from bench.convergence.run import KINDS, Settings, check_overrides, sizes_of
 from netlayer import environ
 from netlayer.command import RunOptions
 from netlayer.config.file import read_override
@@ -69,7 +69,7 @@ def read_number(_context: click.Context, _option: click.Parameter, value: float 
     return value
 
 
-def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Asked:
+def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Settings:
     """Return the settings that all runs share, from options and configuration.
 
     Raises:
@@ -90,7 +90,7 @@ def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Asked:
     check_overrides(overrides)
     ranks = flags["ranks"] or len(environ.usable_gpus()) or 1
     sizes = sizes_of(flags["model"])
-    return Asked(
+    return Settings(
         model=flags["model"],
         ranks=ranks,
         backend=environ.choose_backend(job.launch.backend, ranks),
