@@ -8,8 +8,8 @@ that to their launcher, which passes the first one on: a Slurm step's signal rea
 twice. Other launchers pass it on as well, so where ranks count what comes within moments of the first is the same
 request.
 
-[Note: torchrun] It waits 30 s for its ranks, then it kills them: a checkpoint and a held-out batch that vouches for it
-take less, or newer ones are given more (`--shutdown-timeout`); a kill between the two leaves a whole one, unproven. It
+[Note: torchrun] It waits 30 s for its ranks, then it kills them: a checkpoint and a held-out batch that verifies it
+take less, or newer ones are given more (`--shutdown-timeout`); a kill between the two leaves a whole one, pending. It
 dies of SIGUSR1 unless TORCHELASTIC_SIGNALS_TO_HANDLE names it. Where torchrun itself is gone, nobody else would tell
 its ranks, which have sessions of their own: the kernel sends them SIGTERM, and they stop in order too, those inside a
 collective when it ends or times out.
