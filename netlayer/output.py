@@ -1,7 +1,7 @@
 """A command's output folder that gets everything or nothing: files are written aside and moved in together.
 
-A run that fails or is interrupted leaves what was there before, and no folder of its own. Omitted: a power cut in the
-middle of the move.
+A run that fails or is interrupted leaves what was there before, and no folder of its own. Not covered: a power cut in
+the middle of the move.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python -m tests.wording --list       # also every place
     python -m tests.wording --list bench/accept
 
-Not checked: whether a word is the right one, and tests.
+Not covered: whether a word is the right one, and tests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One function over many batches: in processes here, or on a Dask cluster by its address, as they come back.
 
-A Ctrl-C ends the workers at once; a worker whose parent is gone ends by itself. Omitted: what the batches are (sweep).
+A Ctrl-C ends the workers at once; a worker whose parent is gone ends by itself. Not covered: what the batches are
+(sweep).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Compares MegaScale's two changes that can affect convergence (section 3.1) with what they replace: the parallel block
 with sliding-window attention against the standard block, and LAMB at four times the batch against AdamW. The text is
-this machine's Python sources and documentation, or a folder. Not measured: downstream quality; several seeds.
+this machine's Python sources and documentation, or a folder. Not covered: downstream quality; several seeds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The store's share of an initialisation, a row for each size and way: replayed, or from the closed form.
 
 A cell is predicted only where a replay would run out of time, and only from a speed that was measured: its own until
-then, or that of the next smaller cell of the same way. Any other failure ends the run. Omitted: what is replayed, and
-how (`bench.init_time.traffic`, `bench.init_time.replay`).
+then, or that of the next smaller cell of the same way. Any other failure ends the run. Not covered: what is replayed,
+and how (`bench.init_time.traffic`, `bench.init_time.replay`).
 """
 
 from __future__ import annotations

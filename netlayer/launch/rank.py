@@ -1,7 +1,7 @@
 """One rank of many: which one is this process (`detect`), and what runs in a process that `launch` started.
 
 A rank learns its place from its environment, whoever started it, and tells its launcher of progress, of its result or
-of its failure through one pipe. Leaves out: starting and ending ranks (`launch`) and their rendezvous.
+of its failure through one pipe. Not covered: starting and ending ranks (`launch`) and their rendezvous.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each call borrows a connection exclusively and returns it, so no two threads share one, and a forked child opens its
 own. A lost connection is reopened with exponential back-off and jitter until the deadline of the call. A write is a
-script with a serial number: if it is sent again because the answer was lost, it still runs once. Not supported: Redis
+script with a serial number: if it is sent again because the answer was lost, it still runs once. Not covered: Redis
 Cluster and Sentinel.
 """
 

@@ -2,8 +2,8 @@
 
 The embedded server lives in a folder that only the user can enter (0700, socket 0600) and listens on no network port. A
 guard process (`redis_guard.py`) stops it and removes the folder when the run ends, however it ends; only where guard
-and owner are killed in one stroke does the folder stay, without a server. Omitted: TLS and passwords for the embedded
-server (only its owner can reach it), and several hosts (give the URL of a server for that).
+and owner are killed in one stroke does the folder stay, without a server. Not covered: TLS and passwords for the
+embedded server (only its owner can reach it), and several hosts (give the URL of a server for that).
 """
 
 from __future__ import annotations

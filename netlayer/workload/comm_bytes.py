@@ -117,7 +117,7 @@ def bucket_limit(job: JobConfig) -> int | None:
 def stage_buckets(job: JobConfig, stage: int) -> list[tuple[int, int]]:
     """Return (elements with padding, number of such buckets) for all buckets of a rank.
 
-    Not included: the 16 bytes or more that shards are aligned to where they lie in windows, which the machine decides.
+    Not covered: the 16 bytes or more that shards are aligned to where they lie in windows, which the machine decides.
     """
     buckets = []
     for chunk in range(job.parallel.vpp):

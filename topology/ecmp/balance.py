@@ -2,8 +2,8 @@
 
 `spray` sends every packet (or flowlet, of which a flow has many) over the members in turn, so that each carries an
 equal share of every flow. `adaptive` gives each flow, as it comes, to the member that the switch has loaded least; a
-switch sees its own ports alone, so flows still meet further down. Omitted: reordering, which spraying costs, and flows
-that move later (DLB's inactivity timer).
+switch sees its own ports alone, so flows still meet further down. Not covered: reordering, which spraying costs, and
+flows that move later (DLB's inactivity timer).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A flow's way to its spine and on to a core switch is uniform over all uplinks of its pod, so each tier is one draw: over
 a ToR's uplinks, or over a pod's. The load of one link is then a sum of binomials, one for each rate among the flows;
-only loads up to the link's capacity are followed, for what lies above is the rest. Omitted: a flow in collision on any
-tier of its path, for the tiers of one path are not independent.
+only loads up to the link's capacity are followed, for what lies above is the rest. Not covered: a flow in collision on
+any tier of its path, for the tiers of one path are not independent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Effect of hashed flows on any fabric, a user's own: load, collisions, fair rates and bottlenecks, as for a `Clos`.
 
 A tier is a pair of heights over the hosts (`host-switch1`, `switch1-switch2`, ...), each direction by itself. A host
-node is a NIC: it shares the rate of its links evenly among the flows that it sends or receives. Omitted: spraying and
-adaptive choice, routing other than ECMP over shortest paths, and (but in `times`) starts: all flows run together.
+node is a NIC: it shares the rate of its links evenly among the flows that it sends or receives. Not covered: spraying
+and adaptive choice, routing other than ECMP over shortest paths, and (but in `times`) starts: all flows run together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The hash functions that switches and simulators use, over whole arrays of messages.
 
 CRCs are given by the parameters of the catalogues and checked against the published value of "123456789"; murmur3 is
-the 32-bit variant that network simulators take (x86_32); SplitMix64 serves as an ideal hash. Omitted: which fields a
-switch hashes, and which next hop it takes (hashing).
+the 32-bit variant that network simulators take (x86_32); SplitMix64 serves as an ideal hash. Not covered: which fields
+a switch hashes, and which next hop it takes (hashing).
 """
 
 from __future__ import annotations

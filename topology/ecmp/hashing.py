@@ -4,8 +4,8 @@
 `crc32c_low`, `crc32c_high` and `xor16` are what switching chips compute (Broadcom RTAG7: a function of 16-bit header
 bins and a seed, rotated right by an offset, then modulo); `crc32c` takes both halves; `murmur3` is the ns-3 HPCC
 simulator's. CRC and XOR are linear: another seed changes every hash by the same XOR, so with the seed alone the flows
-that one uplink carried to a spine all leave it by one uplink (polarisation); hence an offset a stage. Omitted: the bin
-order of real chips, which is not public, and what is no hash (balance).
+that one uplink carried to a spine all leave it by one uplink (polarisation); hence an offset a stage. Not covered: the
+bin order of real chips, which is not public, and what is no hash (balance).
 """
 
 from __future__ import annotations

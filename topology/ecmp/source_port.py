@@ -1,8 +1,8 @@
 """The UDP source port of a RoCEv2 flow, the one field of its 5-tuple that differs between its queue pairs.
 
 Linux takes it from the flow label of the address handle, or where that is 0 (NCCL) from the two queue pair numbers;
-Soft-RoCE does so too once a queue pair is connected (Linux 6.1), and before that takes its own number alone. Omitted:
-NICs whose firmware overrides it (`mlx5dv_modify_qp_udp_sport`).
+Soft-RoCE does so too once a queue pair is connected (Linux 6.1), and before that takes its own number alone. Not
+covered: NICs whose firmware overrides it (`mlx5dv_modify_qp_udp_sport`).
 """
 
 from __future__ import annotations
