@@ -18,7 +18,7 @@ from netlayer.results import check_target, write_text
 
 if TYPE_CHECKING:
     from congestion.arena.run import Contender
-    from congestion.arena.runner import Found, Plan
+    from congestion.arena.runner import Plan, Results
     from netlayer.results import RunRecord
 
 
@@ -237,7 +237,7 @@ def _kept(folder: Path) -> Any:
         raise
 
 
-def _publish(results: Found, record: RunRecord, entrant: str, folder: Path, pages: bool) -> None:
+def _publish(results: Results, record: RunRecord, entrant: str, folder: Path, pages: bool) -> None:
     """The short records and the page with its verdict, or why there is none."""
     from congestion.arena.output import page_of, short_records
 
