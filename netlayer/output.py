@@ -76,6 +76,7 @@ def open_output(out: Path | None, command: str) -> Iterator[Output]:
 
 
 def _take_away(part: Path, folders: Iterable[Path]) -> None:
+    """Remove a run's unpublished files, and the folders that were made for it, as far as they are empty."""
     with uninterrupted():
         shutil.rmtree(part, ignore_errors=True)
         for folder in folders:

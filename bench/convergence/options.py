@@ -111,7 +111,7 @@ def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Settings:
 
 
 def _keys(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the overrides of `--set`, by section of the job."""
+    """Return the overrides of `--set`, by section of the job and key."""
     by_section: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, value = read_override(override, "model.compile=true")

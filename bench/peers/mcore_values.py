@@ -32,9 +32,9 @@ _ENDS = {
 
 
 def renamed(gpt: GPT, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of a run of layers by its name there, and the part of it that a tensor-parallel rank holds.
+    """Yield each parameter of a run of layers by Megatron Core's name, and the part that a tensor-parallel rank holds.
 
-    Layers count from 0 in a run. `gpt` is not spread itself.
+    Layers count from 0 in a run. `gpt` itself is not split.
     """
     first = min((int(name) for name in gpt.blocks), default=0)
     for name, parameter in gpt.named_parameters():

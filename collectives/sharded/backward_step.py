@@ -67,7 +67,11 @@ class BackwardStep:
         self._after: dict[int, torch.cuda.Event] = {}
 
     def begin(self) -> None:
-        """Begin a pass, at its first gradient: no gather may still read a shard when that shard is stepped."""
+        """Begin a backward pass, at its first gradient: wait for all gathers, then take over what users wrote.
+
+        A gather may read a shard no longer when that shard is stepped, and a step would overwrite what users have
+        written into parameters since the last one.
+        """
         self._behind.clear()
         # First, for `adopt` leaves out a bucket whose gather is under way.
         self._gather.wait_all()
@@ -98,6 +102,7 @@ class BackwardStep:
             self._after[index] = flight.landed
 
     def _update(self, bucket: Bucket) -> None:
+        """Step the parameters of one bucket alone, and put its new shard where the all-gather takes it from."""
         # Before the update: from here on its parameters are neither of this step nor, until gathered, of the next.
         self._gather.stepping(bucket.plan.index)
         # An optimiser leaves out what has no gradient: that is how it steps one bucket.

@@ -288,6 +288,7 @@ class ShardedDataParallel(StandIn):
         return result
 
     def _before_forward(self) -> None:
+        """Start the step if it has not begun, and wait for the parameters that no module's own hook waits for."""
         # Recomputation, within a step that has begun long ago.
         if inside_backward():
             return
@@ -680,6 +681,7 @@ class ShardedDataParallel(StandIn):
         self._step_check.begin_round()
 
     def _place(self) -> Place:
+        """Return where this rank's program stands and its settings, for all ranks to compare."""
         return Place(
             announced=announced_step(self._step, self.reduce_lane),
             # A forward that no backward pass followed looks like a step left out: `step_check`, [Note: which step].

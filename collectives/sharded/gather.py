@@ -285,6 +285,7 @@ class ParameterGather:
             self._launch(self._to_launch.popleft())
 
     def _launch(self, index: int) -> None:
+        """Launch the all-gather of one bucket; without overlap, wait for it."""
         bucket = self.buckets[index]
         prepare = None if index in self._in_place else bucket.publish
         flight = self.lane.all_gather(bucket.full_N, prepare, self._after.pop(index, None))

@@ -139,6 +139,7 @@ class _Pending:
     def __torch_function__(
         cls, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Wait for all pending parameters among the arguments, unless `func` needs no values, and call it."""
         kwargs = kwargs or {}
         if func not in _needs_no_values():
             for leaf in tree_leaves((args, kwargs)):
@@ -166,6 +167,7 @@ class _Pending:
 
 @contextlib.contextmanager
 def _own_class(parameter: Any) -> Iterator[Any]:
+    """Wait for a parameter, and give it its own class, without the mark of a pending one, in the block."""
     _wait_for(parameter)
     pending: Any = type(parameter)
     if not isinstance(parameter, _Pending):

@@ -224,6 +224,10 @@ def _check_kind(
     names: Sequence[Sequence[str]],
     buckets: Sequence[Bucket],
 ) -> None:
+    """Raise ValueError if an optimiser of this kind cannot step shards.
+
+    It must treat elements alike; matrices that lie whole on one rank may be stepped as matrices.
+    """
     plans = [bucket.plan for bucket in buckets]
     wholes = {slot.name for plan in plans if plan.whole_shard is not None for slot in plan.slots}
     if not wholes:

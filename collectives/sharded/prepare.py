@@ -282,6 +282,11 @@ def open_travel(
 
 
 def _open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
+    """Open the reduction of gradients by copies to the peers, with buffers for the largest bucket.
+
+    Raises:
+        ValueError: peers cannot be reached, or gradients are of a type that it cannot add.
+    """
     assert lane.group is not None
     reason = why_unusable(lane.group, lane.device)
     if reason is None and dtype not in DTYPES:
@@ -297,6 +302,12 @@ def _open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtyp
 def _open_travel_windows(
     lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int, adds: bool
 ) -> Travel:
+    """Register with NCCL one allocation for all buffers of the reduce-scatters: pairs of input and output, and shards.
+
+    Args:
+        count: reduce-scatters that may be under way, each with a pair.
+        adds: gradients add up in the masters' shards over passes, so none is reduced in place.
+    """
     assert lane.group is not None
     parameters = dict(module.named_parameters())
     staying = {
@@ -424,6 +435,7 @@ def _build(
     windows: Windows | None,
     grad_S: Tensor | None,
 ) -> Bucket:
+    """Build one bucket of its parameters, with the values of rank 0 on all ranks."""
     flat_N = torch.zeros(plan.padded_numel, dtype=_master_dtype(parameters[0]), device=lane.device)
     for view, parameter in zip(plan.views(flat_N), parameters, strict=True):
         view.copy_(parameter)

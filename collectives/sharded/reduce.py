@@ -166,6 +166,7 @@ class GradientReduce:
         set_slot_source(parameter, SlotSource(give, postpones, postpone, promise))
 
     def _slot(self, index: int, position: int) -> GradientSlot | None:
+        """Return the place for a parameter's gradient, or None; begin the backward pass if that is its first one."""
         # An operator may ask for its slot before autograd calls the first hook.
         if not self._in_backward:
             self._begin_backward()
@@ -245,6 +246,11 @@ class GradientReduce:
 
     @torch.no_grad()
     def _compute(self, postponed: Postponed) -> None:
+        """Compute a pass's postponed weight gradients, bucket by bucket, and launch each bucket's reduction in a round.
+
+        Raises:
+            RuntimeError: they were computed or dropped before.
+        """
         if postponed not in self._waiting:
             raise RuntimeError("these weights' gradients were computed or dropped before: compute each pass's once")
         self._waiting.remove(postponed)
@@ -299,6 +305,7 @@ class GradientReduce:
             self._writers.clear()
 
     def _on_gradient(self, index: int) -> None:
+        """Count a gradient of a bucket; when all are there, launch its reduction, or outside a round add it to the sum."""
         if not self._in_backward:
             self._begin_backward()
         self._missing[index] -= 1
@@ -390,6 +397,11 @@ class GradientReduce:
         return "its gradients are dropped; skip this step"
 
     def _begin_backward(self) -> None:
+        """Begin a backward pass at its first gradient: count what is missing, and begin a round if it is one.
+
+        Raises:
+            RuntimeError: the step was taken already, inside an earlier pass.
+        """
         if self.stepped:
             for bucket in self.buckets:
                 bucket.drop_gradients()
@@ -413,6 +425,7 @@ class GradientReduce:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        """End a backward pass: launch what is left in a round, else add up what came."""
         # At the latest now: the launches below send what is there.
         for promise in self._promises:
             promise()
@@ -432,6 +445,7 @@ class GradientReduce:
             self._show_reduced()
 
     def _show_reduced(self) -> None:
+        """Let `parameter.grad` reach the reduced gradients; not of parameters without a gradient on any rank."""
         unused, source = self._unused_on_all(), None if self._source is None else self._source()
         for bucket in self.buckets:
             index, positions = bucket.plan.index, range(len(bucket.parameters))
@@ -509,6 +523,7 @@ class GradientReduce:
             self._launch_next()
 
     def _end_round(self) -> None:
+        """Launch the reductions that are left, and complete the optimiser's step where it is in the backward pass."""
         while self._next >= 0:
             self._launch_next()
         self.departures.land()
@@ -521,6 +536,7 @@ class GradientReduce:
         self._unreduced = False
 
     def _launch_next(self) -> None:
+        """Launch the reduction of the next bucket, and let a step inside the backward pass follow it."""
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
         self._join_writers()

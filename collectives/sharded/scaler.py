@@ -79,6 +79,8 @@ def make_scalers_finish() -> bool:
 
 
 def _finishing(unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:
+    """Wrap GradScaler's unscaling: it waits for the reductions, and all ranks share whether there was an infinity."""
+
     @functools.wraps(unscale)
     def finish_and_unscale(
         self: Any, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *args: Any

@@ -176,6 +176,7 @@ def attach_shard_check(
         return state
 
     def check(_optimizer: object, state: dict[str, Any]) -> None:
+        """Raise ValueError on all ranks if the state is of another shard than this one on any rank."""
         shard = state.get(_SHARD)
         differing = [field for field, value in own.items() if shard is None or shard.get(field) != value]
         # All ranks hear of it: one that went on alone would wait for the others.

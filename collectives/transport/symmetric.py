@@ -80,6 +80,11 @@ def why_unusable(group: dist.ProcessGroup | None, device: torch.device, kernels:
 
 
 def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device, kernels: bool) -> str | None:
+    """Return why this rank cannot use the memory of its peers, in words; None if it can.
+
+    Args:
+        kernels: they are to be read and written by kernels of ours, which need CuPy.
+    """
     if device.type != "cuda":
         return f"the device is {device.type}, not cuda"
     if group is None or not 2 <= dist.get_world_size(group) <= MAX_RANKS:

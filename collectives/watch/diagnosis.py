@@ -220,6 +220,7 @@ class _Verdict:
         return "; ".join(parts) or "every rank has launched it and answers: the network or a device stands still"
 
     def _name(self, rank: int, report: Report | None = None) -> str:
+        """Describe a rank for a message, with its coordinates in the layout and its host where these are known."""
         known = (
             self._layout.describe([rank]) if self._layout is not None else "",
             f"host {report.host}" if report is not None else "",

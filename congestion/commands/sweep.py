@@ -125,6 +125,7 @@ def _optimise(
     out: Path | None,
     json_file: Path | None,
 ) -> None:
+    """Search the ranges of `--set` for the best objective, and write the profile, the record and the chosen values."""
     from congestion.arena.protocol import SUITE
     from congestion.arena.tune_profile import write_profile
     from congestion.simulation.sweep import optimise, ranges_in

@@ -201,6 +201,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, values: Any) -> Any:
+        """Fill in the keys of the preset, which those that are set override."""
         name = values.get("preset") if isinstance(values, Mapping) else None
         if not name or not isinstance(name, str):
             return values

@@ -303,6 +303,15 @@ def _leave(code: int) -> NoReturn:
 
 
 def _run_work(work: bytes, main: tuple[str, str] | None, context: RankContext) -> bytes:
+    """Call a rank's pickled function with its context, and return its pickled result.
+
+    Args:
+        work: (function, arguments), pickled.
+        main: how to import the launching program's `__main__`, which the function may come from; None: not needed.
+
+    Raises:
+        TypeError: the result cannot be pickled.
+    """
     if main is not None:
         _import_main(*main)
     target, args = pickle.loads(work)

@@ -269,7 +269,13 @@ def _check_socket_path(path: Path) -> None:
 
 
 def _lock(directory: Path) -> int:
-    """Two servers on one folder would write into one append-only file."""
+    """Lock the folder for one server, and return the descriptor that holds the lock.
+
+    Two servers on one folder would write into one append-only file.
+
+    Raises:
+        ConfigError: another server runs in it.
+    """
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -68,6 +68,11 @@ def expected_collisions(
 
 @functools.lru_cache(maxsize=8192)
 def _expected(kinds: tuple[tuple[int, float], ...], num_links: int, link_bps: float) -> Expected:
+    """Compute the expected collisions of one group of equal links.
+
+    Args:
+        kinds: (number of flows, rate of each in bit/s).
+    """
     flows, total = sum(count for count, _ in kinds), sum(count * rate for count, rate in kinds)
     if total <= link_bps * (1 + TOLERANCE):
         return Expected(flows, 0.0, 0.0, total)
@@ -89,6 +94,12 @@ def expected_load(fabric: Clos, flows: Flows) -> dict[Tier, Expected]:
 
 
 def _expected_tier(fabric: Clos, tier: Tier, flows: Flows, rates: Floats, rate_index: Ints) -> Expected:
+    """Add up the expected collisions of all groups of one tier; groups with the same flows are computed once.
+
+    Args:
+        rates: the distinct demands of flows, bit/s.
+        rate_index: which of them each flow has.
+    """
     group, crosses, num_links = _groups(fabric, tier, flows)
     cells = group[crosses] * len(rates) + rate_index[crosses]
     counts = np.bincount(cells, minlength=(int(group.max(initial=0)) + 1) * len(rates)).reshape(-1, max(len(rates), 1))

@@ -98,6 +98,7 @@ class GraphLoad:
         return [self._bottleneck(link, members[start[link] : start[link + 1]]) for link in order if num_held_back[link]]
 
     def _bottleneck(self, link: int, flows: Ints) -> dict[str, Any]:
+        """Return the row of a link that is a bottleneck: flows on it, those it holds back, the first few by name."""
         held_back, names = flows[self.rates.bottleneck[flows] == link], self.graph.names
         first = flows[:_SHOWN_FLOWS].tolist()
         ends = zip(self.flows.src_nic[first].tolist(), self.flows.dst_nic[first].tolist(), strict=True)
@@ -189,6 +190,7 @@ def graph_rows(
 
 
 def _row(name: str, tier: str, links: NDArray[np.bool_], loads: Sequence[GraphLoad]) -> dict[str, Any]:
+    """Return the row of one tier: means over `loads`, one a seed, and the largest where a column begins with max_."""
     collisions = [loaded.collisions(links) for loaded in loads]
     slowdowns = [loaded.slowdowns(links) for loaded in loads]
     return {

@@ -139,6 +139,7 @@ class Routes:
         return totals
 
     def _pick(self, node: Ints, dst: Ints, choice: Ints) -> Ints:
+        """Return the link that each flow leaves `node` by: number `choice` of those on a shortest path to `dst`."""
         return np.asarray(
             kernels.pick(
                 self._start,
@@ -161,6 +162,7 @@ def by_ecmp(ecmp: Ecmp) -> Choose:
     """
 
     def choose(step: Step) -> Ints:
+        """Return each flow's choice among its next hops, hashed as switches of that stage and group size do."""
         stage = np.where(
             step.upward,
             np.where(step.level < 2, Stage.TOR_UP, Stage.SPINE_UP),

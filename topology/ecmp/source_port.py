@@ -29,7 +29,7 @@ def udp_source_port(local_qpn: Ints, remote_qpn: Ints) -> Ports:
 
 
 def flow_label(local_qpn: Ints, remote_qpn: Ints) -> Ints:
-    """The 20-bit flow label that Linux makes of two queue pair numbers, for a handle that has none."""
+    """Return the 20-bit flow label that Linux computes from two queue pair numbers if an address handle sets none."""
     product = local_qpn.astype(np.uint64) * remote_qpn.astype(np.uint64)
     product ^= product >> np.uint64(20)
     product ^= product >> np.uint64(40)

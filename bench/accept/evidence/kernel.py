@@ -282,6 +282,7 @@ def _read_switch(reading: _Reading, line: _Line, match: re.Match[str]) -> None:
 
 
 def _read_link(reading: _Reading, line: _Line, link: re.Match[str]) -> None:
+    """Note in `reading` that a network interface went up or down: what it lost, and whether it was up before."""
     is_down = (link["link"] or link["carrier"]).lower() in ("down", "lost")
     name = link["net"]
     if (line.host, name) not in reading.carriers:

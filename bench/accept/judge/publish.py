@@ -97,6 +97,7 @@ def _can_be_published(facts: Mapping[str, Any]) -> bool:
 def _file(
     keys: Mapping[str, Any], figures: Mapping[tuple[str, int], Sequence[float]], num_runs: int, address: str, day: str
 ) -> Iterator[str]:
+    """Yield the lines of a TOML file of expected values: its keys, its source, and the lowest figure of each size."""
     per_host = keys["ranks"] // keys["hosts"]
     where = "one host" if keys["hosts"] == 1 else f"{keys['hosts']} hosts"
     nvls = "" if "nvls" not in keys else f", NVLS {'on' if keys['nvls'] else 'off'}"

@@ -88,6 +88,7 @@ def _sizes(args: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def _blocks(name: str, rows: Sequence[Mapping[str, Any]]) -> Blocks:
+    """Return the speeds of each rank, by series: TFLOP/s by size of the GEMM, GB/s by direction of the copy."""
     blocks: Blocks = defaultdict(dict)
     for row in rows:
         times_us = row.get("blocks_us") or row["iterations_us"]

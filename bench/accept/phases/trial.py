@@ -203,6 +203,7 @@ class Trial:
         )
 
     def _find_corrupt(self, phase: str, name: str, args: Mapping[str, Any], group: tuple[int, ...], rows: Rows) -> None:
+        """Flag the ranks whose part in a collective gives wrong data, by repeating it in smaller groups."""
         wrong = sum(row["wrong"] for row in rows)
         what = f"{wrong} wrong elements"
         if len(group) == 1:

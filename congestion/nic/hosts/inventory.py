@@ -289,7 +289,7 @@ def _nearest(
 
 
 def _level(way: tuple[str, ...], other: tuple[str, ...], same_node: bool) -> str:
-    """Return the distance of two PCI devices, by what their ways share."""
+    """Return the distance of two PCI devices as `nvidia-smi topo -m` names it, by what their ways share."""
     shared = 0
     for name_a, name_b in zip(way[:-1], other[:-1], strict=False):
         if name_a != name_b:

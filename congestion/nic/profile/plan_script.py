@@ -77,6 +77,7 @@ def _look(nics: Alike) -> str:
 
 
 def _writes(nics: Alike) -> Iterator[str]:
+    """Yield the lines of the script that change settings: tools' calls, files that are written, triggers."""
     queries, made = set[str](), set[str]()
     for row in nics.plan.changes:
         step = row.step

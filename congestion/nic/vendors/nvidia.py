@@ -194,6 +194,7 @@ def _by_sysfs(draft: Draft) -> None:
 
 
 def _by_firmware(draft: Draft, tool: str) -> None:
+    """Add DCQCN's parameters and the CNP's marks to the plan, as settings of the firmware."""
     suffix, cnp = draft.device.port_suffix, draft.profile.cnp
     for name, value in _in_order(draft):
         known = PARAMETERS[name]

@@ -130,6 +130,7 @@ def _counts(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _front(report: Report, findings: Findings) -> None:
+    """Add the section on laws that no other one beats in both completion time and pauses (the Pareto front)."""
     ended = findings.ended
     if len(ended) < 2:
         return

@@ -246,6 +246,7 @@ def _watts(value: str) -> float | None:
 
 
 def _missing_gpus(text: Text, head: _Fields, listed: int) -> list[Finding]:
+    """Return a WARN if the log names more attached GPUs than it lists."""
     attached = head.get("Attached GPUs")
     if attached is None or not attached.value.isdecimal() or len(attached.value) > 6 or int(attached.value) <= listed:
         return []
