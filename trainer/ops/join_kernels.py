@@ -56,6 +56,8 @@ def join_and_sum(parts_Mn: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return y_MN, sum_programs(partial_PN[None], first.dtype)[0]
 
 
+# One program copies its rows of one part (`a` to `e`, the last axis of the grid) to that part's columns of `y`, and
+# adds them up in `partial` (P, N).
 @triton.jit
 def _join(
     a,

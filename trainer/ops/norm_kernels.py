@@ -193,6 +193,8 @@ def _num_warps(block: int) -> int:
     return min(32, max(1, block // 512))
 
 
+# One program a row: total = x + residual (+ its bias), y = the normalised total; `mean` and `scale` (1 / deviation) are
+# kept for the backward pass.
 @triton.jit
 def _forward(
     x,
@@ -236,6 +238,8 @@ def _forward(
     tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
 
 
+# A program takes every P-th block of ROWS rows: dx, with `dtotal` added, and in `partial` (V, P, D) its sums over rows
+# for weight, bias and residual's bias. unit: the normalised row; slope: dy; scaled: slope * weight.
 @triton.jit
 def _backward(
     dy,
