@@ -305,7 +305,7 @@ class GradientReduce:
             self._writers.clear()
 
     def _on_gradient(self, index: int) -> None:
-        """Count a gradient of a bucket; when all are there, launch its reduction, or outside a round add it to the sum."""
+        """Count a gradient of a bucket; when all are there, launch its reduction, or add it to the sum."""
         if not self._in_backward:
             self._begin_backward()
         self._missing[index] -= 1

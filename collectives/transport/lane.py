@@ -288,7 +288,7 @@ class Lane(Carrier):
     def _reduce_by(
         self, by: PeerReduce, output_S: Tensor, input_N: Tensor, after: torch.cuda.Event | None, mean: bool
     ) -> Flight:
-        """Launch a reduce-scatter by copies between peers; the sum itself runs when the flight is waited for.
+        """Launch the sends of a reduce-scatter by copies between peers; the flight adds up what came when it lands.
 
         Args:
             after: when `input_N` is complete; None: when what is queued now on the caller's stream is done.
