@@ -152,7 +152,7 @@ class Trainer:
         return contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
 
     def resume(self, meta: Meta) -> None:
-        """Go on from a checkpoint: the next step is the one behind it, with the samples that it would have had.
+        """Go on from a checkpoint: the next step is the one after it, with the samples that it would have had.
 
         Raises:
             ConfigError: it is of another model, or damaged.
@@ -224,7 +224,7 @@ class Trainer:
         lr = learning_rate(self.job.optimizer, step)
         stepped = self.steps.run(step, self._training_batches(step), lr)
         assert stepped.grad_norm is not None
-        # Copied to the host behind the step, so that reading them later does not wait for the step after.
+        # Copied to the host after the step, so that reading them later does not wait for the step after.
         notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked)
         # `leave_out` may have cleared it: then something came between, and this step is timed from its own begin.
         comm, before = self.recorder.end_step(), self._before

@@ -5,7 +5,7 @@ that, as in tensor-parallel layouts, the host bounds the step. A graph is launch
 pipeline stages (their messages count their rounds on the host).
 
 [Note: what a graph holds] Gathers of the parameters, forward, backward, reduction, clipping and the optimiser, in this
-order: gathers behind the optimiser would have to end in the same graph, with nothing to hide them. Tokens and learning
+order: gathers after the optimiser would have to end in the same graph, with nothing to hide them. Tokens and learning
 rate are copied to where the graph reads them. The steps before a capture are launched by operation, WARM_UP for each
 number of micro-batches: windows grow then, and kernels are compiled and chosen.
 """

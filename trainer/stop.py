@@ -58,7 +58,7 @@ def listening(*, counts: bool, follows: bool = False) -> Iterator[StopRequest]:
     """Note SIGTERM and SIGUSR1 in the block, and let through those that were held back since the process began.
 
     Args:
-        counts: a second one, `ECHO_S` behind the first or later, ends the process at once, with exit code 128 + its
+        counts: a second one, `ECHO_S` after the first or later, ends the process at once, with exit code 128 + its
             number: [Note: who counts].
         follows: from now on the end of the process that started this one is a SIGTERM too, where the kernel is Linux.
 

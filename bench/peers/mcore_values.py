@@ -44,7 +44,7 @@ def renamed(gpt: GPT, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]
             _, layer, module, *_, kind = name.replace("weights.0", "weight").split(".")
             theirs, dim = _BLOCK[module]
             theirs = f"decoder.layers.{int(layer) - first}.{theirs}.{kind}"
-            dim = None if kind == "bias" and dim == 1 else dim  # added once, behind the sum over ranks
+            dim = None if kind == "bias" and dim == 1 else dim  # added once, after the sum over ranks
         whole = parameter.detach()
         if ".qkv." in name:
             whole = by_head(whole, gpt.config)

@@ -12,7 +12,7 @@ model: a forward pass that found its last layers gathered and its first ones not
 
 [Note: order] Reductions are launched from the last bucket to the first, and feed nothing but their own update; what is
 waited for first in the next forward pass, the first buckets, is reduced last. So the gather of a bucket that moves is
-launched right behind the next reduction (its update runs meanwhile); all others follow the last reduction, in the order
+launched right after the next reduction (its update runs meanwhile); all others follow the last reduction, in the order
 of the forward pass. On one communicator that is the order on the wire. The end of a step is exposed, whatever is done:
 the last gradients can only be reduced after the backward pass, and are the first to be gathered before the next one. So
 nothing stands between the last reductions: the first buckets do not move.
@@ -41,7 +41,7 @@ NUM_UNMOVED = 4
 
 
 class BackwardStep:
-    """Steps the optimiser behind the reductions of a step's last backward pass, at the same places on every rank.
+    """Steps the optimiser after the reductions of a step's last backward pass, at the same places on every rank.
 
     Args:
         buckets: in order of first use.
@@ -81,7 +81,7 @@ class BackwardStep:
         """Step a bucket after its reduction, which was just launched, and gather the one that is due."""
         flight.follow(lambda: self._update(self._buckets[index]), self._stream)
         self._behind.append((index, flight))
-        # A gather right behind its own reduction would hold up the wire until the update is through.
+        # A gather right after its own reduction would hold up the wire until the update is through.
         while len(self._behind) > self._lag:
             self._pass_on(*self._behind.popleft())
 
@@ -89,7 +89,7 @@ class BackwardStep:
         """Pass on the last buckets, and start the gathers of all that were not gathered early."""
         while self._behind:
             self._pass_on(*self._behind.popleft())
-        # These in the order of the forward pass, and all behind the last reduction: see [Note: order].
+        # These in the order of the forward pass, and all after the last reduction: see [Note: order].
         self._gather.publish_rest(self._after)
         self._after = {}
 
@@ -116,7 +116,7 @@ class BackwardStep:
 
 
 def choose_early(plans: Sequence[BucketPlan], share: float) -> frozenset[int]:
-    """Buckets with `share` of the bytes, spread evenly behind the first ones.
+    """Buckets with `share` of the bytes, spread evenly after the first ones.
 
     Raises:
         ValueError: `share` is not in 0..1.

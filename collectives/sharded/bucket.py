@@ -53,7 +53,7 @@ class BucketPlan:
         world_size: number of ranks that share it.
         align: a shard is a multiple of so many elements.
         whole_shard: elements of a shard where no parameter is cut: each lies in the shard of one rank, with padding
-            behind the last of every rank; None: parameters are cut where shards end.
+            after the last of every rank; None: parameters are cut where shards end.
     """
 
     index: int
@@ -65,7 +65,7 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
-        """Elements up to the end of the last parameter, without the padding behind it."""
+        """Elements up to the end of the last parameter, without the padding after it."""
         return self.slots[-1].end
 
     @property

@@ -145,7 +145,7 @@ class ParameterGather:
         if after is not None:
             self._after[index] = after
         self._early.add(index)
-        # `BackwardStep` has published the shard itself, behind its update.
+        # `BackwardStep` has published the shard itself, after its update.
         self._in_place.add(index)
         self._launch(index)
 

@@ -1,6 +1,6 @@
 """Optimisers over the shards: how they are built, and the work around their steps.
 
-Gradients are finished before a step, and gathers started after it: by hooks on a step behind the backward pass; or
+Gradients are finished before a step, and gathers started after it: by hooks on a step after the backward pass; or
 inside that pass, bucket by bucket (`collectives.sharded.backward_step`), where the optimiser's `step()` only waits, and
 says that the step is over.
 """
@@ -52,16 +52,16 @@ class OptimizerSteps:
         self._finish, self._start_step = finish, start_step
         self._follower: BackwardStep | None = None
         self._tied: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[str]] = weakref.WeakKeyDictionary()
-        """Optimisers that step behind the backward pass, and the names of what each of them steps."""
+        """Optimisers that step after the backward pass, and the names of what each of them steps."""
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Of these since gathers were started here."""
         self.gathers_after = True
-        """Whether a step behind the backward pass starts the gathers."""
+        """Whether a step after the backward pass starts the gathers."""
         self.gather_share = 0.0
         """Of their bytes that moves under the backward pass, where that takes the steps."""
 
     def tie_behind(self, optimizer: torch.optim.Optimizer, waits: bool, names: Iterable[str]) -> None:
-        """Step behind the backward pass.
+        """Step after the backward pass.
 
         Args:
             optimizer: takes the place of an earlier one that steps any of the same parameters.

@@ -2,7 +2,7 @@
 
 A round is one reduce-scatter of every bucket. Each backward pass outside `no_sync` is one round: a bucket is launched
 when all its gradients have come, what is then left is launched at the end of the pass, with zeros for parameters that
-got no gradient. A `BackwardStep` may step the optimiser bucket by bucket behind the reductions of a step's last pass.
+got no gradient. A `BackwardStep` may step the optimiser bucket by bucket after the reductions of a step's last pass.
 Not covered: what a reduce-scatter itself is (`collectives.sharded.departure`), and telling ranks apart, so every rank
 must run the same number of such passes between two calls of `finish`.
 
@@ -124,7 +124,7 @@ class GradientReduce:
         """Hear of the gradients of a parameter, at `position` in bucket `index`, and let operators write them there.
 
         Autograd calls a hook on a tensor once a backward pass, when all that leads to it was computed: with None where
-        the gradient was written into its slot, or none came. (The hook behind the accumulation is not called then
+        the gradient was written into its slot, or none came. (The hook after the accumulation is not called then
         by every torch.)
 
         Hooks hold this object weakly: the garbage collector does not see what a tensor's hook holds, so a cycle through
@@ -527,7 +527,7 @@ class GradientReduce:
         while self._next >= 0:
             self._launch_next()
         self.departures.land()
-        # At a fixed place, behind the reductions: it goes on the same communicator.
+        # At a fixed place, after the reductions: it goes on the same communicator.
         self._exchange_used()
         if self._follows and self.follower is not None:
             self.follower.complete()

@@ -295,7 +295,7 @@ class Lane(Carrier):
             mean: divide the sum by the number of ranks.
         """
         if self.stream is not None:
-            # What is sent is complete behind its fill; without one, behind the computation so far.
+            # What is sent is complete after its fill; without one, after the computation so far.
             self.stream.wait_event(after or self.mark())  # type: ignore[arg-type]
         counted = self.counted("reduce_scatter", input_N.nbytes)
         # Of this rank's own copies: what a late peer costs is in the wait for the flight.
@@ -413,7 +413,7 @@ class Lane(Carrier):
             self._filled = None
 
     def _fill(self, fill: Callable[[], None] | None, read: Sequence[Tensor]) -> torch.cuda.Event | None:
-        """Run `fill` behind the computation so far; the event after it, None on the CPU or where there is nothing."""
+        """Run `fill` after the computation so far; the event after it, None on the CPU or where there is nothing."""
         if fill is None or self._beside is None:
             _call(fill)
             return None

@@ -150,7 +150,7 @@ class Window:
     def close(self) -> None:
         """Free the memory, once the device has come here; nothing uses the window afterwards. Twice does no harm.
 
-        Every rank closes its window at the same point of its program, behind what the others write to it.
+        Every rank closes its window at the same point of its program, after what the others write to it.
         """
         if hasattr(self, "memory"):
             torch.cuda.synchronize(self.device)

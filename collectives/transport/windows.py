@@ -134,7 +134,7 @@ class _Registration:
         self._open.discard(self)
         get_error = getattr(self._backend, "get_error", None)  # some torches have it, for some backends
         if get_error is None or get_error() == ErrorType.SUCCESS:
-            with contextlib.suppress(RuntimeError):  # raised behind that: there is no communicator to deregister with
+            with contextlib.suppress(RuntimeError):  # raised after that: there is no communicator to deregister with
                 self._backend.deregister_mem_pool(self._pool)
 
     @property

@@ -203,7 +203,7 @@ class Ecmp:
             return murmur3(self._message, (seeds & 0xFFFF_FFFF).astype(np.uint32)).astype(np.uint64)
         seeds64 = self._switch_seeds(switch)
         if self._name == "random":
-            # Mixed once more behind the seed: no choice at one switch tells anything of the choice at another.
+            # Mixed once more after the seed: no choice at one switch tells anything of the choice at another.
             return mix64(self._mixed ^ seeds64)
         seed_bytes = (seeds64 >> np.uint64(32)).astype("<u4").view(np.uint8).reshape(-1, 4)
         if self._name == "xor16":

@@ -68,7 +68,7 @@ def _full_on_gpu(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
 
 
 def _order(num_positions: int) -> list[SDPBackend]:
-    """Without cuDNN where its version is wrong behind the last whole block of positions (torch's issue 169849)."""
+    """Without cuDNN where its version is wrong after the last whole block of positions (torch's issue 169849)."""
     version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
     is_wrong = version < _CUDNN_RIGHT_AT_ITS_END and num_positions % _CUDNN_BLOCK
     return [each for each in FULL_ORDER if not (is_wrong and each == SDPBackend.CUDNN_ATTENTION)]

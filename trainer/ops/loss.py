@@ -147,7 +147,7 @@ def _softmax(
 
     Args:
         local_c: column of each row's target, outside 0 .. v - 1 where another rank has it.
-        num_known: columns that are tokens; those behind pad.
+        num_known: columns that are tokens; those after pad.
     """
     lse_c, target_c = _over_ranks(*softmax_statistics(logits_cv, local_c, num_known), exchange)
     loss += (lse_c - target_c).sum()

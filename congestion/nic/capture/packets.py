@@ -127,7 +127,7 @@ def _udp(src: str, dst: str, sport: int, tos: int) -> Any:
     return IP(src=src, dst=dst, tos=tos, flags="DF") / UDP(sport=sport, dport=ROCE_V2_PORT, chksum=0)
 
 
-# By transport and operation, which of our headers follow one another; UD's immediate data stands behind its DETH.
+# By transport and operation, which of our headers follow one another; UD's immediate data stands after its DETH.
 _CHAINS: dict[int, tuple[type[Packet], ...]] = {
     **{transport + operation: (RETH,) for transport in (_RC, _UC) for operation in (0x06, 0x0A)},
     **{transport + operation: (ImmDt,) for transport in (_RC, _UC) for operation in (0x03, 0x05, 0x09)},

@@ -56,7 +56,7 @@ def analyse(packets: Packets, *, reorder_ns: int = REORDER_NS) -> list[dict[str,
     """One row a stream (`table`: "stream"), and one a run of retransmissions (`table`: "retransmission").
 
     Args:
-        reorder_ns: how late a packet may come, behind those sent after it, and count as out of order.
+        reorder_ns: how late a packet may come, after those sent after it, and count as out of order.
     """
     streams = list(_split(packets))
     of_stream = np.full(len(packets), -1, dtype=np.int64)
