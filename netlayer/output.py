@@ -66,7 +66,9 @@ def open_output(out: Path | None, command: str) -> Iterator[Output]:
             made = [] if out is None else [path for path in (out, *out.parents) if not path.exists()]
             folder = open_out(out, command)
             part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
-            leftovers.callback(_take_away, part, (folder / _RECORDS, *(made if out else (folder, folder.parent))))
+            leftovers.callback(
+                _remove_unpublished, part, (folder / _RECORDS, *(made if out else (folder, folder.parent)))
+            )
         try:
             yield Output(folder, part)
         except OSError as exc:
@@ -75,7 +77,7 @@ def open_output(out: Path | None, command: str) -> Iterator[Output]:
             raise
 
 
-def _take_away(part: Path, folders: Iterable[Path]) -> None:
+def _remove_unpublished(part: Path, folders: Iterable[Path]) -> None:
     """Remove a run's unpublished files, and the folders that were made for it, as far as they are empty."""
     with uninterrupted():
         shutil.rmtree(part, ignore_errors=True)

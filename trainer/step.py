@@ -165,7 +165,10 @@ class GraphedSteps(Steps):
         self._captured.clear()
 
     def _captured_step(self, step: int) -> Replay:
-        """Capture a step, which runs nothing: the host is left as after it, and the first replay is that step."""
+        """Capture a step as a CUDA graph, and return what replays it.
+
+        Nothing runs on the device meanwhile, but the host counts the step: so the first replay must be that step.
+        """
         self.model.wait_parameters()  # no stream has anything under way
         for chunk in self.model.chunks:
             chunk.note_shards_changed()  # so that the graph begins with their gathers

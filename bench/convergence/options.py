@@ -80,7 +80,7 @@ def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Settings:
         raise ConfigError("--minutes", flags["minutes"], "is given beside --tokens", "give one of them")
     if not all(flags["patterns"].split(",")):
         raise ConfigError("--patterns", flags["patterns"], "has an empty pattern", "give some such as '*.md,*.txt'")
-    check_overrides(_keys(options.overrides))  # before a rule between two of them says something else
+    check_overrides(_overrides_by_section(options.overrides))  # before a rule between two of them says something else
     job = options.load_config().job
     overrides = {
         name: section.model_dump(include=section.model_fields_set)
@@ -110,7 +110,7 @@ def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Settings:
     )
 
 
-def _keys(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _overrides_by_section(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the overrides of `--set`, by section of the job and key."""
     by_section: dict[str, dict[str, Any]] = {}
     for override in overrides:
