@@ -134,6 +134,7 @@ class GraphedSteps(Steps):
             super().begin(step)
 
     def run(self, step: int, batches: Sequence[MicroBatch], lr: float) -> Stepped:
+        """Take the step: launched for the first few and whenever the number of micro-batches changes, then replayed."""
         self._lr.fill_(lr)
         if len(batches) != len(self._inputs):  # the graph before goes, and its memory, before a new one is made
             self.close()

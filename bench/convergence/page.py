@@ -66,6 +66,7 @@ def _verdict(report: Report, rows: Sequence[Row], runs: Sequence[Row]) -> None:
 
 
 def _overview(report: Report, runs: Sequence[Row]) -> None:
+    """Add the section on what each run came to: its loss, comparisons, resumptions, speed and MFU."""
     section = report.section("What each run came to", source="measured")
     section.figures(*(_figure(row) for row in runs if row["held_out_loss"] is not None))
     for sentence in (comparison(row) for row in runs):
@@ -177,6 +178,7 @@ def _large(text: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _settings(report: Report, record: RunRecord, runs: Sequence[Row]) -> None:
+    """Add the table of the runs' settings, and the command that repeats them."""
     section = report.section("Settings")
     jobs = record.config["jobs"]
     columns = {}

@@ -306,6 +306,10 @@ def comparison(row: Mapping[str, Any]) -> str:
 
 
 def _compared(curve: Curve, baseline: Curve | None) -> Row:
+    """Return the columns that compare a run with the baseline, None where either is missing or unfinished.
+
+    They are the tokens and seconds until either run reaches the other's last held-out loss.
+    """
     row: Row = dict.fromkeys(
         (
             "baseline",

@@ -52,6 +52,11 @@ def rows(share: Share, layouts: Sequence[ParallelLayout], ways: Sequence[Way], s
 
 
 def _cell(share: Share, way: Way, layout: ParallelLayout, speeds: dict[Way, float], stages: Stages) -> Iterator[Row]:
+    """Yield the row of one way of starting at one number of ranks: measured if it is quick enough, else predicted.
+
+    Args:
+        speeds: operations/s of each way at the last size, which the prediction uses; updated here.
+    """
     backend = backend_operations(way, layout)
     total = operations(way, layout) + backend
     common = {

@@ -65,6 +65,7 @@ def _sentence(outcome: Outcome) -> str:
 
 
 def _overview(report: Report, outcome: Outcome) -> None:
+    """Add the figures at a glance: bandwidth, loss, speed, exposed communication, and the fabric's collisions."""
     measured, fabric = summary(outcome), fabric_summary(outcome)
     bandwidth = _bandwidth(outcome)
     section = report.section("At a glance")
@@ -110,6 +111,7 @@ def _overview(report: Report, outcome: Outcome) -> None:
 
 
 def _bench(report: Report, outcome: Outcome) -> None:
+    """Add the section on the acceptance bench: bandwidth of four collectives by message size."""
     section = report.section(
         "Acceptance bench",
         "Four collectives over real ranks, every element checked before its time counts. Bus bandwidth is nccl-tests': "
@@ -157,6 +159,7 @@ def _bandwidth(outcome: Outcome) -> Axis:
 
 
 def _fabric(report: Report, outcome: Outcome) -> None:
+    """Add the section on the simulated fabric: collisions with and without the ToR split, by hash and by load."""
     cluster = outcome.fabric.cluster
     section = report.section(
         "Fabric: what the ToR split does to ECMP",
@@ -218,6 +221,7 @@ def _fabric(report: Report, outcome: Outcome) -> None:
 
 
 def _training(report: Report, outcome: Outcome, training: TrainResult) -> None:
+    """Add the section on the training run: loss, speed, exposed communication and MFU."""
     job, facts = outcome.config.job, training.corpus
     section = report.section(
         "Training",

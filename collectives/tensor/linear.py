@@ -255,6 +255,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of input, weight and bias; the input's is reduce-scattered under the weight's product."""
         linear: ColumnParallelLinear = ctx.linear
         exchange = linear.exchange
         _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -301,6 +302,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_mN: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of bias, inputs and weights; the output's is gathered under the inputs' products."""
         linear: RowParallelLinear = ctx.linear
         exchange, tensors = linear.exchange, ctx.saved_tensors
         inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]

@@ -133,6 +133,7 @@ def _compare(
 
 
 def _tune(contenders: Sequence[Contender], out: Path | None, processes: int | None, json_file: Path | None) -> None:
+    """Tune each contender's parameters, and write profiles and the record."""
     from congestion.arena.protocol import SUITE
     from congestion.arena.tables import TUNED
     from congestion.arena.tune import tune

@@ -454,6 +454,7 @@ class _Kept:
         write_page(self.rows, frames, {**about, "command": command, "note": note}, part=part, html=self._html)
 
     def publish(self, arguments: Mapping[str, Any], config: Mapping[str, Any], seed: int) -> None:
+        """Write tables and the record of all laws to `--out`, and say where; nothing without that option."""
         if not self._out:
             return
         import pandas as pd

@@ -90,6 +90,7 @@ def _sweep(
     out: Path | None,
     json_file: Path | None,
 ) -> None:
+    """Run all combinations of laws, settings and seeds, and write their rows and the record."""
     from congestion.simulation.sweep import compile_for, points_of, run_sweep
     from netlayer.output import open_output
     from netlayer.progress import Stages

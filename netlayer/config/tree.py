@@ -499,6 +499,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
+        """Check the rules between sections; a ConfigError says both values and the remedy."""
         model, parallel, batch = self.model, self.parallel, self.batch
         if model.heads % parallel.tp:
             _fail("job.parallel.tp", parallel.tp, f"must divide job.model.heads = {model.heads}", "lower tp")

@@ -184,6 +184,14 @@ class RedisLinks:
         patient: bool = True,
         reconnect_until: float = math.inf,
     ) -> T:
+        """Call `attempt` on a link until it succeeds, connecting again and logging while the server does not answer.
+
+        Args:
+            deadline: monotonic time by which an attempt must succeed.
+            link: None: one that is free.
+            patient: if False, try only once.
+            reconnect_until: monotonic time until which a broken connection is reopened; at least one retry is made.
+        """
         link = link or self._borrow()
         logged_s = -math.inf
         try:

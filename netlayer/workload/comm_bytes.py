@@ -156,6 +156,7 @@ def _lamb_norms(job: JobConfig, stage: int, group: Group, ranks: int) -> Iterato
 
 
 def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
+    """Yield the collectives of tensor parallelism of one stage in a step: activations, softmax and shared gradients."""
     tp, count, dtype = job.parallel.tp, micro_batches(job), job.model.dtype
     activation = _activation_bytes(job)
     gathers, scatters = 0, 0

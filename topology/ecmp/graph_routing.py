@@ -1,8 +1,8 @@
 """Shortest-path ECMP over any fabric: next-hop sets, the links of each flow, and the load of an even spread.
 
 Every node forwards towards the destination over all links that lie on a shortest path; a hash picks one of them, in
-order of the next nodes' ids. Distances are kept once a place where destinations hang (a ToR), not once a host. Left
-out: weighted groups, routing policy (no valleys), failures that the routing protocol has not yet seen.
+order of the next nodes' ids. Distances are kept once a place where destinations hang (a ToR), not once a host. Not
+covered: weighted groups, routing policy (no valleys), failures that the routing protocol has not yet seen.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ def _chosen(count: int, most: int) -> Ints:
 
 
 def _nodes(fabric: Clos, load: Load) -> pd.DataFrame:
+    """Return the points of the picture, a row a node: level, position, name, area and the load of its links."""
     design = fabric.design
     use = load.link_bps / fabric.link_bps
     parts = [

@@ -26,6 +26,7 @@ def _between(seen: ProbeTable, src: int, dst: int) -> ProbeTable:
 
 
 def _spread_of(src: int, dst: int, probes: ProbeTable, answers: ProbeTable) -> PathSpread:
+    """Return the paths from one source to one destination: a router for each flow and TTL, what changed or failed."""
     answers = answers.only(np.argsort(answers.time_ns, kind="stable")) if len(answers) else answers
     sports, ttls = np.unique(np.r_[probes.sport, answers.sport]), np.unique(np.r_[probes.ttl, answers.ttl])
     shape = len(sports), len(ttls)

@@ -1,8 +1,8 @@
 """RoCEv2 packets one by one, with scapy: the headers that its `roce` module lacks, and whole packets of each kind.
 
 Importing this binds RETH, DETH, ImmDt, AtomicETH and AtomicAckETH to their opcodes, so that scapy dissects and builds
-them everywhere. For tests and for single packets: a capture of any size is read by `congestion.nic.capture.pcap`. Left
-out: RD and XRC.
+them everywhere. For tests and for single packets: a capture of any size is read by `congestion.nic.capture.pcap`. Not
+covered: RD and XRC.
 
 Source: InfiniBand Architecture Specification 1.5, chapter 9.
 """

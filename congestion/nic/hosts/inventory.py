@@ -152,6 +152,7 @@ def is_pci(text: str) -> bool:
 
 
 def _look_at(tree: Tree, tools: Tools, name: str, gpus: dict[str, tuple[str, ...]]) -> Device:
+    """Return what sysfs and the tools that are installed tell of one RDMA device."""
     base = f"{RDMA}/{name}"
     port = f"{base}/ports/1"
     way = tree.real(f"{base}/device")

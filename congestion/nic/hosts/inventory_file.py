@@ -75,6 +75,12 @@ def devices_of(result: Any) -> list[Device]:
 
 
 def _device(row: Any) -> Device:
+    """Make a device of a row of JSON, which somebody else has written.
+
+    Raises:
+        NoInventory: its keys are others.
+        ValueError: a value is none that an inventory can hold.
+    """
     names = {field.name for field in fields(Device)}
     if not isinstance(row, dict) or set(row) != names:
         raise NoInventory("has a device whose keys are not those of an inventory")

@@ -46,6 +46,7 @@ def add_pauses(report: Report, findings: Findings) -> None:
 
 
 def _pauses_over_time(section: Section, findings: Findings) -> None:
+    """Add the charts of paused port-time by tier over time, and of how many ports pauses reach."""
     tiers = findings.tiers
     assert tiers is not None
     begin, end = findings.begin_us, float(tiers["time_us"].max())
@@ -120,6 +121,7 @@ def _pause_rows(ports: pd.DataFrame, tiers: pd.DataFrame | None) -> pd.DataFrame
 
 
 def add_links(report: Report, findings: Findings) -> None:
+    """Add the section on the busiest links over time; without samples of links, over the whole run."""
     section = report.section("Links", source=SOURCE)
     if findings.links is None or findings.links.empty:
         _whole_links(section, findings)

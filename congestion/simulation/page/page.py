@@ -152,6 +152,7 @@ def _front(report: Report, findings: Findings) -> None:
 
 
 def _over_time(report: Report, findings: Findings) -> None:
+    """Add the charts of rate, longest queue and fairness over time, if the runs were sampled."""
     if findings.samples is None or findings.samples.empty:
         return
     section = report.section("Over time", _ON_TOP if len(findings.laws) > 1 else "", source=SOURCE)

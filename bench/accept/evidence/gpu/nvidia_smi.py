@@ -151,6 +151,7 @@ def _names(head: _Fields, gpus: Mapping[str, _Fields]) -> dict[str, str]:
 
 
 def _judge(text: Text, gpu: str, fields: _Fields) -> Iterator[Finding]:
+    """Yield the findings on one GPU: too many unknown fields, fields that break a rule, retired pages, PCIe, power."""
     unknown = [field for field in fields.values() if field.value in UNKNOWN]
     if len(unknown) >= MANY_UNKNOWN:
         figure = f"Unknown Error in {len(unknown)} fields"
