@@ -86,7 +86,7 @@ class BackwardStep:
             self._pass_on(*self._behind.popleft())
 
     def complete(self) -> None:
-        """Pass on the last buckets, and start the gathers of all that were not gathered early."""
+        """End the pass: gather the last early buckets, and start the gathers of all others."""
         while self._behind:
             self._pass_on(*self._behind.popleft())
         # These in the order of the forward pass, and all after the last reduction: see [Note: order].
@@ -116,7 +116,7 @@ class BackwardStep:
 
 
 def choose_early(plans: Sequence[BucketPlan], share: float) -> frozenset[int]:
-    """Buckets with `share` of the bytes, spread evenly after the first ones.
+    """Return the buckets to gather under the backward pass: `share` of the bytes, spread evenly after the first ones.
 
     Raises:
         ValueError: `share` is not in 0..1.
@@ -136,7 +136,7 @@ def choose_early(plans: Sequence[BucketPlan], share: float) -> frozenset[int]:
 
 
 def balanced_share(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> float:
-    """The share that balances both passes, for a backward pass of twice the forward's time: the note above."""
+    """Return the share that balances both passes, for a backward pass of twice the forward's time: the note above."""
     ratio = reduce_dtype.itemsize / param_dtype.itemsize
     # x = (2 - r/g) / 3. Below 0 the reductions alone take longer than the backward pass: no gather moves.
     return min(1.0, max(0.0, BACKWARD_SHARE * (1 + ratio) - ratio))

@@ -281,7 +281,7 @@ class ShardedDataParallel(StandIn):
         attach_state_hooks(module, self.buckets, make_current, self._gather.note_changed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; publishes the shards if `start_step` has not."""
+        """Run the module's own forward; publish the shards first, if `start_step` has not."""
         self._before_forward()
         result = self.module(*args, **kwargs)
         self._after_forward()
@@ -464,7 +464,7 @@ class ShardedDataParallel(StandIn):
                 yield piece.name, piece.shape, piece.parameter
 
     def travel_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Memory such as a bucket's gradients travel in, whole and as a shard, for measurements between steps.
+        """Return buffers as a bucket's reduce-scatter has them, whole and a shard, for measurements between steps.
 
         What is written there may overwrite gradients of shards: they have been stepped and dropped.
         """
@@ -598,7 +598,7 @@ class ShardedDataParallel(StandIn):
             memory.close()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, in the dtype of the computation, its names behind `module.`.
+        """Return the module's state, in the dtype of the computation, its names prefixed with `module.`.
 
         Collective where shards have changed since the last forward: call it on every rank, then save it on one.
 

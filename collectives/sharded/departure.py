@@ -87,7 +87,7 @@ class Departures:
         self._flights: deque[tuple[Bucket, Flight]] = deque()
 
     def stays(self, bucket: Bucket) -> bool:
-        """Whether gradients travel nowhere, and lose nothing where the optimiser reads them."""
+        """Whether nothing is sent: one rank alone, whose gradients lose no digits where the optimiser reads them."""
         wide = bucket.grad_S.dtype
         return self.lane.world_size == 1 and torch.promote_types(wide, self.dtype) == wide
 

@@ -116,7 +116,7 @@ def _norms(grads: Sequence[ShardedGradient], order: float) -> list[Tensor]:
 def combine_norms(
     values: Tensor, order: float, reduce: Callable[[Tensor, torch.distributed.ReduceOp.RedOpType], None]
 ) -> Tensor:
-    """Norms over all ranks of this rank's: the same shape."""
+    """Combine this rank's norms with the other ranks' to norms over all; the same shape."""
     if math.isinf(order) and order > 0:
         reduce(values, torch.distributed.ReduceOp.MAX)
         return values

@@ -505,7 +505,7 @@ class _Own(NamedTuple):
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """One level of keys: `state.NAME.KEY` and `param_groups.NAME.SETTING`."""
+    """Return the state with one level of keys: `state.NAME.KEY` and `param_groups.NAME.SETTING`."""
     flat = {f"state.{name}.{key}": value for name, each in state["state"].items() for key, value in each.items()}
     for group in state["param_groups"]:
         flat |= {
@@ -515,7 +515,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The reverse, of these parameters; each comes in a group of its own."""
+    """Return the state that `flattened` flattened, of these parameters; each comes in a group of its own."""
     known = set(names)
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}

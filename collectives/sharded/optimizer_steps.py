@@ -79,7 +79,7 @@ class OptimizerSteps:
         optimizer.register_step_post_hook(self._after)
 
     def tie_inside(self, optimizer: torch.optim.Optimizer, share: float | None) -> None:
-        """Step inside it.
+        """Step inside the backward pass, bucket by bucket.
 
         Args:
             share: of the gathers that moves there, 0..1; None: what balances both passes.
@@ -121,7 +121,7 @@ class OptimizerSteps:
     def _before(
         self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Finish the gradients: those of a closure, where one is given, which is called here and not by the step."""
+        """Finish the gradients before a step; a closure is called here, and its result given to the step."""
         closure = next((argument for argument in (*args[1:], *kwargs.values()) if argument is not None), None)
         if closure is None:
             self._finish(waits)

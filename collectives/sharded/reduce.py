@@ -117,11 +117,11 @@ class GradientReduce:
         return self._finished
 
     def note_forward(self) -> None:
-        """A forward pass has begun whose backward pass reduces: outside `no_sync`, with gradients, in training."""
+        """Note that a forward pass has begun whose backward pass reduces: outside `no_sync`, with gradients."""
         self._num_forwards += self.is_last
 
     def watch(self, parameter: nn.Parameter, index: int, position: int) -> None:
-        """Hear of the gradients of a parameter, at `position` in bucket `index`, and let operators write them there.
+        """Hook the gradients of the parameter at `position` in bucket `index`, and let operators write them in place.
 
         Autograd calls a hook on a tensor once a backward pass, when all that leads to it was computed: with None where
         the gradient was written into its slot, or none came. (The hook after the accumulation is not called then
@@ -179,7 +179,7 @@ class GradientReduce:
 
     @contextmanager
     def being_last(self, value: bool) -> Iterator[None]:
-        """Say of the backward passes inside whether they are a step's last one."""
+        """Mark the backward passes in the block as a step's last ones, or not."""
         before, self.is_last = self.is_last, value
         try:
             yield
@@ -213,7 +213,7 @@ class GradientReduce:
             self.is_last, self._into = was_last, None
 
     def _postpone(self, index: int, position: int, write: Write) -> bool:
-        """Take a product for later; False: it has no place."""
+        """Keep a weight gradient's product for later; return False if the gradient has no place."""
         assert self._into is not None
         if not self._in_backward:
             self._begin_backward()
@@ -278,7 +278,7 @@ class GradientReduce:
             )
 
     def _open(self, index: int) -> None:
-        """Have a place where gradients of this bucket add up, if one is free; see [Note: slots]."""
+        """Open the memory where gradients of this bucket add up, if it is free; see [Note: slots]."""
         bucket = self.buckets[index]
         if bucket.local_N is not None:
             return
@@ -358,7 +358,7 @@ class GradientReduce:
         self.num_finished, self._num_forwards = self.num_finished + 1, 0
 
     def begin_step(self) -> None:
-        """The shards are published again: the gradients to come belong to another step."""
+        """Begin a step: the gradients to come belong to it."""
         for bucket in self.buckets if self.stepped else ():
             bucket.used.clear()
         self._finished = self.stepped = False

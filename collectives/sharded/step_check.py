@@ -72,7 +72,7 @@ class StepCheck:
         """Numbers of an earlier round on their way to the host, the event after that, and what is read until then."""
 
     def begin_round(self) -> None:
-        """Called by every rank before the first reduction of a round.
+        """Compare the places of all ranks; every rank calls it before the first reduction of a round.
 
         Raises:
             CheckFailed: ranks are at different steps.

@@ -87,7 +87,7 @@ class Flight:
         self._done = False
 
     def land(self) -> None:
-        """Launch what is left of it, on the lane: of one whose end is better launched later. Twice does no harm."""
+        """Launch on the lane what was left for later, such as the sum of what peers sent. Twice does no harm."""
         if self._late is None:
             return
         with torch.cuda.stream(self._lane.stream):
@@ -102,7 +102,7 @@ class Flight:
 
     @property
     def landed(self) -> torch.cuda.Event | None:
-        """The event after it and after all that follows it; None on the CPU. It lands, if it has not."""
+        """Event after it and after all that follows it; None on the CPU. Lands it, if it has not."""
         self.land()
         return self._landed
 

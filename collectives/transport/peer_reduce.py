@@ -70,7 +70,7 @@ class PeerReduce:
         self._turns[0].follow()
 
     def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:
-        """Slice r to rank r, after `follow`; `input_N` is left alone until it is added.
+        """Send slice r of `input_N` to rank r, after `follow`; leave `input_N` alone until it is added.
 
         Args:
             input_N: bfloat16, float16 or float32; S elements are a multiple of 16 bytes.

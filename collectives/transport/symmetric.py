@@ -104,7 +104,7 @@ def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device, ke
 
 @functools.cache
 def compile_kernels(num_ranks: int) -> Any:
-    """The module of `peer.cu` for groups of `num_ranks`; CuPy keeps the compiled code on disk."""
+    """Compile `peer.cu` for groups of `num_ranks`; CuPy keeps the compiled code on disk."""
     import cupy
 
     code = (Path(__file__).parent / "peer.cu").read_text(encoding="utf-8")
@@ -202,7 +202,7 @@ class Window:
             raise RuntimeError(f"a copy to rank {rank} was not launched: CUDA driver error {error}")
 
     def _pack(self, name: str, arguments: tuple[int, ...]) -> tuple[Any, list[Any]]:
-        """The kernel's parameters as the driver takes them, and what they point to."""
+        """Return the kernel's parameters as the driver takes them, and the values that they point to."""
         everyone, types = _SIGNATURES[name]
         if len(types) != len(arguments):
             raise ValueError(f"{name} takes {len(types)} arguments, got {len(arguments)}")

@@ -100,11 +100,11 @@ class Windows:
 
     @staticmethod
     def room(numel: int, dtype: torch.dtype) -> int:
-        """Bytes that a tensor takes."""
+        """Return the bytes that a tensor takes, aligned."""
         return -(-numel * dtype.itemsize // _STRIDE) * _STRIDE
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor [numel] in the memory, zeroed, of nobody else."""
+        """Return a zeroed tensor [numel] of the memory; no other call returns that part."""
         start, self._used_bytes = self._used_bytes, self._used_bytes + self.room(numel, dtype)
         if self._used_bytes > max(self.memory.numel(), _STRIDE):
             raise ValueError(f"windows of {self.memory.numel()} bytes have no room for {numel} of {dtype} more")

@@ -51,7 +51,7 @@ class Expected:
 def expected_collisions(
     num_flows: Sequence[int], flow_bps: Sequence[float], num_links: int, link_bps: float
 ) -> Expected:
-    """Flows thrown at random on `num_links` equal links of `link_bps`.
+    """Compute the expected collisions of flows thrown at random on `num_links` equal links of `link_bps`.
 
     With X_k ~ Bin(n_k, 1/m) flows of rate r_k on a link of capacity c, N = sum X_k and X = sum r_k X_k: m E[N; X > c]
     flows collide, and the links' expected excess is m E[max(X - c, 0)] = m (E[X; X > c] - c P(X > c)).

@@ -55,11 +55,11 @@ class GraphLoad:
 
     @property
     def slowdown(self) -> Floats:
-        """Uncongested rate over rate, a flow."""
+        """Uncongested rate over rate, of each flow."""
         return self.free.flow_bps / self.rates.flow_bps
 
     def tiers(self) -> dict[str, NDArray[np.bool_]]:
-        """A mask over links for each tier that a flow crosses, and for all links between switches."""
+        """Return a mask over links for each tier that flows cross, and for all between switches."""
         used = np.unique(self.wires.tier[self.paths[self.paths != NO_LINK]].astype(str)).tolist()
         masks = {tier: self.wires.tier == tier for tier in self.wires.tiers if tier in used}
         switches = self.graph.is_switch
@@ -121,7 +121,7 @@ class GraphLoad:
 
 
 def load_fabric(path: Path) -> Graph:
-    """The fabric of one file or folder: what `import` or `build` wrote (fabric.graphml), or any format of `import`.
+    """Read a fabric from a file or folder: what `import` or `build` wrote (fabric.graphml), or any format of `import`.
 
     Raises:
         ConfigError: see `importers.read_fabric`.

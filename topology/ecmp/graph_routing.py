@@ -55,14 +55,14 @@ class Routes:
         self._distance = _distances(self._start, self._links, graph.link_dst, graph.is_switch, self._anchors)
 
     def hops(self, src: Ints, dst: Ints) -> Ints:
-        """Links of the shortest path, 0 from a host to itself, UNREACHABLE where there is none."""
+        """Return the links of each shortest path, 0 from a host to itself, UNREACHABLE where there is none."""
         hops = kernels.hops(
             self._start, self._links, self.graph.link_dst, self._switch, self._distance, self.key[dst], src, dst
         )
         return np.asarray(hops)
 
     def groups(self, node: Ints, dst: Ints) -> tuple[Ints, Ints]:
-        """Size of each flow's next-hop set at `node`, and the node that its first member leads to (or -1)."""
+        """Return the size of each flow's next-hop set at `node`, and the node that its first leads to (or -1)."""
         sizes, first = kernels.groups(
             self._start, self._links, self.graph.link_dst, self._switch, self._distance, self.key[dst], node, dst
         )

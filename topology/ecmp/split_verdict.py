@@ -314,7 +314,7 @@ def _crossing(loads: Sequence[float], curve: Sequence[float], inner: int, outer:
 
 
 def _sharing(num_flows: int, design: Design) -> float:
-    """Chance that a flow has company on its uplink."""
+    """Return the chance that a flow shares its uplink with another."""
     return float(1 - (1 - 1 / design.tor_uplinks) ** max(num_flows - 1, 0))
 
 

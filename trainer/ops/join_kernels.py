@@ -25,7 +25,7 @@ _ROWS, _COLUMNS, _WARPS, _EACH = 2, 1024, 4, 8
 
 
 def join_and_sum(parts_Mn: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows side by side, dense [M, N], and their sums [N], in the dtype of the parts.
+    """Return the parts side by side, dense [M, N], and their sums over rows, [N], in the parts' dtype.
 
     Args:
         parts_Mn: up to MOST_PARTS, each with its last dimension dense.

@@ -129,7 +129,7 @@ def join_gradients(
 
 
 def _cut(y: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, ...]:
-    """One output is no view of itself: the gradient of a cut into one would be a copy."""
+    """Cut `y` by columns; one output is `y` itself, for the gradient of a cut into one would be a copy."""
     return (y,) if splits is None else torch.split(y, list(splits), dim=-1)
 
 

@@ -165,7 +165,7 @@ def _plain_softmax(
     scale: float,
     trains: bool,
 ) -> Tensor:
-    """The same by torch's operators: the reference."""
+    """Do as `_softmax` by torch's operators: the reference."""
     wide_cv = logits_cv.to(loss.dtype)
     wide_cv[:, num_known:] = -torch.inf
     place_c1, is_own_c1 = _place(local_c, logits_cv.shape[1])
