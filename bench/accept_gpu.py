@@ -3,7 +3,7 @@
 Runs healthy launches of `netlayer accept` like a user; repeats of the pairs phase in one launch, each with new
 communicators; a pair that is slowed to a share of its speed, or has few thread blocks; and a GPU on which another
 process computes for a share of the time. Each row has the suspects, and the distance of the nearest score from FAIL in
-spreads. Real hardware faults are not covered.
+spreads. Not covered: real hardware faults.
 """
 
 from __future__ import annotations

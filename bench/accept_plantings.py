@@ -151,6 +151,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def _run_one(
     plant: Plant | None, ranks: int, backend: str, limit_s: float, link: Link, shared_gpus: int
 ) -> dict[str, Any]:
+    """Run an acceptance with one injected fault, or none, and return the row that says whether it was named."""
     members = members_of([("localhost", ranks)], 1)
     work = work_for(backend, limit_s, virtual_nodes=True, shares_gpus=bool(shared_gpus))
     settings = Settings(

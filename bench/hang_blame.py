@@ -315,6 +315,8 @@ def run_faulty(context: RankContext, work: Work, fault: Fault) -> None:
 
 
 def _delayed(function: Callable[..., Any], late: bool) -> Callable[..., Any]:
+    """Return a function that does what `function` does, after a pause of `_SLEEP_S` if `late`."""
+
     def slow(*args: Any, **options: Any) -> Any:
         if late:
             time.sleep(_SLEEP_S)

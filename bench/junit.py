@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from bench.accept.evidence.log import printable
 from bench.perf.options import MIN_BW_VARIABLE
 from bench.perf.table import MIN_BW_SHARE, fast_enough, mean_bus_bw
+from netlayer.printing import printable_text
 from netlayer.results import RunRecord
 
 
@@ -64,7 +64,7 @@ def junit(record: RunRecord, stopped: str = "") -> str:
             ET.SubElement(case, "failure", type="bandwidth", message=message)
     if stopped:
         case = ET.SubElement(suite, "testcase", classname=name, name="run to the end", time="0")
-        ET.SubElement(case, "error", type="stopped", message=printable(" ".join(stopped.split())))
+        ET.SubElement(case, "error", type="stopped", message=printable_text(" ".join(stopped.split())))
     return finish_suite(suite, "\n".join(figures))
 
 

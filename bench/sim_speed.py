@@ -245,6 +245,11 @@ class _Times:
     def run(
         self, fabric: Graph, flows: FlowSet, case: Case, seed: int, threads: int, backend: Backend = "numba"
     ) -> Outcome:
+        """Simulate once, note the run's seconds, and return its outcome.
+
+        Raises:
+            CheckFailed: a flow did not end.
+        """
         began = time.perf_counter()
         outcome = simulate(fabric, flows, settings(case), _law(case), seed=seed, threads=threads, backend=backend)
         took = time.perf_counter() - began

@@ -6,8 +6,9 @@ it all costs. Names load on first use, so that importing the package does not im
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from netlayer import lazy_names
 
 if TYPE_CHECKING:
     from collectives.health.checks import HealthRow as HealthRow
@@ -35,37 +36,6 @@ if TYPE_CHECKING:
     from collectives.watch.watchdog import Watch as Watch
     from netlayer.workload.messages import Message as Message
     from netlayer.workload.messages import Traffic as Traffic
-
-_HOME = {
-    "Collective": "collectives.watch.recorder",
-    "ColumnParallelLinear": "collectives.tensor.linear",
-    "HealthRow": "collectives.health.checks",
-    "Message": "netlayer.workload.messages",
-    "PipelineChannel": "collectives.pipeline.channel",
-    "PipelineLinks": "collectives.pipeline.links",
-    "Recorder": "collectives.watch.recorder",
-    "RowParallelLinear": "collectives.tensor.linear",
-    "ShardedDataParallel": "collectives.sharded.data_parallel",
-    "SmallCollectives": "collectives.small.messages",
-    "Span": "collectives.watch.recorder",
-    "StepComm": "collectives.watch.recorder",
-    "TensorExchange": "collectives.tensor.exchange",
-    "Traffic": "netlayer.workload.messages",
-    "TuningTable": "collectives.small.table",
-    "Watch": "collectives.watch.watchdog",
-    "align_clocks": "collectives.watch.trace",
-    "chrome_trace": "collectives.watch.trace",
-    "execution_order": "collectives.sharded.prepare",
-    "open_exchange": "collectives.tensor.exchange",
-    "open_link_groups": "collectives.pipeline.links",
-    "record_trace": "collectives.watch.trace",
-    "tune": "collectives.small.tuner",
-    "virtual_node_environ": "collectives.transport.nodes",
-    "write_trace": "collectives.watch.trace",
-}
-
-# Whole modules, which are used by their names.
-_MODULES = {"health": "collectives.health", "recorder": "collectives.watch.recorder"}
 
 __all__ = [
     "Collective",
@@ -95,10 +65,36 @@ __all__ = [
     "write_trace",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Collective": ".watch.recorder",
+        "ColumnParallelLinear": ".tensor.linear",
+        "HealthRow": ".health.checks",
+        "Message": "netlayer.workload.messages",
+        "PipelineChannel": ".pipeline.channel",
+        "PipelineLinks": ".pipeline.links",
+        "Recorder": ".watch.recorder",
+        "RowParallelLinear": ".tensor.linear",
+        "ShardedDataParallel": ".sharded.data_parallel",
+        "SmallCollectives": ".small.messages",
+        "Span": ".watch.recorder",
+        "StepComm": ".watch.recorder",
+        "TensorExchange": ".tensor.exchange",
+        "Traffic": "netlayer.workload.messages",
+        "TuningTable": ".small.table",
+        "Watch": ".watch.watchdog",
+        "align_clocks": ".watch.trace",
+        "chrome_trace": ".watch.trace",
+        "execution_order": ".sharded.prepare",
+        "open_exchange": ".tensor.exchange",
+        "open_link_groups": ".pipeline.links",
+        "record_trace": ".watch.trace",
+        "tune": ".small.tuner",
+        "virtual_node_environ": ".transport.nodes",
+        "write_trace": ".watch.trace",
+        # Whole modules, which are used by these names.
+        "health": ".health:",
+        "recorder": ".watch.recorder:",
+    },
+)

@@ -194,6 +194,7 @@ def run(command: click.Command | Callable[[], click.Command], name: str) -> None
 
 
 def _run(command: click.Command | Callable[[], click.Command], name: str, interrupts: Interrupts) -> NoReturn:
+    """Run a command and exit: an error of ours in one line with its exit code, an interruption with 130."""
     stdout = sys.stdout
     try:
         loaded = command if isinstance(command, click.Command) else command()

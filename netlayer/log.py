@@ -2,7 +2,7 @@
 
 Everything goes to stderr, for stdout is data. A person at a terminal gets rich's colours; a rank, a pipe or a file gets
 plain lines that carry UTC time, level and rank, every line of a traceback too, so `grep 'rank 3'` loses nothing.
-Leaves out: log files (the launcher points a rank's stderr at one) and rotation.
+Not covered: log files (the launcher points a rank's stderr at one) and rotation.
 """
 
 from __future__ import annotations

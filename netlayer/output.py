@@ -1,7 +1,7 @@
 """A command's output folder that gets everything or nothing: files are written aside and moved in together.
 
-A run that fails or is interrupted leaves what was there before, and no folder of its own. Omitted: a power cut in the
-middle of the move.
+A run that fails or is interrupted leaves what was there before, and no folder of its own. Not covered: a power cut in
+the middle of the move.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def open_output(out: Path | None, command: str) -> Iterator[Output]:
             made = [] if out is None else [path for path in (out, *out.parents) if not path.exists()]
             folder = open_out(out, command)
             part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
-            leftovers.callback(_take_away, part, (folder / _RECORDS, *(made if out else (folder, folder.parent))))
+            leftovers.callback(
+                _remove_unpublished, part, (folder / _RECORDS, *(made if out else (folder, folder.parent)))
+            )
         try:
             yield Output(folder, part)
         except OSError as exc:
@@ -75,7 +77,8 @@ def open_output(out: Path | None, command: str) -> Iterator[Output]:
             raise
 
 
-def _take_away(part: Path, folders: Iterable[Path]) -> None:
+def _remove_unpublished(part: Path, folders: Iterable[Path]) -> None:
+    """Remove a run's unpublished files, and the folders that were made for it, as far as they are empty."""
     with uninterrupted():
         shutil.rmtree(part, ignore_errors=True)
         for folder in folders:

@@ -1,4 +1,8 @@
-"""Tables on stdout. `print_rows` writes each column by what its name says it holds: shares, bytes, seconds, rates."""
+"""Tables on stdout, and filters for text of other programs that is printed.
+
+`print_rows` writes each column by what its name says it holds: shares, bytes, seconds, rates. rich is imported only
+where a table is printed: the filters are needed by commands that print none.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,37 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from netlayer.units import format_rate, format_size
 
 # A pipe has no edge to wrap at, and rich would fold a table at 80.
 _PIPE_WIDTH = 10_000
 _NUMBER = re.compile(r"([-+]?[\d,]*\.?\d+(e[-+]\d+)?%?( |/|$)|-$)")
 _SHARES = {"share", "excess", "utilisation", "used"}
+# Control characters but for line feeds and tabs, separators and marks that turn the direction of text, halves of
+# surrogate pairs, and what XML forbids.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202f\u2066-\u2069\ufffe\uffff]|[\ud800-\udfff]")
+
+
+def printable(text: str, instead: str = "?") -> str:
+    """Replace each character that is not printable (`str.isprintable`; line feeds too): none may steer a terminal."""
+    return "".join(char if char.isprintable() else instead for char in text)
+
+
+def printable_line(text: str) -> str:
+    """Return another program's output on one line: white space as single blanks, what is not printable dropped."""
+    return printable(" ".join(text.split()), "")
+
+
+def printable_text(text: str) -> str:
+    """Replace by "?" what a terminal, an XML reader or a bidirectional display acts on; line feeds and tabs stay."""
+    return _CONTROL.sub("?", text)
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> None:
     """Print texts as they are, words to the left and numbers to the right; `none` where there are no rows."""
+    from rich.console import Console
+    from rich.table import Table
+
     lines = list(rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column, heading in enumerate(headings):

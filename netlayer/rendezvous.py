@@ -9,8 +9,8 @@ comes first: what follows never waits for a rank that is not there, and missing 
 [Note: NCCL] Ranks of a group meet through one store entry, which torch's backend draws by itself when the group is
 made (`device` given) or first used; TORCH_NCCL_RANKS_PER_ROOT sets from which size on several roots share the work
 (`ncclCommInitRankScalable`). Where the world is bound to a device the groups of a dimension are split off it in one
-call without the store (`ncclCommSplit`). Omitted: MPI; ids of several groups in one batch, for torch's backend draws
-and spreads each id itself.
+call without the store (`ncclCommSplit`). Not covered: MPI; ids of several groups in one batch, for torch's backend
+draws and spreads each id itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seeds x placements x failures, one case a task: in processes here, or on a Dask cluster by its address.
 
-Both run the same function on the same cases (`workers`) and give the rows in the order of the cases. Omitted: sweeps
-over designs, which a shell loop over `--set` does.
+Both run the same function on the same cases (`workers`) and give the rows in the order of the cases. Not covered:
+sweeps over designs, which a shell loop over `--set` does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One function over many batches: in processes here, or on a Dask cluster by its address, as they come back.
 
-A Ctrl-C ends the workers at once; a worker whose parent is gone ends by itself. Omitted: what the batches are (sweep).
+A Ctrl-C ends the workers at once; a worker whose parent is gone ends by itself. Not covered: what the batches are
+(sweep).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from netlayer.launch.interrupt import uninterrupted
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
-Found = Generator[tuple[int, Result], None, None]
+BatchResults = Generator[tuple[int, Result], None, None]
 Submit = Callable[[Callable[[Any], Any], Any], "Future[Any]"]
 
 _ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", re.ASCII)
@@ -35,7 +36,7 @@ def in_order_of_end(
     *,
     processes: int | None = None,
     dask: str | None = None,
-) -> Found[Result]:
+) -> BatchResults[Result]:
     """(index, result) of every batch, first those that end first; close the generator to give up the others.
 
     Args:
@@ -87,7 +88,7 @@ def _no_scheduler(address: str, exc: BaseException) -> ConfigError:
     return ConfigError("--dask", address, f"no scheduler answers ({exc})", "start one: dask scheduler")
 
 
-def _in_processes(function: Callable[[Batch], Result], batches: Sequence[Batch], workers: int) -> Found[Result]:
+def _in_processes(function: Callable[[Batch], Result], batches: Sequence[Batch], workers: int) -> BatchResults[Result]:
     with _pool(workers) as pool:
         with uninterrupted():
             futures: dict[Future[Result], int] = {
@@ -154,7 +155,7 @@ def _begin_worker() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def _on_dask(function: Callable[[Batch], Result], batches: Sequence[Batch], address: str) -> Found[Result]:
+def _on_dask(function: Callable[[Batch], Result], batches: Sequence[Batch], address: str) -> BatchResults[Result]:
     with _dask_client(address) as (distributed, client):
         futures = {
             client.submit(function, batch, key=f"netlayer-{os.getpid()}-{index}", pure=False): index

@@ -11,8 +11,9 @@ request to stop. Before a checkpoint, an evaluation and the end the loop waits f
 numbers, so all of them stop at the same step.
 
 [Note: good checkpoints] The numbers of a step are those of the parameters before its update, which may break them. So a
-checkpoint, of which every element is finite, is vouched for by the step behind it, whose loss and gradient are finite;
-where none follows, by a held-out loss. Older ones go only then, and only such a one is gone on with unasked.
+checkpoint, of which every element is finite, is verified by the step after it, whose loss and gradient are finite;
+where none follows, by a held-out loss. Older ones are deleted only then, and a job resumes from a verified one unless
+it is given another.
 
 [Note: time beside steps] Evaluations and checkpoints are no step's time: a step is timed from the end of the one before
 only where nothing came between. Their seconds stand in the row of the step that they follow (`eval_s`, `checkpoint_s`),
@@ -142,7 +143,7 @@ class Trainer:
         self.steps = open_steps(self.model, self.optimizer, job.optimizer.clip_norm or math.inf)
         self.steps_done = 0
         self._before: StepComm | None = None
-        self._unproven: Path | None = None
+        self._pending: Path | None = None
         self._untouched: Path | None = None  # the checkpoint whose parameters these still are
         self.peak = peak_flops(place.device_name, job.model.dtype)
 
@@ -151,7 +152,7 @@ class Trainer:
         return contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
 
     def resume(self, meta: Meta) -> None:
-        """Go on from a checkpoint: the next step is the one behind it, with the samples that it would have had.
+        """Go on from a checkpoint: the next step is the one after it, with the samples that it would have had.
 
         Raises:
             ConfigError: it is of another model, or damaged.
@@ -164,7 +165,7 @@ class Trainer:
     def save(self, folder: Path) -> Path:
         """Write a checkpoint of the steps that were read so far; every rank calls it, with no step under way.
 
-        The next step that is read vouches for it, or `vouch` does.
+        It is pending until the next step is read, or `commit` is called.
 
         Raises:
             CheckFailed: a parameter or a moment is not finite; on all ranks alike.
@@ -177,13 +178,13 @@ class Trainer:
             self._check_state()
             path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text)
         # Until a step or a held-out loss has shown that its parameters are sound: [Note: good checkpoints].
-        self._unproven = path
+        self._pending = path
         return path
 
-    def vouch(self) -> Path | None:
-        """Call the last checkpoint a good one, if it is not yet: [Note: good checkpoints]. Its name then."""
+    def commit(self) -> Path | None:
+        """Make the pending checkpoint, if there is one, a good one: [Note: good checkpoints]. Return its new path."""
         # Taken away first: a rename that fails is not tried again by the next step.
-        path, self._unproven = self._unproven, None
+        path, self._pending = self._pending, None
         if path is None:
             return None
         self.leave_out()
@@ -191,7 +192,7 @@ class Trainer:
         # A rename on a file system that all see: once is enough.
         if self.place.rank == 0:
             with self.phase("moves a checkpoint"):
-                checkpoint.vouch(path, self.job.checkpoint.keep)
+                checkpoint.commit(path, self.job.checkpoint.keep)
             logger.info("checkpoint: %s", good)
         return good
 
@@ -223,7 +224,7 @@ class Trainer:
         lr = learning_rate(self.job.optimizer, step)
         stepped = self.steps.run(step, self._training_batches(step), lr)
         assert stepped.grad_norm is not None
-        # Copied to the host behind the step, so that reading them later does not wait for the step after.
+        # Copied to the host after the step, so that reading them later does not wait for the step after.
         notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked)
         # `leave_out` may have cleared it: then something came between, and this step is timed from its own begin.
         comm, before = self.recorder.end_step(), self._before
@@ -240,7 +241,7 @@ class Trainer:
         # First: only a step whose numbers are finite makes the checkpoint before it a good one.
         self._check_finite(launched.step, notes)
         self.steps_done, self._untouched = launched.step, None
-        self.vouch()
+        self.commit()
         return self._row(launched, notes), notes.num_asked > 0
 
     def evaluate(self, global_batches: int) -> float:
@@ -473,7 +474,7 @@ class _BetweenSteps:
                 # A short one, for somebody waits: it shows that the parameters which were saved are sound.
                 self._trainer.evaluate(1)
         with _timed(row, "checkpoint_s"):
-            return self._trainer.vouch()
+            return self._trainer.commit()
 
 
 @contextlib.contextmanager

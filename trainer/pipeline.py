@@ -154,11 +154,13 @@ class _Run:
         self.number = channel.stage
 
     def decoupled(self) -> None:
+        """Run the step action by action, and send each message as soon as it is computed."""
         for action in self.schedule.stages[self.number]:
             for message, tensor in self._compute(action):
                 self.channel.send(message, tensor)
 
     def coupled(self) -> None:
+        """Run the step in rounds: compute one's actions, then exchange its messages together with those of the next."""
         rounds = self.schedule.rounds(self.number)
         self.channel.exchange([], self._needs(rounds[0]))
         for actions, following in zip(rounds, [*rounds[1:], []], strict=True):

@@ -5,7 +5,7 @@ that, as in tensor-parallel layouts, the host bounds the step. A graph is launch
 pipeline stages (their messages count their rounds on the host).
 
 [Note: what a graph holds] Gathers of the parameters, forward, backward, reduction, clipping and the optimiser, in this
-order: gathers behind the optimiser would have to end in the same graph, with nothing to hide them. Tokens and learning
+order: gathers after the optimiser would have to end in the same graph, with nothing to hide them. Tokens and learning
 rate are copied to where the graph reads them. The steps before a capture are launched by operation, WARM_UP for each
 number of micro-batches: windows grow then, and kernels are compiled and chosen.
 """
@@ -134,6 +134,7 @@ class GraphedSteps(Steps):
             super().begin(step)
 
     def run(self, step: int, batches: Sequence[MicroBatch], lr: float) -> Stepped:
+        """Take the step: launched for the first few and whenever the number of micro-batches changes, then replayed."""
         self._lr.fill_(lr)
         if len(batches) != len(self._inputs):  # the graph before goes, and its memory, before a new one is made
             self.close()
@@ -165,7 +166,10 @@ class GraphedSteps(Steps):
         self._captured.clear()
 
     def _captured_step(self, step: int) -> Replay:
-        """Capture a step, which runs nothing: the host is left as after it, and the first replay is that step."""
+        """Capture a step as a CUDA graph, and return what replays it.
+
+        Nothing runs on the device meanwhile, but the host counts the step: so the first replay must be that step.
+        """
         self.model.wait_parameters()  # no stream has anything under way
         for chunk in self.model.chunks:
             chunk.note_shards_changed()  # so that the graph begins with their gathers

@@ -8,8 +8,8 @@ that to their launcher, which passes the first one on: a Slurm step's signal rea
 twice. Other launchers pass it on as well, so where ranks count what comes within moments of the first is the same
 request.
 
-[Note: torchrun] It waits 30 s for its ranks, then it kills them: a checkpoint and a held-out batch that vouches for it
-take less, or newer ones are given more (`--shutdown-timeout`); a kill between the two leaves a whole one, unproven. It
+[Note: torchrun] It waits 30 s for its ranks, then it kills them: a checkpoint and a held-out batch that verifies it
+take less, or newer ones are given more (`--shutdown-timeout`); a kill between the two leaves a whole one, pending. It
 dies of SIGUSR1 unless TORCHELASTIC_SIGNALS_TO_HANDLE names it. Where torchrun itself is gone, nobody else would tell
 its ranks, which have sessions of their own: the kernel sends them SIGTERM, and they stop in order too, those inside a
 collective when it ends or times out.
@@ -58,7 +58,7 @@ def listening(*, counts: bool, follows: bool = False) -> Iterator[StopRequest]:
     """Note SIGTERM and SIGUSR1 in the block, and let through those that were held back since the process began.
 
     Args:
-        counts: a second one, `ECHO_S` behind the first or later, ends the process at once, with exit code 128 + its
+        counts: a second one, `ECHO_S` after the first or later, ends the process at once, with exit code 128 + its
             number: [Note: who counts].
         follows: from now on the end of the process that started this one is a SIGTERM too, where the kernel is Linux.
 

@@ -53,7 +53,7 @@ class StepTracer:
         self._kept: list[StepComm] = []
 
     def add(self, comm: StepComm) -> bool:
-        """Every rank gives every step, in order; the file is written behind the first one after those asked for.
+        """Every rank gives every step, in order; the file is written after the first one after those asked for.
 
         Returns:
             Whether that was done now, which can take long.

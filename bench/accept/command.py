@@ -268,6 +268,7 @@ def _num_ranks(options: AcceptOptions, backend: str) -> int:
 def _settings(
     options: AcceptOptions, hosts: Sequence[tuple[str, int]], per_node: int, backend: str, chosen: Sequence[str]
 ) -> Settings:
+    """Return the run's settings from its options; warn where ranks share GPUs, which is a dry run and no acceptance."""
     members = members_of(hosts, per_node)
     gpus = len(usable_gpus()) if backend == "nccl" and per_node else 0
     shared_gpus = gpus if gpus < len(members) else 0

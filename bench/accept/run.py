@@ -143,6 +143,7 @@ def flag_late(trial: Trial, link: Link) -> None:
 
 
 def _run_phases(settings: Settings, result: Result, fleet: Fleet, stages: Stages) -> None:
+    """Start the agents, and run the chosen phases in order, then the soak; counters are read before and after."""
     trial = result.trial
     with stages.open("start"):
         workers = {member.rank: worker_config(settings, member) for member in settings.members}

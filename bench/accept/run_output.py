@@ -216,6 +216,7 @@ def page(result: Result, settings: Settings, commit: str, name: str) -> Report:
 
 
 def _heat_map(report: Any, result: Result, prefix: str) -> None:
+    """Add the section with the bandwidth from each rank to each other, suspects named."""
     import pandas as pd
 
     from netlayer.report import Axis, charts

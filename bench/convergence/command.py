@@ -2,7 +2,7 @@
 
 Compares MegaScale's two changes that can affect convergence (section 3.1) with what they replace: the parallel block
 with sliding-window attention against the standard block, and LAMB at four times the batch against AdamW. The text is
-this machine's Python sources and documentation, or a folder. Not measured: downstream quality; several seeds.
+this machine's Python sources and documentation, or a folder. Not covered: downstream quality; several seeds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from bench.convergence.options import (
 )
 from bench.convergence.pace import Pace
 from bench.convergence.rows import BROKEN_OFF, RUN, Before, Curve, Row, named_apart, rows_of, table
-from bench.convergence.run import KINDS, MEGASCALE_KINDS, Asked, Plan, device_name, plans, run, tokens_in
+from bench.convergence.run import KINDS, MEGASCALE_KINDS, Plan, Settings, device_name, plans, run, tokens_in
 from bench.convergence.text import PATTERNS, Chosen, Root, choose, folder_root, machine_roots
 from netlayer import environ
 from netlayer.command import RunOptions, open_run, run_options
@@ -192,7 +192,9 @@ class _Bench:
         joined: all runs of earlier calls.
     """
 
-    def __init__(self, options: RunOptions, flags: Mapping[str, Any], settings: Asked, joined: Sequence[Curve]) -> None:
+    def __init__(
+        self, options: RunOptions, flags: Mapping[str, Any], settings: Settings, joined: Sequence[Curve]
+    ) -> None:
         self.options, self.flags, self.settings, self.joined = options, flags, settings, joined
         self.started = utc_now()
 
@@ -304,7 +306,7 @@ def _text(
         chosen = choose(roots, patterns, round(most_mib * 2**20), settings.seed, bar)
         check_same_text(chosen, bench.joined)
         chosen.link_into(Path(links))
-        write_text(out / "text.txt", "".join(f"{name}\n" for name in _printable(chosen)))
+        write_text(out / "text.txt", "".join(f"{name}\n" for name in _names(chosen)))
         job = plans(replace(settings, lamb_lr=settings.lamb_lr[:1]), ["lamb"], tokens or _UNPLANNED_TOKENS)[0].job
         share = max(0.01, min(0.1, 4 * 2**20 / chosen.text_bytes))
         data = {"folder": links, "pattern": "*", "validation_share": share, "max_mib": chosen.text_bytes / 2**20 + 1}
@@ -331,7 +333,8 @@ def _text(
     return corpus, facts
 
 
-def _printable(chosen: Chosen) -> list[str]:
+def _names(chosen: Chosen) -> list[str]:
+    """Return the files' names as valid UTF-8, with bytes that are not escaped by a backslash."""
     return [name.encode("utf-8", "backslashreplace").decode() for name in chosen.files]
 
 

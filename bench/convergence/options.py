@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from bench.convergence.rows import Curve
-from bench.convergence.run import KINDS, Asked, check_overrides, sizes_of
+from bench.convergence.run import KINDS, Settings, check_overrides, sizes_of
 from netlayer import environ
 from netlayer.command import RunOptions
 from netlayer.config.file import read_override
@@ -69,7 +69,7 @@ def read_number(_context: click.Context, _option: click.Parameter, value: float 
     return value
 
 
-def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Asked:
+def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Settings:
     """Return the settings that all runs share, from options and configuration.
 
     Raises:
@@ -80,7 +80,7 @@ def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Asked:
         raise ConfigError("--minutes", flags["minutes"], "is given beside --tokens", "give one of them")
     if not all(flags["patterns"].split(",")):
         raise ConfigError("--patterns", flags["patterns"], "has an empty pattern", "give some such as '*.md,*.txt'")
-    check_overrides(_keys(options.overrides))  # before a rule between two of them says something else
+    check_overrides(_overrides_by_section(options.overrides))  # before a rule between two of them says something else
     job = options.load_config().job
     overrides = {
         name: section.model_dump(include=section.model_fields_set)
@@ -90,7 +90,7 @@ def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Asked:
     check_overrides(overrides)
     ranks = flags["ranks"] or len(environ.usable_gpus()) or 1
     sizes = sizes_of(flags["model"])
-    return Asked(
+    return Settings(
         model=flags["model"],
         ranks=ranks,
         backend=environ.choose_backend(job.launch.backend, ranks),
@@ -110,8 +110,8 @@ def read_settings(options: RunOptions, flags: Mapping[str, Any]) -> Asked:
     )
 
 
-def _keys(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the overrides of `--set`, by section of the job."""
+def _overrides_by_section(overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the overrides of `--set`, by section of the job and key."""
     by_section: dict[str, dict[str, Any]] = {}
     for override in overrides:
         key, value = read_override(override, "model.compile=true")

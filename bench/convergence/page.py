@@ -63,6 +63,7 @@ def _verdict(report: Report, record: RunRecord) -> None:
 
 
 def _overview(report: Report, record: RunRecord) -> None:
+    """Add the section on what each run came to: its loss, comparisons, resumptions, speed and MFU."""
     runs = _rows_of(record, RUN)
     section = report.section("What each run came to", source="measured")
     section.figures(*(_figure(row) for row in runs if row["held_out_loss"] is not None))
@@ -175,6 +176,7 @@ def _large(text: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _settings(report: Report, record: RunRecord) -> None:
+    """Add the table of the runs' settings, and the command that repeats them."""
     section = report.section("Settings")
     jobs = record.config["jobs"]
     columns = {}

@@ -3,7 +3,7 @@
 Tokens are the common measure: every run is evaluated on the same held-out windows at the same numbers of tokens. Time
 is that of the training steps alone, without evaluations; a run's first step, which compiles and warms up, counts as the
 median of the others, as does the first one after each checkpoint from which it was resumed; the first step's real time
-is in the record. A run that did not reach its end is not compared. Not measured: the spread over seeds.
+is in the record. A run that did not reach its end is not compared. Not covered: the spread over seeds.
 """
 
 from __future__ import annotations
@@ -306,6 +306,10 @@ def comparison(row: Mapping[str, Any]) -> str:
 
 
 def _compared(curve: Curve, baseline: Curve | None) -> Row:
+    """Return the columns that compare a run with the baseline, None where either is missing or unfinished.
+
+    They are the tokens and seconds until either run reaches the other's last held-out loss.
+    """
     row: Row = dict.fromkeys(
         (
             "baseline",

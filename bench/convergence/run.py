@@ -62,8 +62,8 @@ SIZES: Mapping[str, Sizes] = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The options that all runs share.
+class Settings:
+    """Settings that all runs share, from the options of the command.
 
     Args:
         batch: sequences per step of AdamW; LAMB takes `lamb_times` as many.
@@ -113,7 +113,7 @@ class Plan:
         return self.job.optimizer.steps * self.job.batch.global_size * self.job.model.seq_len
 
 
-def plans(settings: Asked, kinds: Sequence[str], tokens: int, earlier: Collection[RunKey] = ()) -> list[Plan]:
+def plans(settings: Settings, kinds: Sequence[str], tokens: int, earlier: Collection[RunKey] = ()) -> list[Plan]:
     """Plan runs of at least `tokens` tokens each, rounded up to a whole number of LAMB's steps.
 
     Args:
@@ -197,7 +197,7 @@ def run(
     return ""
 
 
-def tokens_in(minutes: float, settings: Asked, corpus: Corpus, place: MeetingPlace, folder: Path) -> int:
+def tokens_in(minutes: float, settings: Settings, corpus: Corpus, place: MeetingPlace, folder: Path) -> int:
     """Measure a few steps of the standard run and return the tokens of `minutes` of them, without evaluations."""
     job = _job(settings, STANDARD, settings.lr[0], 10**18)
     optimizer = job.optimizer.model_copy(update={"steps": _CALIBRATION_STEPS, "warmup_steps": 0})
@@ -253,7 +253,7 @@ _OWN = {
 }
 
 
-def _job(settings: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
+def _job(settings: Settings, kind: str, lr: float, tokens: int) -> JobConfig:
     """Build the configuration of one run.
 
     A step at LAMB's batch has the tokens of `lamb_times` steps at AdamW's, so counts in steps are scaled by that much.
@@ -295,13 +295,13 @@ def _job(settings: Asked, kind: str, lr: float, tokens: int) -> JobConfig:
     return build_config({"cluster": {"gpus_per_server": settings.ranks}, "job": tree}).job
 
 
-def _model(settings: Asked) -> ModelConfig:
+def _model(settings: Settings) -> ModelConfig:
     dtype = "bfloat16" if settings.backend == "nccl" else "float32"
     tree = {"preset": settings.model, "dtype": dtype, **settings.overrides.get("model", {})}
     return build_section(ModelConfig, tree, "job.model.")
 
 
-def _micro(settings: Asked) -> int:
+def _micro(settings: Settings) -> int:
     """Return the micro-batch: the option, else the largest up to the model's default that divides a rank's share."""
     if settings.micro:
         return settings.micro

@@ -2,7 +2,8 @@
 
 Files are taken in an order that the seed and their names give, so a part of the text is a sample of all of it. Exact
 copies, which installed packages are full of, are taken once: a copy of a training file among the held-out ones would
-be a loss learned by heart. Omitted: near copies, compressed documentation, what is above 1 MiB (tables, word lists).
+be a loss learned by heart. Not covered: near copies, compressed documentation, what is above 1 MiB (tables, word
+lists).
 """
 
 from __future__ import annotations

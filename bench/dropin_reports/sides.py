@@ -81,7 +81,7 @@ def train(
     after: Callable[[int], None] = lambda _: None,
     whole: bool = False,
 ) -> list[Tensor]:
-    """Parameters after these steps; `before` runs between backward and step, `after` behind the step."""
+    """Parameters after these steps; `before` runs between backward and step, `after` after the step."""
     for step in range(steps):
         model(side.batch(whole)).square().mean().backward()
         before(step)

@@ -2,8 +2,8 @@
 
 What all ranks say alike (joining, barriers) is summed once and taken times the ranks: the cost grows with ranks plus
 groups, not with their product. What `bench.init_time` replays, byte by byte. Real ranks on Redis may differ by the
-digits of a number: the mark of a rank, serial numbers, and the count that a barrier's second look finds. Omitted: the
-headers of TCP and IP.
+digits of a number: the mark of a rank, serial numbers, and the count that a barrier's second look finds. Not covered:
+the headers of TCP and IP.
 """
 
 from __future__ import annotations

@@ -190,6 +190,7 @@ def _layouts(text: str, field: str = "--ranks") -> list[ParallelLayout]:
 
 
 def _ways(text: str) -> list[Way]:
+    """Return the ways of starting that use the stores named in `text`, separated by commas."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in get_args(StoreName):

@@ -122,6 +122,7 @@ def build_page(rows: Sequence[Row]) -> Report:
 
 
 def _real(report: Report, rows: Sequence[Row]) -> None:
+    """Add the section on real ranks: time from launch to the first step, by parts, and the store's operations."""
     runs = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == REAL])
     if not len(runs):
         return
@@ -187,6 +188,7 @@ def _stacked(frame: pd.DataFrame, parts: dict[str, str]) -> alt.Chart | alt.Laye
 
 
 def _share(report: Report, rows: Sequence[Row]) -> None:
+    """Add the section on simulated ranks: seconds of the store's share by the number of ranks, and its growth."""
     cells = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == LABEL])
     if not len(cells):
         return

@@ -143,6 +143,7 @@ def _await(file: Path) -> None:
 
 
 def _make_groups(order: Order, rank: int, device: torch.device, parts: Parts) -> dict[str, Any]:
+    """Make the process groups, by `rendezvous` or by torch's device mesh, and note the seconds of it in `parts`."""
     timeout = timedelta(seconds=order.timeout_s)
     bound = device if order.eager else None
     with _backend_timed(parts), _timed(parts, "groups"):

@@ -221,7 +221,7 @@ def _redis_operations(data: bytes) -> Iterator[Operation]:
 
 
 def _redis_words(parts: list[bytes]) -> tuple[str, str]:
-    """Return the command and its key; a script of ours has its own name instead of EVAL or EVALSHA."""
+    """Return the command of a Redis request and its key; a script of ours by its own name, not EVAL or EVALSHA."""
     kind, first = parts[0].decode().upper(), 1
     if kind in ("EVAL", "EVALSHA"):
         kind = _SCRIPTS.get(parts[1].decode(), kind)

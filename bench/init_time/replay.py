@@ -145,6 +145,12 @@ class _Load:
         return Replayed(seconds, self._operations, self._backend, self._bytes, server_cpu_s, own_cpu_s)
 
     def _meet(self, began: float, limit_s: float, say: Callable[[int], None]) -> None:
+        """Run all simulated ranks to the end of their traffic, connecting some hundred at a time.
+
+        Raises:
+            TimeUp: it took more than `limit_s`.
+            CheckFailed: the server is silent.
+        """
         ranks = self._layout.world_size
         waiting = deque(range(ranks))
         connecting: set[int] = set()

@@ -1,8 +1,8 @@
 """The store's share of an initialisation, a row for each size and way: replayed, or from the closed form.
 
 A cell is predicted only where a replay would run out of time, and only from a speed that was measured: its own until
-then, or that of the next smaller cell of the same way. Any other failure ends the run. Omitted: what is replayed, and
-how (`bench.init_time.traffic`, `bench.init_time.replay`).
+then, or that of the next smaller cell of the same way. Any other failure ends the run. Not covered: what is replayed,
+and how (`bench.init_time.traffic`, `bench.init_time.replay`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def rows(share: Share, layouts: Sequence[ParallelLayout], ways: Sequence[Way], s
 
 
 def _cell(share: Share, way: Way, layout: ParallelLayout, speeds: dict[Way, float], stages: Stages) -> Iterator[Row]:
+    """Yield the row of one way of starting at one number of ranks: measured if it is quick enough, else predicted.
+
+    Args:
+        speeds: operations/s of each way at the last size, which the prediction uses; updated here.
+    """
     backend = backend_operations(way, layout)
     total = operations(way, layout) + backend
     common = {

@@ -3,8 +3,8 @@
 Three ways on TCPStore (the paper's baseline, today's torch, ours) and ours on Redis, each as it was recorded from real
 ranks (`bench.init_time --real`; tests compare this model with such recordings). Also the backend's own traffic:
 NCCL's, where each group's first rank gives its 128-byte id and the others get it, is read from torch 2.13
-(`ProcessGroupNCCL::broadcastUniqueNCCLID`), not recorded; gloo's was recorded, eager and lazy. Omitted: what a server
-adds by itself, and ranks that wait for more than five seconds.
+(`ProcessGroupNCCL::broadcastUniqueNCCLID`), not recorded; gloo's was recorded, eager and lazy. Not covered: what a
+server adds by itself, and ranks that wait for more than five seconds.
 """
 
 from __future__ import annotations

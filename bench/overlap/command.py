@@ -2,8 +2,8 @@
 
 dp compares our sharded data parallel (in four variants) with torch's FSDP2, on one GPT and one communicator, in turn,
 after checking that all train alike; pp and tp measure the overlap of the pipeline and of the tensor-parallel linears;
-small the latency of small messages. On NCCL, `--channels` holds the bandwidth down to that of a NIC. Omitted: several
-hosts.
+small the latency of small messages. On NCCL, `--channels` holds the bandwidth down to that of a NIC. Not covered:
+several hosts.
 """
 
 from __future__ import annotations

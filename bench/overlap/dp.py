@@ -76,6 +76,11 @@ class Comparison:
         self.num_steps = -(-settings.steps // settings.rounds)
 
     def run(self, channels: int) -> list[Row]:
+        """Measure all systems in turns, and return their rows.
+
+        Raises:
+            CheckFailed: the losses of two systems differ.
+        """
         _choose_attention(self.place.device, self.settings.model.dtype)
         for turn in range(self.settings.rounds):
             self._say(f"round {turn + 1}: ours")

@@ -1,8 +1,8 @@
 """The legs of `bench.overlap`, one after the other: a technique, and for dp a number of NCCL's channels.
 
 Each technique ends in a record of its own, also where a leg fails or time runs out: what was measured is kept, and what
-was not is a row that says why. Ranks are started anew for each leg, for NCCL reads its channels once in a process. Left
-out: the measurements.
+was not is a row that says why. Ranks are started anew for each leg, for NCCL reads its channels once in a process. Not
+covered: the measurements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pipeline schedules with decoupled and with coupled messages, on a stack of MLP layers (technique `pp` of `overlap`).
 
 Every row is one schedule with one of the two systems; both take turns on the same data, after their gradients were
-compared with a single process that runs the whole model. Not here: data parallelism, the optimiser, several hosts.
+compared with a single process that runs the whole model. Not covered: data parallelism, the optimiser, several hosts.
 
 Definitions of the figures, with p stages, v chunks per stage, m micro-batches:
 - `compute_ms`: the slowest stage's step with its messages removed and all else done: the ideal.

@@ -216,6 +216,7 @@ def _exposure(timing: Timing, own_s: float) -> Row:
 
 
 def _rates(settings: DpSettings, timing: Timing, communication: Communication, device_name: str) -> Row:
+    """Return tokens/s, FLOPs of a step and MFU of the ranks together, in both conventions."""
     ranks = communication.ranks
     flops = step_flops(settings.model, settings.micro * ranks)
     peak = peak_flops(device_name, settings.model.dtype)

@@ -1,4 +1,4 @@
-"""Times steps that are launched one behind the other: nothing waits for a device, a host or another rank in between."""
+"""Times steps that are launched one after the other: nothing waits for a device, a host or another rank in between."""
 
 from __future__ import annotations
 

@@ -83,6 +83,7 @@ def build_systems(
 def _column_systems(
     group: dist.ProcessGroup, exchanges: Mapping[str, TensorExchange], device: torch.device, sizes: Sizes
 ) -> dict[str, dict[str, System]]:
+    """Return the systems of a column-parallel linear, forward and both passes, each with its right outputs."""
     world_size = dist.get_world_size(group)
     x_mK = _random(sizes.rows // world_size, sizes.hidden, sizes, device).requires_grad_()
     dy_MN = _random(sizes.rows, sizes.features, sizes, device)
@@ -122,6 +123,7 @@ def _column_systems(
 def _row_systems(
     group: dist.ProcessGroup, exchanges: Mapping[str, TensorExchange], device: torch.device, sizes: Sizes
 ) -> dict[str, dict[str, System]]:
+    """Return the systems of a row-parallel linear, forward and both passes, each with its right outputs."""
     world_size = dist.get_world_size(group)
     x_MK = _random(sizes.rows, sizes.features, sizes, device).requires_grad_()
     dy_mN = _random(sizes.rows // world_size, sizes.hidden, sizes, device)

@@ -32,9 +32,9 @@ _ENDS = {
 
 
 def renamed(gpt: GPT, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter of a run of layers by its name there, and the part of it that a tensor-parallel rank holds.
+    """Yield each parameter of a run of layers by Megatron Core's name, and the part that a tensor-parallel rank holds.
 
-    Layers count from 0 in a run. `gpt` is not spread itself.
+    Layers count from 0 in a run. `gpt` itself is not split.
     """
     first = min((int(name) for name in gpt.blocks), default=0)
     for name, parameter in gpt.named_parameters():
@@ -44,7 +44,7 @@ def renamed(gpt: GPT, rank: int, world_size: int) -> Iterator[tuple[str, Tensor]
             _, layer, module, *_, kind = name.replace("weights.0", "weight").split(".")
             theirs, dim = _BLOCK[module]
             theirs = f"decoder.layers.{int(layer) - first}.{theirs}.{kind}"
-            dim = None if kind == "bias" and dim == 1 else dim  # added once, behind the sum over ranks
+            dim = None if kind == "bias" and dim == 1 else dim  # added once, after the sum over ranks
         whole = parameter.detach()
         if ".qkv." in name:
             whole = by_head(whole, gpt.config)

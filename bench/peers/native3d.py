@@ -109,7 +109,7 @@ class Native3d:
         _switch_asynchronous(self._was_asynchronous)
 
     def _build(self, seed: int, stage: int, chunk: int) -> NativeStage:
-        """The run of layers of a chunk: spread, compiled, sharded, in this order."""
+        """Build the layers of a stage's chunk: split over tensor-parallel ranks, compiled, sharded, in this order."""
         job, layout = self.job, self.job.parallel.layout
         gpt = build_model(job.model, seed, self.device, half_blocks(layers_of(job, stage, chunk)))
         if job.model.dtype == "float64":

@@ -1,7 +1,7 @@
 """A GPT of torch's own modules, whole or a run of its layers, with the initial values of `trainer.model.gpt`.
 
 It is written for `parallelize_module`: every matrix is an `nn.Linear` or `nn.Embedding` of its own, and what is between
-them works on this rank's part of the positions or of the heads. A bias is a module behind its matrix: torch's
+them works on this rank's part of the positions or of the heads. A bias is a module after its matrix: torch's
 asynchronous tensor parallelism knows no product with a bias. Not covered: what `check_plain` refuses.
 
 Shapes: B sequences, T positions, t of them on a tensor-parallel rank, D hidden, V vocabulary.

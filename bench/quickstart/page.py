@@ -59,6 +59,7 @@ def _sentence(outcome: Outcome) -> str:
 
 
 def _overview(report: Report, outcome: Outcome) -> None:
+    """Add the figures at a glance: bandwidth, loss, speed, exposed communication, and the fabric's collisions."""
     measured, fabric = summary(outcome), fabric_summary(outcome)
     bandwidth = _bandwidth(outcome)
     section = report.section("At a glance")
@@ -104,6 +105,7 @@ def _overview(report: Report, outcome: Outcome) -> None:
 
 
 def _bench(report: Report, outcome: Outcome) -> None:
+    """Add the section on the acceptance bench: bandwidth of four collectives by message size."""
     section = report.section(
         "Acceptance bench",
         "Four collectives over real ranks, every element checked before its time counts. Bus bandwidth is nccl-tests': "
@@ -151,6 +153,7 @@ def _bandwidth(outcome: Outcome) -> Axis:
 
 
 def _fabric(report: Report, outcome: Outcome) -> None:
+    """Add the section on the simulated fabric: collisions with and without the ToR split, by hash and by load."""
     if not outcome.collisions:
         return
     cluster = outcome.fabric.cluster
@@ -214,6 +217,7 @@ def _fabric(report: Report, outcome: Outcome) -> None:
 
 
 def _training(report: Report, outcome: Outcome) -> None:
+    """Add the section on the training run: loss, speed, exposed communication and MFU."""
     training = outcome.training
     if training is None:
         return

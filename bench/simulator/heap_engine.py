@@ -41,7 +41,7 @@ _PORT = np.dtype(
         ("busy", "i8"),
         ("order", "i8"),  # among arrivals at one moment the larger is first: this packet's time, the last one's, began
         ("queue_bytes", "i8"),
-        ("asked", "i8"),  # when it looks next, NEVER for none
+        ("next_look", "i8"),  # when it looks next, NEVER for none
         ("last", "i8"),  # of its events that are in the heap
         ("flow", "i4"),  # that a host's port sends
         ("queued", "i4"),
@@ -82,7 +82,7 @@ def simulate_by_heap(s: State) -> Rows:
 
 def _heap_of(s: State) -> Heap:
     flow, port = s.flow, np.zeros(len(s.port), dtype=_PORT)
-    port["busy"], port["asked"], port["last"], port["flow"] = -1, NEVER, -1, -1
+    port["busy"], port["next_look"], port["last"], port["flow"] = -1, NEVER, -1, -1
     port["is_switch"] = s.node["is_switch"][s.port["to"][s.port["peer"]]]
     port["flow"][s.node["first_port"][flow["src"]]] = np.arange(len(flow))
     packets = int(flow["num_packets"].sum())  # in flight is each or its ACK
@@ -107,8 +107,8 @@ def _run(s, h):  # type: ignore[no-untyped-def]
             if s.run[0].law == DCQCN:
                 dcqcn.start(s.dcqcn[0], s.dcqcn_flow[who], s.flow[who])
             _ask(h, s.node[s.flow[who].src].first_port, now)
-        elif h.port[who].asked == now:  # else it has looked already, for it was asked to look sooner
-            h.port[who].asked = NEVER
+        elif h.port[who].next_look == now:  # else it has looked already, for it was asked to look sooner
+            h.port[who].next_look = NEVER
             if h.port[who].is_switch:
                 _start_next(s, h, who, now)
             else:
@@ -163,8 +163,8 @@ def _copy(to, of):  # type: ignore[no-untyped-def]
 def _ask(h, p, when):  # type: ignore[no-untyped-def]
     """Have port `p` look at `when`, if it does not sooner."""
     port = h.port[p]
-    if when < port.asked:
-        port.asked = when
+    if when < port.next_look:
+        port.next_look = when
         if when != port.last:
             _push(h, when, _FREE, np.int64(p), 0)
             port.last = max(port.last, when)

@@ -5,8 +5,9 @@ Names load on first use, so that importing one module of the room does not impor
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from netlayer import lazy_names
 
 if TYPE_CHECKING:
     from collectives.health.checks import HealthRow as HealthRow
@@ -18,20 +19,18 @@ if TYPE_CHECKING:
     from collectives.health.checks import pair_rounds as pair_rounds
     from collectives.health.checks import pairs as pairs
 
-_HOME = {
-    "HealthRow": "checks",
-    "all_reduce": "checks",
-    "all_to_all": "checks",
-    "copy": "checks",
-    "gemm": "checks",
-    "host_pauses": "checks",
-    "pair_rounds": "checks",
-    "pairs": "checks",
-}
 __all__ = ["HealthRow", "all_reduce", "all_to_all", "copy", "gemm", "host_pauses", "pair_rounds", "pairs"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "HealthRow": ".checks",
+        "all_reduce": ".checks",
+        "all_to_all": ".checks",
+        "copy": ".checks",
+        "gemm": ".checks",
+        "host_pauses": ".checks",
+        "pair_rounds": ".checks",
+        "pairs": ".checks",
+    },
+)

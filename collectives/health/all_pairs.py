@@ -178,6 +178,10 @@ class _Meeting:
         return [self._measure(direction, size, repeats, budget_s) for direction, size in sizes.items()]
 
     def _measure(self, direction: str, num_bytes: int, repeats: int, budget_s: float) -> _Half:
+        """Measure one direction, both at once or latency, as this rank of the pair: times in us, wrong elements.
+
+        Latency is half the round trip. Both ranks repeat as often as the slower one allows.
+        """
         is_low = self._rank == self._pair[0]
         sends = direction in (_BOTH, _LATENCY, _LOW_TO_HIGH if is_low else _HIGH_TO_LOW)
         receives = direction in (_BOTH, _LATENCY, _HIGH_TO_LOW if is_low else _LOW_TO_HIGH)

@@ -135,7 +135,7 @@ class PipelineChannel:
         return self._overlap and self._is_warm
 
     def begin_step(self) -> None:
-        """Start the messages of a step; posts the first receives, behind what the compute stream does by now.
+        """Start the messages of a step; posts the first receives, after what the compute stream does by now.
 
         Raises:
             RuntimeError: the last step was not finished.

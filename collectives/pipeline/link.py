@@ -5,9 +5,9 @@ the other direction, which has a link of its own. Not covered: which messages th
 (`collectives.pipeline.channel`).
 
 [Note: memory] A tensor to send, and the buffer of a receive, belong to the compute stream. The link's stream starts
-behind the point of the compute stream at which the call was made: by then the tensor is written, and whoever had the
+after the point of the compute stream at which the call was made: by then the tensor is written, and whoever had the
 buffer's memory before has read it. A tensor to send is kept until it has left, however early its owner lets go of it; a
-buffer is handed over behind an event on which the compute stream waits. The host waits for nothing.
+buffer is handed over after an event on which the compute stream waits. The host waits for nothing.
 
 [Note: completion on the CPU] A send or receive of gloo is only known to be complete by waiting for it, once. A thread
 of the link does that, one after the other, so that tensors are freed and times are noted when they are due.
@@ -210,7 +210,7 @@ class _Streamed:
             self._waited = True
 
     def done(self) -> bool:
-        # Once the compute stream waits, what is freed is used again behind the transfer.
+        # Once the compute stream waits, what is freed is used again after the transfer.
         return self._waited or bool(self._landed.query())  # type: ignore[no-untyped-call]
 
 

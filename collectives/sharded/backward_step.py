@@ -12,7 +12,7 @@ model: a forward pass that found its last layers gathered and its first ones not
 
 [Note: order] Reductions are launched from the last bucket to the first, and feed nothing but their own update; what is
 waited for first in the next forward pass, the first buckets, is reduced last. So the gather of a bucket that moves is
-launched right behind the next reduction (its update runs meanwhile); all others follow the last reduction, in the order
+launched right after the next reduction (its update runs meanwhile); all others follow the last reduction, in the order
 of the forward pass. On one communicator that is the order on the wire. The end of a step is exposed, whatever is done:
 the last gradients can only be reduced after the backward pass, and are the first to be gathered before the next one. So
 nothing stands between the last reductions: the first buckets do not move.
@@ -41,7 +41,7 @@ NUM_UNMOVED = 4
 
 
 class BackwardStep:
-    """Steps the optimiser behind the reductions of a step's last backward pass, at the same places on every rank.
+    """Steps the optimiser after the reductions of a step's last backward pass, at the same places on every rank.
 
     Args:
         buckets: in order of first use.
@@ -67,7 +67,11 @@ class BackwardStep:
         self._after: dict[int, torch.cuda.Event] = {}
 
     def begin(self) -> None:
-        """Begin a pass, at its first gradient: no gather may still read a shard when that shard is stepped."""
+        """Begin a backward pass, at its first gradient: wait for all gathers, then take over what users wrote.
+
+        A gather may read a shard no longer when that shard is stepped, and a step would overwrite what users have
+        written into parameters since the last one.
+        """
         self._behind.clear()
         # First, for `adopt` leaves out a bucket whose gather is under way.
         self._gather.wait_all()
@@ -77,15 +81,15 @@ class BackwardStep:
         """Step a bucket after its reduction, which was just launched, and gather the one that is due."""
         flight.follow(lambda: self._update(self._buckets[index]), self._stream)
         self._behind.append((index, flight))
-        # A gather right behind its own reduction would hold up the wire until the update is through.
+        # A gather right after its own reduction would hold up the wire until the update is through.
         while len(self._behind) > self._lag:
             self._pass_on(*self._behind.popleft())
 
     def complete(self) -> None:
-        """Pass on the last buckets, and start the gathers of all that were not gathered early."""
+        """End the pass: gather the last early buckets, and start the gathers of all others."""
         while self._behind:
             self._pass_on(*self._behind.popleft())
-        # These in the order of the forward pass, and all behind the last reduction: see [Note: order].
+        # These in the order of the forward pass, and all after the last reduction: see [Note: order].
         self._gather.publish_rest(self._after)
         self._after = {}
 
@@ -98,6 +102,7 @@ class BackwardStep:
             self._after[index] = flight.landed
 
     def _update(self, bucket: Bucket) -> None:
+        """Step the parameters of one bucket alone, and put its new shard where the all-gather takes it from."""
         # Before the update: from here on its parameters are neither of this step nor, until gathered, of the next.
         self._gather.stepping(bucket.plan.index)
         # An optimiser leaves out what has no gradient: that is how it steps one bucket.
@@ -111,7 +116,7 @@ class BackwardStep:
 
 
 def choose_early(plans: Sequence[BucketPlan], share: float) -> frozenset[int]:
-    """Buckets with `share` of the bytes, spread evenly behind the first ones.
+    """Return the buckets to gather under the backward pass: `share` of the bytes, spread evenly after the first ones.
 
     Raises:
         ValueError: `share` is not in 0..1.
@@ -131,7 +136,7 @@ def choose_early(plans: Sequence[BucketPlan], share: float) -> frozenset[int]:
 
 
 def balanced_share(param_dtype: torch.dtype, reduce_dtype: torch.dtype) -> float:
-    """The share that balances both passes, for a backward pass of twice the forward's time: the note above."""
+    """Return the share that balances both passes, for a backward pass of twice the forward's time: the note above."""
     ratio = reduce_dtype.itemsize / param_dtype.itemsize
     # x = (2 - r/g) / 3. Below 0 the reductions alone take longer than the backward pass: no gather moves.
     return min(1.0, max(0.0, BACKWARD_SHARE * (1 + ratio) - ratio))

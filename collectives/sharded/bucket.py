@@ -53,7 +53,7 @@ class BucketPlan:
         world_size: number of ranks that share it.
         align: a shard is a multiple of so many elements.
         whole_shard: elements of a shard where no parameter is cut: each lies in the shard of one rank, with padding
-            behind the last of every rank; None: parameters are cut where shards end.
+            after the last of every rank; None: parameters are cut where shards end.
     """
 
     index: int
@@ -65,7 +65,7 @@ class BucketPlan:
 
     @property
     def numel(self) -> int:
-        """Elements up to the end of the last parameter, without the padding behind it."""
+        """Elements up to the end of the last parameter, without the padding after it."""
         return self.slots[-1].end
 
     @property
@@ -150,7 +150,7 @@ def plan_buckets(
 def _pack_whole(
     parameters: Sequence[tuple[str, torch.Size]], world_size: int, align: int, first_rank: int
 ) -> tuple[tuple[Slot, ...], int]:
-    """Places of parameters that are not cut, and the size of a shard: the largest first, where least lies yet.
+    """Place whole parameters on ranks, the largest first, each where least lies; return slots, and a shard's size.
 
     Args:
         first_rank: which rank, modulo their number, has the largest: another one in each bucket.
@@ -315,7 +315,7 @@ class Bucket:
             torch.where(is_kept_S, self.master_S, self.own_S, out=self.master_S)
 
     def note_masters_loaded(self) -> None:
-        """Masters were set with all their digits: a load of the parameters, which rounds, leaves them."""
+        """Note that masters were set with all their digits: a load of the parameters, which rounds, leaves them."""
         self._loaded = self.master_S._version
 
     def holds_masters(self) -> bool:
@@ -324,7 +324,7 @@ class Bucket:
 
     @torch.no_grad()
     def take_loaded(self) -> None:
-        """The parameters were loaded: masters are set to them."""
+        """Set the masters to the parameters, which were loaded."""
         if self.own_S is None:
             return
         # Masters were loaded in full precision just before: only what now differs from them is newer.
@@ -336,7 +336,7 @@ class Bucket:
 
     @property
     def num_writes(self) -> int:
-        """Grows with every write into a parameter that autograd counts: in place, and not through `.data`."""
+        """Number of writes into parameters that autograd counts: in place, and not through `.data`."""
         # Also of parameters that are not current: see `collectives.sharded.guard`.
         with torch._C.DisableTorchFunctionSubclass():
             return sum(parameter._version for parameter in self.parameters)
@@ -367,7 +367,7 @@ class Bucket:
         self._written = set(range(len(self.parameters))) if holds_all else set()
 
     def open_new(self, dtype: torch.dtype) -> None:
-        """The same in memory that is allocated here."""
+        """Let gradients add up in new memory from now on."""
         # Not zeroed: a first gradient is copied, and `_clear_rest` zeroes what has none before it travels.
         self.open(torch.empty(self.plan.padded_numel, dtype=dtype, device=self.full_N.device))
 
@@ -561,7 +561,7 @@ class Bucket:
         self.cleared.clear()
 
     def _put(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
-        """Gradients into their places, added where something is."""
+        """Copy gradients into their places, or add them where something is."""
         if all(grad is None for grad in grads):  # the operators wrote them there
             return
         places = list(zip(self.plan.views(flat_N), grads, strict=True))
@@ -572,7 +572,7 @@ class Bucket:
         _foreach(torch._foreach_add_, kept)
 
     def _clear_rest(self, flat_N: Tensor, grads: Sequence[Tensor | None], written: Set[int]) -> None:
-        """Zeros where no gradient came, and where no parameter lies."""
+        """Zero the places of parameters without a gradient, and the padding."""
         # Padding travels too, and may not add what the allocator left there.
         for start, end in [(self.plan.numel, None)] if self.plan.whole_shard is None else self.plan.gaps():
             flat_N[start:end].zero_()
@@ -582,7 +582,7 @@ class Bucket:
 
 
 def _foreach(combine: Callable[..., object], places: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """Call `combine` on the views, and the gradients, of those that have one."""
+    """Call `combine` with the lists of views and of gradients, of the places that have a gradient."""
     present = [(view, grad) for view, grad in places if grad is not None]
     if present:
         combine(*zip(*present, strict=True))

@@ -281,13 +281,14 @@ class ShardedDataParallel(StandIn):
         attach_state_hooks(module, self.buckets, make_current, self._gather.note_changed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward; publishes the shards if `start_step` has not."""
+        """Run the module's own forward; publish the shards first, if `start_step` has not."""
         self._before_forward()
         result = self.module(*args, **kwargs)
         self._after_forward()
         return result
 
     def _before_forward(self) -> None:
+        """Start the step if it has not begun, and wait for the parameters that no module's own hook waits for."""
         # Recomputation, within a step that has begun long ago.
         if inside_backward():
             return
@@ -463,7 +464,7 @@ class ShardedDataParallel(StandIn):
                 yield piece.name, piece.shape, piece.parameter
 
     def travel_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Memory such as a bucket's gradients travel in, whole and as a shard, for measurements between steps.
+        """Return buffers as a bucket's reduce-scatter has them, whole and a shard, for measurements between steps.
 
         What is written there may overwrite gradients of shards: they have been stepped and dropped.
         """
@@ -597,7 +598,7 @@ class ShardedDataParallel(StandIn):
             memory.close()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, in the dtype of the computation, its names behind `module.`.
+        """Return the module's state, in the dtype of the computation, its names prefixed with `module.`.
 
         Collective where shards have changed since the last forward: call it on every rank, then save it on one.
 
@@ -680,6 +681,7 @@ class ShardedDataParallel(StandIn):
         self._step_check.begin_round()
 
     def _place(self) -> Place:
+        """Return where this rank's program stands and its settings, for all ranks to compare."""
         return Place(
             announced=announced_step(self._step, self.reduce_lane),
             # A forward that no backward pass followed looks like a step left out: `step_check`, [Note: which step].

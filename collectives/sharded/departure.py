@@ -87,12 +87,15 @@ class Departures:
         self._flights: deque[tuple[Bucket, Flight]] = deque()
 
     def stays(self, bucket: Bucket) -> bool:
-        """Whether gradients travel nowhere, and lose nothing where the optimiser reads them."""
+        """Whether nothing is sent: one rank alone, whose gradients lose no digits where the optimiser reads them."""
         wide = bucket.grad_S.dtype
         return self.lane.world_size == 1 and torch.promote_types(wide, self.dtype) == wide
 
     def claim(self, bucket: Bucket) -> None:
-        """Let the gradients of the bucket that is launched next add up where they will travel."""
+        """Open a bucket's gradients in the buffer that its reduce-scatter sends: autograd adds them up there.
+
+        It is the bucket that is launched next; without buffers its gradients get new memory.
+        """
         if self._buffers:
             # Kept, for buffers take turns: the one that is filled from now on must be the one that is sent.
             self._claimed = self.buffers_for(bucket)

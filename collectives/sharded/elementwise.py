@@ -117,6 +117,7 @@ def _step_all(
     values: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
 ) -> list[Tensor]:
+    """Step copies of `values` once for each of `grads` by an optimiser of this kind, and return what they are then."""
     parameters = [nn.Parameter(each.clone()) for each in values]
     # A fused or capturable step needs a GPU; elsewhere it is the same mathematics.
     plain = {key: value for key, value in settings.items() if key not in ("fused", "capturable")}

@@ -89,7 +89,7 @@ class ParameterGather:
             self._changed_unseen = False
 
     def note_changed_unseen(self) -> None:
-        """The shards have changed, which their versions do not show."""
+        """Note that the shards have changed where their versions do not show it."""
         self.stale = self._changed_unseen = True
 
     @property
@@ -100,7 +100,7 @@ class ParameterGather:
         )
 
     def before_access(self, index: int) -> None:
-        """Have bucket `index` current, whose parameters somebody reads or writes: see the note above.
+        """Make bucket `index` current, since somebody reads or writes its parameters: see the note above.
 
         Raises:
             RuntimeError: in a backward pass that has stepped it already.
@@ -145,12 +145,12 @@ class ParameterGather:
         if after is not None:
             self._after[index] = after
         self._early.add(index)
-        # `BackwardStep` has published the shard itself, behind its update.
+        # `BackwardStep` has published the shard itself, after its update.
         self._in_place.add(index)
         self._launch(index)
 
     def publish_rest(self, after: dict[int, torch.cuda.Event]) -> None:
-        """The backward pass is through: start the gathers of the buckets that `gather_early` did not.
+        """Start, after the backward pass, the gathers of the buckets that `gather_early` did not.
 
         Args:
             after: the points from which own slices are current, as in `gather_early`.
@@ -166,7 +166,7 @@ class ParameterGather:
         self._start(rest)
 
     def wait_for(self, indices: Iterable[int]) -> None:
-        """Have these buckets' parameters ready to be read, and `prefetch` more on their way."""
+        """Make these buckets' parameters ready to be read, and launch the gathers of `prefetch` more."""
         for index in indices:
             if index in self._stepped:
                 raise RuntimeError(
@@ -182,7 +182,7 @@ class ParameterGather:
                     self._note_current(index)
 
     def _note_current(self, index: int) -> None:
-        """The current stream has waited for this bucket. So does the one that computes, if that is another."""
+        """Note that the current stream has waited for this bucket; the computing stream waits too, if it is another."""
         if self._home is not None and not self.lane.is_capturing:
             here = current_stream(self.lane.device)
             if here != self._home:
@@ -201,7 +201,7 @@ class ParameterGather:
         self._launch_until(len(self.buckets))
 
     def wait_all(self) -> None:
-        """Have every parameter ready to be read, as of the last `publish`."""
+        """Make every parameter ready to be read, with the values of the last `publish`."""
         self.wait_for(range(len(self.buckets)))
 
     def check_unchanged(self) -> None:
@@ -218,7 +218,7 @@ class ParameterGather:
                 )
 
     def adopt(self, unseen: bool = False) -> None:
-        """Take over what others have written into parameters; see the note above.
+        """Copy what others have written into parameters to the masters; see the note above.
 
         Args:
             unseen: look at every value, for what was written through `.data` too.
@@ -239,7 +239,7 @@ class ParameterGather:
                 self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
 
     def note_changed(self) -> None:
-        """Shards and full parameters were both changed alike on every rank: there is nothing to publish."""
+        """Note that shards and full parameters were changed alike on every rank: there is nothing to publish."""
         self.stale = False
         for bucket in self.buckets:
             mark_current(bucket.parameters)
@@ -247,7 +247,7 @@ class ParameterGather:
         self._writes = [bucket.num_writes for bucket in self.buckets]
 
     def note_masters_loaded(self, differ: bool) -> None:
-        """Masters were loaded, which parameters were written with too; unless they `differ`, on any rank."""
+        """Note that masters were loaded, and parameters with the same values, unless they `differ` on any rank."""
         self.note_changed()
         if differ:
             self.note_changed_unseen()
@@ -285,6 +285,7 @@ class ParameterGather:
             self._launch(self._to_launch.popleft())
 
     def _launch(self, index: int) -> None:
+        """Launch the all-gather of one bucket; without overlap, wait for it."""
         bucket = self.buckets[index]
         prepare = None if index in self._in_place else bucket.publish
         flight = self.lane.all_gather(bucket.full_N, prepare, self._after.pop(index, None))

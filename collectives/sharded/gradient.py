@@ -64,6 +64,7 @@ class ShardedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, _types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Compute norms and in-place operations on this rank's pieces; refuse all other operations."""
         name, first = func._schema.name.removeprefix("aten::"), args[0]
         if name == "detach":
             return first
@@ -98,6 +99,7 @@ _IN_PLACE = frozenset(
 
 
 def _norms(grads: Sequence[ShardedGradient], order: float) -> list[Tensor]:
+    """Return the norm of each whole gradient: norms of this rank's pieces, combined over ranks in float32 or wider."""
     source = grads[0].source
     pieces = source.reduced_pieces([grad.place for grad in grads])
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
@@ -114,7 +116,7 @@ def _norms(grads: Sequence[ShardedGradient], order: float) -> list[Tensor]:
 def combine_norms(
     values: Tensor, order: float, reduce: Callable[[Tensor, torch.distributed.ReduceOp.RedOpType], None]
 ) -> Tensor:
-    """Norms over all ranks of this rank's: the same shape."""
+    """Combine this rank's norms with the other ranks' to norms over all; the same shape."""
     if math.isinf(order) and order > 0:
         reduce(values, torch.distributed.ReduceOp.MAX)
         return values
@@ -162,6 +164,12 @@ def clip_pieces(
 def _apply_in_place(
     func: Any, grads: Sequence[ShardedGradient], is_one: bool, others: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
+    """Call `func` on this rank's reduced pieces of the gradients; those that it has no piece of are skipped.
+
+    Args:
+        is_one: `func` takes one tensor, not a list.
+        others: its further arguments; lists have an entry for each gradient.
+    """
     pieces = grads[0].source.reduced_pieces([grad.place for grad in grads])
     if is_one:
         if pieces[0] is not None:

@@ -63,12 +63,12 @@ def _needs_no_values() -> frozenset[Any]:
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """The same memory as a tensor with a storage of its own: saved alone it is as large as it looks; see the note."""
+    """Return the same memory as a tensor with a storage of its own: saved alone it is as large as it looks."""
     return dlpack.from_dlpack(torch._C._to_dlpack(view)).view(view.shape) if view.numel() else view
 
 
 def num_holders(parameter: Tensor) -> int:
-    """Grows by one with every other tensor over the parameter's storage."""
+    """Count the holders of the parameter's storage: one more with each other tensor over it."""
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
 
 
@@ -89,7 +89,7 @@ def mark_pending(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def mark_current(parameters: Iterable[nn.Parameter]) -> None:
-    """Let these parameters be read without a wait again."""
+    """Let these parameters be read without a wait again: their gather was waited for."""
     for parameter in parameters:
         pending: Any = type(parameter)
         if issubclass(pending, _Pending):
@@ -139,6 +139,7 @@ class _Pending:
     def __torch_function__(
         cls, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Wait for all pending parameters among the arguments, unless `func` needs no values, and call it."""
         kwargs = kwargs or {}
         if func not in _needs_no_values():
             for leaf in tree_leaves((args, kwargs)):
@@ -166,6 +167,7 @@ class _Pending:
 
 @contextlib.contextmanager
 def _own_class(parameter: Any) -> Iterator[Any]:
+    """Wait for a parameter, and give it its own class, without the mark of a pending one, in the block."""
     _wait_for(parameter)
     pending: Any = type(parameter)
     if not isinstance(parameter, _Pending):

@@ -251,6 +251,11 @@ class NamedState:
         return _Own(tuple(whole.shape), whole.flatten()[own_range(bucket, piece)].clone())
 
     def _groups(self, names: Names) -> list[dict[str, Any]]:
+        """Return the optimiser's parameter groups with names in place of parameters.
+
+        Raises:
+            ValueError: a group was added after the optimiser was built.
+        """
         groups = self.optimizer.param_groups
         if len(groups) != len(self._names):
             raise ValueError(
@@ -307,6 +312,11 @@ class NamedState:
         return agreed
 
     def _spec(self, name: str, key: str, value: Any, shape: Sequence[int]) -> _Spec:
+        """Return what kind of state `value` is: a number of the parameter, one number an element, or a plain value.
+
+        Raises:
+            ValueError: it is neither, so it cannot be saved for other layouts.
+        """
         if isinstance(value, Tensor):
             if self._is_number(name, key, value, shape):
                 return _Spec(f"number {list(value.shape)}", str(value.dtype), value.item())
@@ -331,6 +341,7 @@ class NamedState:
         return value.detach().flatten()  # type: ignore[no-any-return]
 
     def _gather(self, key: str, dtype: torch.dtype, holders: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of the state `key` of each parameter in `holders`; every rank calls it."""
         buckets = [b for b in self._buckets if any(slot.name in holders for slot in b.plan.slots)]
         spec = _Spec("elements", str(dtype), None)
 
@@ -365,6 +376,11 @@ class NamedState:
         shards: Sequence[tuple[int, int, Box]],
         device: torch.device | str | None,
     ) -> Any:
+        """Make torch's ShardedTensor of the state `key` of one parameter, from this rank's elements.
+
+        Args:
+            shards: (rank, first element of its piece, box of the parameter) of each part; a piece may be several boxes.
+        """
         from torch.distributed._shard.metadata import ShardMetadata
         from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
         from torch.distributed._shard.sharded_tensor.shard import Shard
@@ -441,6 +457,11 @@ class NamedState:
         return own.view(piece.parameter.shape)
 
     def _from_shards(self, value: Any, shape: Sequence[int], span: slice, key: str, name: str) -> Tensor:
+        """Return this rank's elements of a ShardedTensor, 1-D.
+
+        Raises:
+            ValueError: it has another shape, or is cut otherwise than this layout cuts it.
+        """
         whole_shape = tuple(value.metadata().size)
         if whole_shape != tuple(shape):
             raise ValueError(_other_shape(name, key, whole_shape, shape))
@@ -484,7 +505,7 @@ class _Own(NamedTuple):
 
 
 def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """One level of keys: `state.NAME.KEY` and `param_groups.NAME.SETTING`."""
+    """Return the state with one level of keys: `state.NAME.KEY` and `param_groups.NAME.SETTING`."""
     flat = {f"state.{name}.{key}": value for name, each in state["state"].items() for key, value in each.items()}
     for group in state["param_groups"]:
         flat |= {
@@ -494,7 +515,7 @@ def flattened(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The reverse, of these parameters; each comes in a group of its own."""
+    """Return the state that `flattened` flattened, of these parameters; each comes in a group of its own."""
     known = set(names)
     state: dict[str, dict[str, Any]] = {}
     groups: dict[str, dict[str, Any]] = {}
@@ -508,8 +529,8 @@ def unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
     return {"state": state, "param_groups": list(groups.values())}
 
 
-# An attribute of the optimiser, which is not part of its state dict. In a dictionary with weak keys a state would keep its
-# optimiser alive for ever, through the wrapper that it calls: all parameters, masters and moments with it.
+# An attribute of the optimiser, which is not part of its state dict. In a dictionary with weak keys a state would keep
+# its optimiser alive for ever, through the wrapper that it calls: all parameters, masters and moments with it.
 _ATTRIBUTE = "_netlayer_named_state"
 
 
@@ -539,7 +560,10 @@ def named_state(optimizer: torch.optim.Optimizer) -> NamedState:
 
 @functools.cache
 def serve_checkpoints() -> bool:
-    """Have torch's functions for states of optimisers heed those over shards; False: this torch has other ones."""
+    """Patch torch.distributed.checkpoint to save and load optimisers over shards; return False if this torch lacks it.
+
+    Its functions for optimiser states then treat such optimisers as `NamedState` does, and all others as before.
+    """
     try:
         from torch.distributed.checkpoint import state_dict as torchs
     except ImportError:
@@ -554,6 +578,8 @@ def serve_checkpoints() -> bool:
 
 
 def _serving_get(original: Callable[..., Any], fqns_of: Callable[..., Iterable[str]]) -> Callable[..., Any]:
+    """Wrap torch's `_get_optim_state_dict` so that optimisers over shards give their state by parameter names."""
+
     @functools.wraps(original)
     def get(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], info: Any) -> dict[str, Any]:
         over_shards = [optimizer for optimizer in optimizers if find_named_state(optimizer)]
@@ -581,6 +607,8 @@ def _serving_get(original: Callable[..., Any], fqns_of: Callable[..., Iterable[s
 
 
 def _serving_load(original: Callable[..., None], fqns_of: Callable[..., Iterable[str]]) -> Callable[..., None]:
+    """Wrap torch's `_load_optim_state_dict` so that optimisers over shards load their state by parameter names."""
+
     @functools.wraps(original)
     def load(
         model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], state_dict: dict[str, Any], info: Any

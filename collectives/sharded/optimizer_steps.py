@@ -1,6 +1,6 @@
 """Optimisers over the shards: how they are built, and the work around their steps.
 
-Gradients are finished before a step, and gathers started after it: by hooks on a step behind the backward pass; or
+Gradients are finished before a step, and gathers started after it: by hooks on a step after the backward pass; or
 inside that pass, bucket by bucket (`collectives.sharded.backward_step`), where the optimiser's `step()` only waits, and
 says that the step is over.
 """
@@ -52,16 +52,16 @@ class OptimizerSteps:
         self._finish, self._start_step = finish, start_step
         self._follower: BackwardStep | None = None
         self._tied: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[str]] = weakref.WeakKeyDictionary()
-        """Optimisers that step behind the backward pass, and the names of what each of them steps."""
+        """Optimisers that step after the backward pass, and the names of what each of them steps."""
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Of these since gathers were started here."""
         self.gathers_after = True
-        """Whether a step behind the backward pass starts the gathers."""
+        """Whether a step after the backward pass starts the gathers."""
         self.gather_share = 0.0
         """Of their bytes that moves under the backward pass, where that takes the steps."""
 
     def tie_behind(self, optimizer: torch.optim.Optimizer, waits: bool, names: Iterable[str]) -> None:
-        """Step behind the backward pass.
+        """Step after the backward pass.
 
         Args:
             optimizer: takes the place of an earlier one that steps any of the same parameters.
@@ -79,7 +79,7 @@ class OptimizerSteps:
         optimizer.register_step_post_hook(self._after)
 
     def tie_inside(self, optimizer: torch.optim.Optimizer, share: float | None) -> None:
-        """Step inside it.
+        """Step inside the backward pass, bucket by bucket.
 
         Args:
             share: of the gathers that moves there, 0..1; None: what balances both passes.
@@ -121,7 +121,7 @@ class OptimizerSteps:
     def _before(
         self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Finish the gradients: those of a closure, where one is given, which is called here and not by the step."""
+        """Finish the gradients before a step; a closure is called here, and its result given to the step."""
         closure = next((argument for argument in (*args[1:], *kwargs.values()) if argument is not None), None)
         if closure is None:
             self._finish(waits)
@@ -224,6 +224,10 @@ def _check_kind(
     names: Sequence[Sequence[str]],
     buckets: Sequence[Bucket],
 ) -> None:
+    """Raise ValueError if an optimiser of this kind cannot step shards.
+
+    It must treat elements alike; matrices that lie whole on one rank may be stepped as matrices.
+    """
     plans = [bucket.plan for bucket in buckets]
     wholes = {slot.name for plan in plans if plan.whole_shard is not None for slot in plan.slots}
     if not wholes:

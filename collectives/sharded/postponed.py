@@ -9,7 +9,7 @@ A pipeline stage sends its input's gradient on, and computes its weights' where 
 
 The products keep what they read: of each linear its input, and its output's gradient. Only operators that write into
 slots (`collectives.sharded.slot`) postpone anything; what others make comes in the backward pass, as ever. `compute`
-runs on its caller's stream, which must be that of the backward pass, or behind it. Not covered: reducing what was
+runs on its caller's stream, which must be that of the backward pass, or after it. Not covered: reducing what was
 computed (`collectives.sharded.reduce`).
 """
 

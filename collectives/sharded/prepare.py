@@ -60,7 +60,7 @@ def wire_dtype(
 
 
 def check_module(module: nn.Module) -> torch.device:
-    """The device of a module that can be sharded; ValueError says why another cannot."""
+    """Return the device of a module that can be sharded; ValueError says why another cannot."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
             raise ValueError(f"{name} has no values yet; initialise the module before wrapping it")
@@ -201,7 +201,7 @@ def plan_module(
 
 
 def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], settings: Mapping[str, object]) -> None:
-    """Ranks that differ would hang or mix up parameters later: the same ValueError on all of them now.
+    """Raise the same ValueError on all ranks if they differ, which would hang or mix up parameters later.
 
     Args:
         settings: what else must be the same, by its name; it shows in the message.
@@ -227,7 +227,7 @@ def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], setti
 
 
 def open_parameter_windows(lane: Lane, plans: Sequence[BucketPlan]) -> Windows:
-    """Room for the parameters of all buckets, for a lane of several ranks."""
+    """Register with NCCL memory for the parameters of all buckets, on a lane of several ranks."""
     assert lane.group is not None
     return Windows(lane.group, lane.device, sum(Windows.room(plan.padded_numel, plan.dtype) for plan in plans))
 
@@ -282,6 +282,11 @@ def open_travel(
 
 
 def _open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
+    """Open the reduction of gradients by copies to the peers, with buffers for the largest bucket.
+
+    Raises:
+        ValueError: peers cannot be reached, or gradients are of a type that it cannot add.
+    """
     assert lane.group is not None
     reason = why_unusable(lane.group, lane.device)
     if reason is None and dtype not in DTYPES:
@@ -297,6 +302,12 @@ def _open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtyp
 def _open_travel_windows(
     lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int, adds: bool
 ) -> Travel:
+    """Register with NCCL one allocation for all buffers of the reduce-scatters: pairs of input and output, and shards.
+
+    Args:
+        count: reduce-scatters that may be under way, each with a pair.
+        adds: gradients add up in the masters' shards over passes, so none is reduced in place.
+    """
     assert lane.group is not None
     parameters = dict(module.named_parameters())
     staying = {
@@ -332,7 +343,7 @@ def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -
 
 @torch.no_grad()
 def send_buffers(module: nn.Module, lane: Lane) -> None:
-    """Rank 0's values into the buffers of every rank: one broadcast a dtype, waited for."""
+    """Broadcast rank 0's values into the buffers of every rank, a broadcast a dtype, and wait."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in module.buffers():
         if buffer.device.type == lane.device.type and buffer.layout == torch.strided and buffer.numel():
@@ -349,7 +360,7 @@ def send_buffers(module: nn.Module, lane: Lane) -> None:
 def find_owners(
     module: nn.Module, buckets: Sequence[Bucket], units: Sequence[nn.Module] = ()
 ) -> dict[nn.Module, list[int]]:
-    """Modules to wait before, and the buckets that they need.
+    """Return the modules whose forward must wait, and the buckets that each needs.
 
     A unit needs all that is inside it; every other module outside the units, what it holds itself.
     """
@@ -424,6 +435,7 @@ def _build(
     windows: Windows | None,
     grad_S: Tensor | None,
 ) -> Bucket:
+    """Build one bucket of its parameters, with the values of rank 0 on all ranks."""
     flat_N = torch.zeros(plan.padded_numel, dtype=_master_dtype(parameters[0]), device=lane.device)
     for view, parameter in zip(plan.views(flat_N), parameters, strict=True):
         view.copy_(parameter)

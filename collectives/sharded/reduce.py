@@ -2,7 +2,7 @@
 
 A round is one reduce-scatter of every bucket. Each backward pass outside `no_sync` is one round: a bucket is launched
 when all its gradients have come, what is then left is launched at the end of the pass, with zeros for parameters that
-got no gradient. A `BackwardStep` may step the optimiser bucket by bucket behind the reductions of a step's last pass.
+got no gradient. A `BackwardStep` may step the optimiser bucket by bucket after the reductions of a step's last pass.
 Not covered: what a reduce-scatter itself is (`collectives.sharded.departure`), and telling ranks apart, so every rank
 must run the same number of such passes between two calls of `finish`.
 
@@ -117,14 +117,14 @@ class GradientReduce:
         return self._finished
 
     def note_forward(self) -> None:
-        """A forward pass has begun whose backward pass reduces: outside `no_sync`, with gradients, in training."""
+        """Note that a forward pass has begun whose backward pass reduces: outside `no_sync`, with gradients."""
         self._num_forwards += self.is_last
 
     def watch(self, parameter: nn.Parameter, index: int, position: int) -> None:
-        """Hear of the gradients of a parameter, at `position` in bucket `index`, and let operators write them there.
+        """Hook the gradients of the parameter at `position` in bucket `index`, and let operators write them in place.
 
         Autograd calls a hook on a tensor once a backward pass, when all that leads to it was computed: with None where
-        the gradient was written into its slot, or none came. (The hook behind the accumulation is not called then
+        the gradient was written into its slot, or none came. (The hook after the accumulation is not called then
         by every torch.)
 
         Hooks hold this object weakly: the garbage collector does not see what a tensor's hook holds, so a cycle through
@@ -166,6 +166,7 @@ class GradientReduce:
         set_slot_source(parameter, SlotSource(give, postpones, postpone, promise))
 
     def _slot(self, index: int, position: int) -> GradientSlot | None:
+        """Return the place for a parameter's gradient, or None; begin the backward pass if that is its first one."""
         # An operator may ask for its slot before autograd calls the first hook.
         if not self._in_backward:
             self._begin_backward()
@@ -178,7 +179,7 @@ class GradientReduce:
 
     @contextmanager
     def being_last(self, value: bool) -> Iterator[None]:
-        """Say of the backward passes inside whether they are a step's last one."""
+        """Mark the backward passes in the block as a step's last ones, or not."""
         before, self.is_last = self.is_last, value
         try:
             yield
@@ -212,7 +213,7 @@ class GradientReduce:
             self.is_last, self._into = was_last, None
 
     def _postpone(self, index: int, position: int, write: Write) -> bool:
-        """Take a product for later; False: it has no place."""
+        """Keep a weight gradient's product for later; return False if the gradient has no place."""
         assert self._into is not None
         if not self._in_backward:
             self._begin_backward()
@@ -245,6 +246,11 @@ class GradientReduce:
 
     @torch.no_grad()
     def _compute(self, postponed: Postponed) -> None:
+        """Compute a pass's postponed weight gradients, bucket by bucket, and launch each bucket's reduction in a round.
+
+        Raises:
+            RuntimeError: they were computed or dropped before.
+        """
         if postponed not in self._waiting:
             raise RuntimeError("these weights' gradients were computed or dropped before: compute each pass's once")
         self._waiting.remove(postponed)
@@ -272,7 +278,7 @@ class GradientReduce:
             )
 
     def _open(self, index: int) -> None:
-        """Have a place where gradients of this bucket add up, if one is free; see [Note: slots]."""
+        """Open the memory where gradients of this bucket add up, if it is free; see [Note: slots]."""
         bucket = self.buckets[index]
         if bucket.local_N is not None:
             return
@@ -299,6 +305,7 @@ class GradientReduce:
             self._writers.clear()
 
     def _on_gradient(self, index: int) -> None:
+        """Count a gradient of a bucket; when all are there, launch its reduction, or add it to the sum."""
         if not self._in_backward:
             self._begin_backward()
         self._missing[index] -= 1
@@ -351,7 +358,7 @@ class GradientReduce:
         self.num_finished, self._num_forwards = self.num_finished + 1, 0
 
     def begin_step(self) -> None:
-        """The shards are published again: the gradients to come belong to another step."""
+        """Begin a step: the gradients to come belong to it."""
         for bucket in self.buckets if self.stepped else ():
             bucket.used.clear()
         self._finished = self.stepped = False
@@ -390,6 +397,11 @@ class GradientReduce:
         return "its gradients are dropped; skip this step"
 
     def _begin_backward(self) -> None:
+        """Begin a backward pass at its first gradient: count what is missing, and begin a round if it is one.
+
+        Raises:
+            RuntimeError: the step was taken already, inside an earlier pass.
+        """
         if self.stepped:
             for bucket in self.buckets:
                 bucket.drop_gradients()
@@ -413,6 +425,7 @@ class GradientReduce:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        """End a backward pass: launch what is left in a round, else add up what came."""
         # At the latest now: the launches below send what is there.
         for promise in self._promises:
             promise()
@@ -432,6 +445,7 @@ class GradientReduce:
             self._show_reduced()
 
     def _show_reduced(self) -> None:
+        """Let `parameter.grad` reach the reduced gradients; not of parameters without a gradient on any rank."""
         unused, source = self._unused_on_all(), None if self._source is None else self._source()
         for bucket in self.buckets:
             index, positions = bucket.plan.index, range(len(bucket.parameters))
@@ -509,10 +523,11 @@ class GradientReduce:
             self._launch_next()
 
     def _end_round(self) -> None:
+        """Launch the reductions that are left, and complete the optimiser's step where it is in the backward pass."""
         while self._next >= 0:
             self._launch_next()
         self.departures.land()
-        # At a fixed place, behind the reductions: it goes on the same communicator.
+        # At a fixed place, after the reductions: it goes on the same communicator.
         self._exchange_used()
         if self._follows and self.follower is not None:
             self.follower.complete()
@@ -521,6 +536,7 @@ class GradientReduce:
         self._unreduced = False
 
     def _launch_next(self) -> None:
+        """Launch the reduction of the next bucket, and let a step inside the backward pass follow it."""
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
         self._join_writers()

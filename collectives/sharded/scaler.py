@@ -43,7 +43,7 @@ class ScalerCheck:
         return False
 
     def finish(self) -> None:
-        """Have the gradients there to be read."""
+        """Wait until the gradients can be read."""
         self._refuse_stepped()
         self._finish(True)
 
@@ -63,7 +63,7 @@ class ScalerCheck:
 
 @functools.cache
 def make_scalers_finish() -> bool:
-    """Have torch's scalers heed `ScalerCheck` from now on; False: this torch has others."""
+    """Patch torch's scalers to heed `ScalerCheck`; return False if this torch has others."""
     try:
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
     except ImportError:
@@ -79,6 +79,8 @@ def make_scalers_finish() -> bool:
 
 
 def _finishing(unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:
+    """Wrap GradScaler's unscaling: it waits for the reductions, and all ranks share whether there was an infinity."""
+
     @functools.wraps(unscale)
     def finish_and_unscale(
         self: Any, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, *args: Any

@@ -87,7 +87,7 @@ class SlotSource:
         return self._give() if _will_accumulate(accumulator) else None
 
     def write(self, accumulator: object, write: Write) -> bool:
-        """Have `write` fill a slot, now or, where the backward pass postpones that, later; False as `slot`'s None.
+        """Have `write` fill a slot, now or, where the pass postpones that, later; return False where there is no slot.
 
         What it reads must stay as it is until then.
         """
@@ -109,7 +109,7 @@ class SlotSource:
 
     @property
     def postpones(self) -> bool:
-        """Whether `write` would be later, where there is a place."""
+        """Whether `write` would fill a slot later, after the backward pass."""
         return self._postpones()
 
 
@@ -123,7 +123,7 @@ def set_slot_source(parameter: Tensor, source: SlotSource) -> None:
 
 
 def slot_source(parameter: Tensor) -> SlotSource | None:
-    """None: of a parameter that is in no bucket."""
+    """Return the source of a parameter's slots; None for a parameter that is in no bucket."""
     return _sources.get(parameter)
 
 

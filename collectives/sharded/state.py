@@ -41,7 +41,7 @@ def calling_all(caller: str) -> Iterator[None]:
 
 @torch.no_grad()
 def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], lane: Lane) -> dict[str, Any]:
-    """Copies of all parameters, in master precision, and of what else a state has; parameters must be current."""
+    """Return copies of all parameters, in master precision, and of buffers; parameters must be current."""
     copies: dict[int, Tensor] = {}
     for bucket in buckets:
         full_N = _gather_masters(bucket, lane)
@@ -61,7 +61,7 @@ def gather_whole(
     value: Callable[[Piece], Tensor | None],
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name by name and in its whole shape, what `value` gives of every piece, such as a moment of its optimiser.
+    """Yield (name, whole tensor) of what `value` gives of every piece, such as a moment of its optimiser.
 
     Collective: every rank goes through all of it, whoever keeps what comes. Of `dtype` or that of the masters, in the
     order of the buckets. All of them take turns in the memory of one, so a tensor is good until the next one is asked
@@ -152,7 +152,7 @@ _SHARD_VERSION = 1
 def attach_shard_check(
     optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], lane: Lane
 ) -> dict[str, dict[str, Any]]:
-    """Have the optimiser's state say which shard it is of, and refuse one of another shard; what it says.
+    """Let the optimiser's state say which shard it is of, and refuse one of another; return what it says.
 
     Its `load_state_dict` is then called on every rank, and raises ValueError on all of them where rank, world size or
     layout differ on one, or a state says none.
@@ -176,6 +176,7 @@ def attach_shard_check(
         return state
 
     def check(_optimizer: object, state: dict[str, Any]) -> None:
+        """Raise ValueError on all ranks if the state is of another shard than this one on any rank."""
         shard = state.get(_SHARD)
         differing = [field for field, value in own.items() if shard is None or shard.get(field) != value]
         # All ranks hear of it: one that went on alone would wait for the others.
@@ -227,7 +228,7 @@ def own_range(bucket: Bucket, piece: Piece) -> slice:
 def _room_for(
     bucket: Bucket, buckets: Sequence[Bucket], room: dict[torch.dtype, Tensor], dtype: torch.dtype | None
 ) -> Tensor:
-    """Memory for the whole of a bucket, [N], of `dtype` or that of its masters: part of what the largest one takes."""
+    """Return memory for a whole bucket, [N], of `dtype` or its masters': part of one allocation for the largest."""
     kind = dtype or bucket.master_S.dtype
     if kind not in room:
         largest = max(each.plan.padded_numel for each in buckets if dtype or each.master_S.dtype == kind)

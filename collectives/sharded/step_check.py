@@ -69,10 +69,10 @@ class StepCheck:
         self._lane, self._place = lane, place
         self._num_rounds = 0
         self._coming: tuple[Tensor, torch.cuda.Event, object] | None = None
-        """Numbers of an earlier round on their way to the host, the event behind that, and what is read until then."""
+        """Numbers of an earlier round on their way to the host, the event after that, and what is read until then."""
 
     def begin_round(self) -> None:
-        """Called by every rank before the first reduction of a round.
+        """Compare the places of all ranks; every rank calls it before the first reduction of a round.
 
         Raises:
             CheckFailed: ranks are at different steps.

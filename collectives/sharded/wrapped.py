@@ -108,6 +108,7 @@ class WrappedModule:
             module.register_forward_pre_hook(hook, prepend=True)
 
     def _before_module(self, indices: Sequence[int], module: nn.Module, _args: object) -> None:
+        """Wait for a module's buckets before its forward pass; start the step if the wrapper's own was bypassed."""
         # By these calls `learn_order` knows which buckets have a hook that waits for them.
         if not self.seen_forward:
             self._called.add(module)

@@ -57,7 +57,7 @@ class Gathering(ABC):
         """[M, C], to be read before `close`."""
 
     def kept(self) -> Tensor:
-        """The same, to be read behind `close` too."""
+        """The same, to be read after `close` too."""
         return self.whole()
 
     @abstractmethod

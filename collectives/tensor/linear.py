@@ -16,7 +16,7 @@ products leave NCCL's kernels some multiprocessors where it cannot (`collectives
 first]).
 
 [Note: defers] Where parts take longer than the products that wait for them, a backward pass does in the meantime what
-nobody waits for. A row-parallel linear gathers its output's gradient, and behind it the rows that the column-parallel
+nobody waits for. A row-parallel linear gathers its output's gradient, and after it the rows that the column-parallel
 linear before it has to gather again, whose backward pass comes next; weights' gradients are promised
 (`collectives.sharded.slot`), and computed when the next gather or scatter is under way.
 
@@ -255,6 +255,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of input, weight and bias; the input's is reduce-scattered under the weight's product."""
         linear: ColumnParallelLinear = ctx.linear
         exchange = linear.exchange
         _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -301,6 +302,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_mN: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of bias, inputs and weights; the output's is gathered under the inputs' products."""
         linear: RowParallelLinear = ctx.linear
         exchange, tensors = linear.exchange, ctx.saved_tensors
         inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
@@ -316,7 +318,7 @@ class _Row(torch.autograd.Function):
             for dx_MK, weight_NK in zip(dinputs, weights, strict=True):
                 if dx_MK is not None:
                     _multiply(linear, part, weight_NK, _view(dx_MK, exchange)[rows])
-        # Every rank has summed over its own rows alone. The sum over ranks runs under the weights' products: behind the
+        # Every rank has summed over its own rows alone. The sum over ranks runs under the weights' products: after the
         # gather, or it would delay that, and hold multiprocessors while it waits for late ranks.
         dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
         summing = exchange.start_all_reduce(dbias_N) if dbias_N is not None and linear.sums_bias else None

@@ -172,7 +172,7 @@ def by_torch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) 
 
 
 def measure_on_gpu(candidates: list[Run]) -> list[float]:
-    """Seconds of a call of each, behind others of its own for as long as the chip takes to settle; the host waits.
+    """Seconds of a call of each, after others of its own for as long as the chip takes to settle; the host waits.
 
     Which of them are worth that is seen first, in turns that are too short for it; of the others nobody asks any more:
     infinity. The first one is always measured.

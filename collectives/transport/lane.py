@@ -87,7 +87,7 @@ class Flight:
         self._done = False
 
     def land(self) -> None:
-        """Launch what is left of it, on the lane: of one whose end is better launched later. Twice does no harm."""
+        """Launch on the lane what was left for later, such as the sum of what peers sent. Twice does no harm."""
         if self._late is None:
             return
         with torch.cuda.stream(self._lane.stream):
@@ -102,7 +102,7 @@ class Flight:
 
     @property
     def landed(self) -> torch.cuda.Event | None:
-        """The event after it and after all that follows it; None on the CPU. It lands, if it has not."""
+        """Event after it and after all that follows it; None on the CPU. Lands it, if it has not."""
         self.land()
         return self._landed
 
@@ -288,8 +288,14 @@ class Lane(Carrier):
     def _reduce_by(
         self, by: PeerReduce, output_S: Tensor, input_N: Tensor, after: torch.cuda.Event | None, mean: bool
     ) -> Flight:
+        """Launch the sends of a reduce-scatter by copies between peers; the flight adds up what came when it lands.
+
+        Args:
+            after: when `input_N` is complete; None: when what is queued now on the caller's stream is done.
+            mean: divide the sum by the number of ranks.
+        """
         if self.stream is not None:
-            # What is sent is complete behind its fill; without one, behind the computation so far.
+            # What is sent is complete after its fill; without one, after the computation so far.
             self.stream.wait_event(after or self.mark())  # type: ignore[arg-type]
         counted = self.counted("reduce_scatter", input_N.nbytes)
         # Of this rank's own copies: what a late peer costs is in the wait for the flight.
@@ -407,7 +413,7 @@ class Lane(Carrier):
             self._filled = None
 
     def _fill(self, fill: Callable[[], None] | None, read: Sequence[Tensor]) -> torch.cuda.Event | None:
-        """Run `fill` behind the computation so far; the event after it, None on the CPU or where there is nothing."""
+        """Run `fill` after the computation so far; the event after it, None on the CPU or where there is nothing."""
         if fill is None or self._beside is None:
             _call(fill)
             return None
@@ -435,6 +441,15 @@ class Lane(Carrier):
         keep: Sequence[Tensor] = (),
         is_recorded: bool = True,
     ) -> Flight:
+        """Launch one collective on the lane's stream, and return its flight.
+
+        Args:
+            kind: its name, for records and errors.
+            buffer: kept until the flight was waited for, with `keep`.
+            issue: calls the backend.
+            prepare: called before it on the lane's stream; `then` after it.
+            after: what it follows; None: all that is queued now on the caller's stream.
+        """
         # Until it was waited for: see [Note: streams].
         keep = (buffer, *keep)
         if self.stream is None:
@@ -456,6 +471,7 @@ class Lane(Carrier):
     def _issue(
         self, kind: str, buffer: Tensor, issue: Issue, async_op: bool, is_recorded: bool = True
     ) -> tuple[Collective | None, dist.Work | None]:
+        """Call the backend, seen by watch and recorder; one rank alone, a muted lane and no bytes send nothing."""
         # Decided alike on every rank, so the numbers by which the watch compares them stay in step.
         if self.world_size == 1 or self.muted or buffer.numel() == 0:
             return None, None
@@ -498,6 +514,7 @@ class Lane(Carrier):
         return not self._emulated[dtype]
 
     def _probe_reduce_scatter(self, dtype: torch.dtype) -> bool:
+        """Return whether the backend can reduce-scatter this dtype, by trying it; every rank calls it."""
         input_N = torch.ones(self.world_size, dtype=dtype, device=self.device)
         try:
             output_S = torch.empty_like(input_N[:1])

@@ -1,7 +1,7 @@
 """NCCL's C interface as nccl.h of 2.28 declares it: the calls that the bench makes, by ctypes.
 
 With a CUDA build of torch, the library is the libnccl.so.2 that torch has loaded, so that both use the same one.
-Not here: GPUs and streams, which are the caller's, and every call that the bench does not make.
+Not covered: GPUs and streams, which are the caller's, and every call that the bench does not make.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def virtual_node_environ(node: int, num_threads: int = 1, num_sockets: int = 1) -> dict[str, str]:
-    """Variables for a rank on virtual node `node`; set them before the process makes its first communicator.
+    """Return variables for a rank on virtual node `node`, to set before the process makes its first communicator.
 
     Ranks of one node are apart too: everything between two ranks goes through the network path.
 
@@ -46,10 +46,10 @@ def virtual_node_environ(node: int, num_threads: int = 1, num_sockets: int = 1) 
 
 
 def host_id() -> str:
-    """The same on all ranks that NCCL takes for ranks of one host: by NCCL_HOSTID, else by container and kernel."""
+    """Return an id of the host as NCCL tells hosts apart: by NCCL_HOSTID, else by container and kernel."""
     return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {kernel_id()}"
 
 
 def kernel_id() -> str:
-    """The same for all processes of a running kernel, in containers too."""
+    """Return an id of the running kernel, the same in all of its containers."""
     return _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else platform.node()

@@ -6,7 +6,7 @@ its tiles need: where a collective holds but one multiprocessor, a wave is added
 waited for the peer on a single one cost 4 to 13%.
 
 So the parts are copied into the peers' memory (`collectives.transport.symmetric`), and added between two products, on
-the whole GPU at once. Little waits for a peer there either: the sum of one bucket is launched behind the sends of the
+the whole GPU at once. Little waits for a peer there either: the sum of one bucket is launched after the sends of the
 next, by when its parts have come if the ranks are in step (`Flight.land`). Sums are of float32, in the order of the
 ranks, whatever travels.
 
@@ -70,7 +70,7 @@ class PeerReduce:
         self._turns[0].follow()
 
     def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:
-        """Slice r to rank r, behind `follow`; `input_N` is left alone until it is added.
+        """Send slice r of `input_N` to rank r, after `follow`; leave `input_N` alone until it is added.
 
         Args:
             input_N: bfloat16, float16 or float32; S elements are a multiple of 16 bytes.

@@ -80,6 +80,11 @@ def why_unusable(group: dist.ProcessGroup | None, device: torch.device, kernels:
 
 
 def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device, kernels: bool) -> str | None:
+    """Return why this rank cannot use the memory of its peers, in words; None if it can.
+
+    Args:
+        kernels: they are to be read and written by kernels of ours, which need CuPy.
+    """
     if device.type != "cuda":
         return f"the device is {device.type}, not cuda"
     if group is None or not 2 <= dist.get_world_size(group) <= MAX_RANKS:
@@ -99,7 +104,7 @@ def _why_unusable_here(group: dist.ProcessGroup | None, device: torch.device, ke
 
 @functools.cache
 def compile_kernels(num_ranks: int) -> Any:
-    """The module of `peer.cu` for groups of `num_ranks`; CuPy keeps the compiled code on disk."""
+    """Compile `peer.cu` for groups of `num_ranks`; CuPy keeps the compiled code on disk."""
     import cupy
 
     code = (Path(__file__).parent / "peer.cu").read_text(encoding="utf-8")
@@ -145,7 +150,7 @@ class Window:
     def close(self) -> None:
         """Free the memory, once the device has come here; nothing uses the window afterwards. Twice does no harm.
 
-        Every rank closes its window at the same point of its program, behind what the others write to it.
+        Every rank closes its window at the same point of its program, after what the others write to it.
         """
         if hasattr(self, "memory"):
             torch.cuda.synchronize(self.device)
@@ -197,7 +202,7 @@ class Window:
             raise RuntimeError(f"a copy to rank {rank} was not launched: CUDA driver error {error}")
 
     def _pack(self, name: str, arguments: tuple[int, ...]) -> tuple[Any, list[Any]]:
-        """The kernel's parameters as the driver takes them, and what they point to."""
+        """Return the kernel's parameters as the driver takes them, and the values that they point to."""
         everyone, types = _SIGNATURES[name]
         if len(types) != len(arguments):
             raise ValueError(f"{name} takes {len(types)} arguments, got {len(arguments)}")

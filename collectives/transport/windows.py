@@ -100,11 +100,11 @@ class Windows:
 
     @staticmethod
     def room(numel: int, dtype: torch.dtype) -> int:
-        """Bytes that a tensor takes."""
+        """Return the bytes that a tensor takes, aligned."""
         return -(-numel * dtype.itemsize // _STRIDE) * _STRIDE
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor [numel] in the memory, zeroed, of nobody else."""
+        """Return a zeroed tensor [numel] of the memory; no other call returns that part."""
         start, self._used_bytes = self._used_bytes, self._used_bytes + self.room(numel, dtype)
         if self._used_bytes > max(self.memory.numel(), _STRIDE):
             raise ValueError(f"windows of {self.memory.numel()} bytes have no room for {numel} of {dtype} more")
@@ -134,7 +134,7 @@ class _Registration:
         self._open.discard(self)
         get_error = getattr(self._backend, "get_error", None)  # some torches have it, for some backends
         if get_error is None or get_error() == ErrorType.SUCCESS:
-            with contextlib.suppress(RuntimeError):  # raised behind that: there is no communicator to deregister with
+            with contextlib.suppress(RuntimeError):  # raised after that: there is no communicator to deregister with
                 self._backend.deregister_mem_pool(self._pool)
 
     @property

@@ -5,21 +5,20 @@ Names load on first use, so that importing one module of the room does not impor
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from netlayer import lazy_names
 
 if TYPE_CHECKING:
     from collectives.watch.recorder import Recorder as Recorder
     from collectives.watch.watchdog import Watch as Watch
 
-_HOME = {
-    "Recorder": "recorder",
-    "Watch": "watchdog",
-}
 __all__ = ["Recorder", "Watch"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "Recorder": ".recorder",
+        "Watch": ".watchdog",
+    },
+)

@@ -196,10 +196,10 @@ class _Verdict:
         """Put a rank into the list that it belongs to; one that has launched the collective and waits is in none."""
         seq = self._stuck.entry.seq
         if answer is None:
-            self.silent[rank] = f"{self._name(rank)} has written nothing: dead, stopped, or hung outside Python"
+            self.silent[rank] = f"{self._describe(rank)} has written nothing: dead, stopped, or hung outside Python"
             return
         report, fresh = answer
-        who, progress = self._name(rank, report), report.groups.get(self._stuck.key, GroupProgress(0))
+        who, progress = self._describe(rank, report), report.groups.get(self._stuck.key, GroupProgress(0))
         difference = first_difference(self._stuck, progress)
         if difference is not None:
             ours, theirs = difference
@@ -219,7 +219,8 @@ class _Verdict:
         parts = [_join(kind) for kind in kinds if kind] or [_join(self._gave_up)] * bool(self._gave_up)
         return "; ".join(parts) or "every rank has launched it and answers: the network or a device stands still"
 
-    def _name(self, rank: int, report: Report | None = None) -> str:
+    def _describe(self, rank: int, report: Report | None = None) -> str:
+        """Describe a rank for a message, with its coordinates in the layout and its host where these are known."""
         known = (
             self._layout.describe([rank]) if self._layout is not None else "",
             f"host {report.host}" if report is not None else "",

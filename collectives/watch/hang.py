@@ -3,7 +3,7 @@
 A collective hangs because of a rank of its group, or because of a rank of another group that this one waits for in
 turn. So every rank along the chain is queried, and only a rank that waits for nobody is named as the culprit: its
 process has exited or is stopped, it does not answer, it runs something else, or it launched a different collective.
-Not here: transport of the reports (`roll_call`), when to query (`watch`), and the message where only one group is
+Not covered: transport of the reports (`roll_call`), when to query (`watch`), and the message where only one group is
 known (`diagnosis`).
 
 [Note: what counts as a hang] By strength of the evidence, strongest first:

@@ -9,7 +9,7 @@ that it hides behind.
 [Note: what is exposed] A wait counts from when the collective it is for could start, and before that only while another
 collective was under way. What is left of it waits for computation: the optimiser's update stands between a reduction
 and the gather that a forward pass waits for, and a step with its communication removed waits for that update too. For
-the same reason a wait ends with the collective; for the update behind a reduction a computation waits apart. A wait
+the same reason a wait ends with the collective; for the update after a reduction a computation waits apart. A wait
 that only bounds the memory of gradients on their way counts like any other.
 """
 

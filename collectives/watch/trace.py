@@ -158,6 +158,7 @@ class _Flows:
             self._ends[span.flow]["from" if span.name == "send" else "to"] = slice_
 
     def events(self) -> list[Event]:
+        """Return the start and the end of each arrow, as events of Chrome's trace format (`ph` s and f)."""
         events = []
         for number, (flow, ends) in enumerate(self._ends.items()):
             if len(ends) < 2:  # the other rank is not part of the trace

@@ -341,6 +341,7 @@ class Watch:
         return None if text is None else _as_error(text)
 
     def _run(self) -> None:
+        """Look at all tracks at each tick until `close`; the body of the watch's thread."""
         device: int | None = None
         tick_s = min(max(self.timeout_s / 50, 0.05), 0.5)
         if self._hang is not None:

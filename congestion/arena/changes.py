@@ -14,7 +14,7 @@ import pandas as pd
 
 from congestion.arena.protocol import SUITE, Suite
 from congestion.arena.run import Contender, Row
-from congestion.arena.runner import Found, Plan, plan_of
+from congestion.arena.runner import Plan, Results, plan_of
 from congestion.arena.tune_ranges import overrides_of, ranges_of
 from congestion.arena.verdict import over_cases
 from netlayer.errors import ConfigError
@@ -60,7 +60,7 @@ def parts(contender: Contender, suite: Suite = SUITE) -> Plan:
     return plan_of([contender, *without], only=[f"/{name}" for name in suite.ablation_conditions], suite=suite)
 
 
-def compare_changes(results: Found) -> list[Row]:
+def compare_changes(results: Results) -> list[Row]:
     """A row a change: completion time over the law's own, its interval, and port-time paused before and after."""
     frame = pd.DataFrame(results.rows)
     paused = frame.groupby("law")["pause_share"].mean()

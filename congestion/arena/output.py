@@ -12,7 +12,7 @@ import pandas as pd
 
 from congestion.arena.page import Findings, build_page
 from congestion.arena.run import Contender
-from congestion.arena.runner import Found, Plan
+from congestion.arena.runner import Plan, Results
 from congestion.arena.tables import CASES, CLAIMS, case_rows, claim_rows
 from congestion.arena.verdict import METRICS, check, is_whole, standing
 from netlayer.environ import snapshot
@@ -35,7 +35,7 @@ _FOOT = "Times over the best law's of each case, and completion over its lower b
 _SERIES = ("fct_us", "samples")
 
 
-def frame_of(results: Found) -> pd.DataFrame:
+def frame_of(results: Results) -> pd.DataFrame:
     """The rows as `arena.verdict` takes them."""
     frame = pd.DataFrame(results.rows)
     return frame.astype(dict.fromkeys(METRICS, float)).drop(columns=list(_SERIES), errors="ignore")
@@ -47,7 +47,7 @@ def not_run_words(plan: Plan) -> str:
     return f"not run: {len(plan.not_run)} cases, for the engine lacks {' and '.join(reasons)}" if reasons else ""
 
 
-def print_table(results: Found) -> None:
+def print_table(results: Results) -> None:
     """One row a law, best first, on stdout."""
     frame = frame_of(results)
     at_limit = frame[frame["unfinished"] > 0].groupby("law").size()
@@ -61,7 +61,7 @@ def print_table(results: Found) -> None:
     print_rows(title, rows, _COLUMNS, _FOOT)
 
 
-def page_of(results: Found, entrant: str, command: str) -> Report:
+def page_of(results: Results, entrant: str, command: str) -> Report:
     """The page on `entrant`.
 
     Raises:
@@ -84,7 +84,7 @@ def page_of(results: Found, entrant: str, command: str) -> Report:
     return report
 
 
-def record_of(results: Found, started_utc: str, arguments: Mapping[str, Any]) -> RunRecord:
+def record_of(results: Results, started_utc: str, arguments: Mapping[str, Any]) -> RunRecord:
     """All rows without their flows; the suite's digest and every law's settings in it."""
     plan = results.plan
     return RunRecord(
@@ -99,7 +99,7 @@ def record_of(results: Found, started_utc: str, arguments: Mapping[str, Any]) ->
     )
 
 
-def short_records(record: RunRecord, results: Found, entrant: str) -> list[RunRecord]:
+def short_records(record: RunRecord, results: Results, entrant: str) -> list[RunRecord]:
     """Return the tables of the record that a report keeps: a row a case and law, and a row a claim on the entrant.
 
     Raises:
@@ -111,7 +111,7 @@ def short_records(record: RunRecord, results: Found, entrant: str) -> list[RunRe
     return [replace(record, name=name, rows=its) for name, its in rows.items()]
 
 
-def _flows(results: Found) -> pd.DataFrame | None:
+def _flows(results: Results) -> pd.DataFrame | None:
     frames = [
         pd.DataFrame({"fct_us": row["fct_us"]}).assign(law=row["law"], case=f"{row['workload']}/{row['condition']}")
         for row in results.rows
@@ -120,7 +120,7 @@ def _flows(results: Found) -> pd.DataFrame | None:
     return pd.concat(frames, ignore_index=True) if frames else None
 
 
-def _samples(results: Found) -> pd.DataFrame | None:
+def _samples(results: Results) -> pd.DataFrame | None:
     frames = [
         pd.DataFrame(row["samples"]).assign(law=row["law"], case=f"{row['workload']}/{row['condition']}")
         for row in results.rows
@@ -129,7 +129,7 @@ def _samples(results: Found) -> pd.DataFrame | None:
     return pd.concat(frames, ignore_index=True) if frames else None
 
 
-def _buffers(results: Found) -> pd.DataFrame | None:
+def _buffers(results: Results) -> pd.DataFrame | None:
     columns = ["workload", "condition", "buffer_bytes", "pause_share"]
     return pd.DataFrame(results.buffers)[columns] if results.buffers else None
 
@@ -140,7 +140,7 @@ def _tiers(frame: pd.DataFrame) -> pd.DataFrame:
     return long.groupby(["law", "tier"], sort=False)["pause_share"].mean().reset_index()
 
 
-def _add_notes(report: Report, results: Found, frame: pd.DataFrame) -> None:
+def _add_notes(report: Report, results: Results, frame: pd.DataFrame) -> None:
     """Add what a reader must know of these runs: settings that differ from those published, what did not run or end."""
     section = report.section("These runs", source="simulated")
     section.table(pd.DataFrame([_contender(one) for one in results.plan.contenders]), caption="Who ran, and with what.")

@@ -1,7 +1,7 @@
 """The arena's page: verdict, table of all laws, ratios with intervals, completion against pauses, tails, pauses.
 
-Every sentence is computed from the rows. Charts of flows, tiers and samples stand there where those were kept. Left
-out: running anything, and who the laws are.
+Every sentence is computed from the rows. Charts of flows, tiers and samples stand there where those were kept. Not
+covered: running anything, and who the laws are.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
+class Results:
     """A plan's rows, case by case, and the buffers that its cases ran with, those that were searched for."""
 
     plan: Plan
@@ -86,7 +86,7 @@ def plan_of(
     return Plan(tuple(contenders), cases, suite.test.seeds[:num_seeds], not_run, suite)
 
 
-def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = None) -> Found:
+def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = None) -> Results:
     """All rows of the plan; those that the folder `out` has are not run again. Ctrl-C leaves there what was measured.
 
     Args:
@@ -113,7 +113,7 @@ def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = Non
     for made in each(_run_task, tasks, lambda task: task.link_hops, stages, "runs", processes):
         append(file, made)
         rows |= {_key(row): row for row in made}
-    return Found(plan, [rows[key] for key in order], list(buffers.values()))
+    return Results(plan, [rows[key] for key in order], list(buffers.values()))
 
 
 def tight_buffers(

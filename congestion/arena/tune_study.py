@@ -15,8 +15,14 @@ from congestion.arena.tune_ranges import Range, overrides_of
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A study that waits for the score of its last trial, and that trial's settings; none of one that has begun."""
+class Study:
+    """A study as bytes, its last trial, whose score it waits for, and the settings of that trial.
+
+    Args:
+        study: pickled study of Optuna.
+        number: of the trial; -1: there was none yet.
+        overrides: the trial's settings, `congestion.x=value` each.
+    """
 
     study: bytes
     number: int = -1
@@ -25,15 +31,21 @@ class Asked:
 
 @dataclass(frozen=True)
 class Question:
-    """The next trial, given the score of the last one, None before the first."""
+    """Request for the next trial of a study.
 
-    last: Asked
+    Args:
+        last: the study after its last trial.
+        score: of that trial; None before the first.
+        ranges: parameters that are searched.
+    """
+
+    last: Study
     score: float | None
     ranges: Sequence[Range]
 
 
 def new_study(seed: int, *, maximise: bool = False) -> Any:
-    """An optimiser as the protocol has it."""
+    """Return an empty study with the optimiser of the protocol: TPE."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -41,16 +53,17 @@ def new_study(seed: int, *, maximise: bool = False) -> Any:
     return optuna.create_study(sampler=sampler, direction="maximize" if maximise else "minimize")
 
 
-def begin(ranges: Sequence[Range], seed: int) -> Asked:
-    """A study whose first trial are the published values."""
+def begin(ranges: Sequence[Range], seed: int) -> Study:
+    """Return a new study whose first trial has the published values."""
     study = new_study(seed)
     study.enqueue_trial({one.name: one.published for one in ranges})
-    return Asked(pickle.dumps(study))
+    return Study(pickle.dumps(study))
 
 
-def ask(question: Question) -> Asked:
+def ask(question: Question) -> Study:
+    """Tell the study the score of its last trial, and return it with the next trial."""
     study = pickle.loads(question.last.study)
     if question.score is not None:
         study.tell(question.last.number, question.score)
     trial = study.ask({one.name: one.distribution for one in question.ranges})
-    return Asked(pickle.dumps(study), trial.number, overrides_of(trial.params))
+    return Study(pickle.dumps(study), trial.number, overrides_of(trial.params))

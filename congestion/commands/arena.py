@@ -18,7 +18,7 @@ from netlayer.results import check_target, write_text
 
 if TYPE_CHECKING:
     from congestion.arena.run import Contender
-    from congestion.arena.runner import Found, Plan
+    from congestion.arena.runner import Plan, Results
     from netlayer.results import RunRecord
 
 
@@ -133,6 +133,7 @@ def _compare(
 
 
 def _tune(contenders: Sequence[Contender], out: Path | None, processes: int | None, json_file: Path | None) -> None:
+    """Tune each contender's parameters, and write profiles and the record."""
     from congestion.arena.protocol import SUITE
     from congestion.arena.tables import TUNED
     from congestion.arena.tune import tune
@@ -237,7 +238,7 @@ def _kept(folder: Path) -> Any:
         raise
 
 
-def _publish(results: Found, record: RunRecord, entrant: str, folder: Path, pages: bool) -> None:
+def _publish(results: Results, record: RunRecord, entrant: str, folder: Path, pages: bool) -> None:
     """The short records and the page with its verdict, or why there is none."""
     from congestion.arena.output import page_of, short_records
 

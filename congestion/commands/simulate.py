@@ -324,7 +324,15 @@ def _built(case: Case, settings: Settings, law: str, seed: int, stages: Stages, 
 def _simulate(
     case: Case, simulation: Simulation, bar: Bar, how: Mapping[str, Any], bound_us: float | None
 ) -> tuple[Outcome, Samples | None]:
-    """Sampled where the bound is given, for then it is drawn."""
+    """Run a simulation, with samples if `bound_us` is given, and keep a checkpoint if it was asked for.
+
+    Args:
+        how: options of the command.
+        bound_us: about how long the run is, for the interval of samples; None: nothing is drawn, so nothing sampled.
+
+    Raises:
+        ConfigError: the run ended before its warm-up.
+    """
     from congestion.engine.tables import NEVER
 
     until_ps = simulation.first_ps + round(how["until_us"] * _PS_PER_US) if how["until_us"] else NEVER
@@ -446,6 +454,7 @@ class _Kept:
         write_page(self.rows, frames, {**about, "command": command, "note": note}, part=part, html=self._html)
 
     def publish(self, arguments: Mapping[str, Any], config: Mapping[str, Any], seed: int) -> None:
+        """Write tables and the record of all laws to `--out`, and say where; nothing without that option."""
         if not self._out:
             return
         import pandas as pd

@@ -90,6 +90,7 @@ def _sweep(
     out: Path | None,
     json_file: Path | None,
 ) -> None:
+    """Run all combinations of laws, settings and seeds, and write their rows and the record."""
     from congestion.simulation.sweep import compile_for, points_of, run_sweep
     from netlayer.output import open_output
     from netlayer.progress import Stages
@@ -125,6 +126,7 @@ def _optimise(
     out: Path | None,
     json_file: Path | None,
 ) -> None:
+    """Search the ranges of `--set` for the best objective, and write the profile, the record and the chosen values."""
     from congestion.arena.protocol import SUITE
     from congestion.arena.tune_profile import write_profile
     from congestion.simulation.sweep import optimise, ranges_in

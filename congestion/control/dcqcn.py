@@ -122,6 +122,7 @@ def advance(p, own, flow, now):  # type: ignore[no-untyped-def]
 
 @kernel
 def _fire(p, own, flow, now):  # type: ignore[no-untyped-def]
+    """Run the timers that are due by `now`, in their order: the update of alpha, an increase, a cut after a CNP."""
     while own.due <= now:
         due = own.due
         if own.alpha_at == due:

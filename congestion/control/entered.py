@@ -112,6 +112,11 @@ def not_compiled(exc: Exception) -> ConfigError:
 
 
 def _load(path: Path, text: bytes) -> ModuleType:
+    """Import a law from a file, and compile its functions.
+
+    Raises:
+        ConfigError: it is no Python, does not run, or lacks a record type or a function of the interface.
+    """
     spec = importlib.util.spec_from_file_location(f"entered_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError("LAW", path, "is no Python file", "give a file that ends in .py")

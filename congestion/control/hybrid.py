@@ -144,6 +144,7 @@ def target_ps(p, rate_bps, flow):  # type: ignore[no-untyped-def]
 
 @kernel
 def on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
+    """Move the window towards the target of the round-trip time: up below it if unmarked, down above it."""
     if not p.use_rtt:
         dcqcn.on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes)
         return
@@ -224,6 +225,7 @@ def _pass_gap(p, own, flow, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _apply(p, own, flow, over_ps):  # type: ignore[no-untyped-def]
+    """Bound the window, and set the flow's rate to window / `over_ps` and its limit on bytes in flight."""
     room = p.queue  # the window that fills the line at the target of line rate
     if p.line_window:
         room = min(max(own.mean_rtt - own.floor_rtt, 0.0), p.queue)

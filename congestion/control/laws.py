@@ -191,6 +191,7 @@ def advance(s, f, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
+    """Call the flow's law for an ACK of `acked_bytes` (0: a duplicate) after `rtt_ps`."""
     flow = s.flow[f]
     law = flow.law
     if law == DCQCN:

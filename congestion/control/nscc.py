@@ -112,6 +112,7 @@ def advance(p, own, flow, now):  # type: ignore[no-untyped-def]
 
 @kernel
 def on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
+    """Choose among increase, fair increase, decrease and none by the ACK's mark and its queueing delay."""
     if acked_bytes == 0:
         return  # a duplicate's round trip is not that of the packet
     delay = max(rtt_ps - flow.base_rtt_ps, 0)
@@ -167,6 +168,7 @@ def _decrease(p, own, flow, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _adjust(p, own, now):  # type: ignore[no-untyped-def]
+    """Bound the window, and add what was gathered to it once enough bytes or time have passed."""
     own.window = min(max(own.window, 1.0 * p.mtu_bytes), own.most)
     if own.received <= p.adjust_bytes and now - own.adjusted_at <= p.adjust_gap:
         return

@@ -102,6 +102,7 @@ def target_ps(p, packets, num_links):  # type: ignore[no-untyped-def]
 
 @kernel
 def on_ack(p, own, flow, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    """Grow the window by `ai` packets a round trip below the target delay; above it, cut it once a round trip."""
     if acked_bytes == 0:
         return  # a duplicate's round trip is not that of the packet
     own.losses = 0

@@ -187,6 +187,7 @@ def build(
 
 
 def _check(fabric: Graph, flows: FlowSet, settings: Settings) -> None:
+    """Raise ConfigError for fabric, flows or classes that cannot be simulated."""
     ends = np.bincount(np.concatenate([fabric.a, fabric.b]), minlength=fabric.num_nodes)
     for host in np.unique(np.concatenate([flows.src, flows.dst])).tolist():
         if ends[host] != 1:
@@ -213,6 +214,7 @@ def _check(fabric: Graph, flows: FlowSet, settings: Settings) -> None:
 
 
 def _check_memory(fabric: Graph, flows: FlowSet, settings: Settings, wants_rtt: bool) -> None:
+    """Raise ConfigError if the tables would need more memory than is free."""
     longest = int(-(-flows.num_bytes.max() // settings.mtu_bytes))
     a_flow = tables.FLOW.itemsize + tables.RECEIVER.itemsize + _num_paths(settings) * tables.PATH.itemsize + 256
     # Times of 8 bytes a packet; and a bit a packet in each of `acked` and `received`, which is longest / 4 bytes.
@@ -231,6 +233,7 @@ def _check_memory(fabric: Graph, flows: FlowSet, settings: Settings, wants_rtt: 
 
 
 def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bool) -> Rows:
+    """Return the numbers that hold for the whole run, one row of `tables.RUN`: times in ps, sizes in bytes."""
     run = np.zeros(1, dtype=tables.RUN)
     values = {
         "data_wire_bytes": settings.mtu_bytes + settings.header_bytes,

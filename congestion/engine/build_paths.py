@@ -97,6 +97,7 @@ def next_hops(fabric: Graph, flows: FlowSet, ends: Ints) -> tuple[Ints, int, NDA
 
 
 def _find(fabric: Graph, flows: FlowSet, ends: Ints, many: int, settings: Settings) -> Paths:
+    """Return the ports of each path of each flow, there and of its ACKs back, and the most links of a flow's paths."""
     path = aligned(len(flows) * many * 2 * tables.ACK_PATH, np.dtype(np.uint32)).reshape(len(flows), many, -1)
     num_links = np.zeros(len(flows), dtype=np.int64)
     for which in range(many):

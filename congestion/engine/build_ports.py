@@ -117,6 +117,7 @@ def kind_rows(fabric: Graph, settings: Settings, run: Any, like: Ints) -> Rows:
 
 
 def _set_class(kind: Rows, settings: Settings, number: int) -> None:
+    """Set the columns of port kinds for one class of traffic: ECN thresholds and PFC headroom by the port's rate."""
     its = settings.class_of(number)
     kind["lossless"], kind["pmax"] = its.lossless, its.pmax
     rate, delay = kind["rate"].tolist(), kind["delay"].tolist()
@@ -143,6 +144,11 @@ def pace_rows(kind: Rows, run: Any) -> Ints:
 def node_rows(
     fabric: Graph, flows: FlowSet, known: NDArray[np.bool_], settings: Settings, port: Rows, kind: Rows
 ) -> Rows:
+    """Return the table of nodes: where the ports and flows of each begin, and what a switch's shared buffer holds.
+
+    Raises:
+        ConfigError: headroom and reserves take all of a switch's buffer.
+    """
     node = np.zeros(fabric.num_nodes, dtype=tables.NODE)
     node["is_switch"] = fabric.is_switch
     node["timer"] = NEVER

@@ -94,6 +94,7 @@ def spend(s, lane, its_class, size):  # type: ignore[no-untyped-def]
 
 @inlined
 def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
+    """Take in a packet of one event: pause a class, drop, or queue it in its class, and start the port if idle."""
     now, word, size, out = seen.time, seen.word, seen.size, seen.out
     its_class = class_of(s, word)
     if word & 3 == PFC:
@@ -156,6 +157,7 @@ def _signal(s, k, node, p, its_class, stops, now):  # type: ignore[no-untyped-de
 
 @kernel
 def _send_frame(s, k, node, p, now):  # type: ignore[no-untyped-def]
+    """Send the port's PFC frame of the highest class that has one waiting."""
     its_class = np.int64(s.run[0].num_classes - 1)
     while not s.lane[lane_of(s, p, its_class)].frames:
         its_class -= 1

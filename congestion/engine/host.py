@@ -124,6 +124,7 @@ def _next_send(s, node, p):  # type: ignore[no-untyped-def]
 
 @inlined
 def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
+    """Send what waits first at a host's port: an ACK, else the next packet of the flow whose turn it is."""
     port, run = s.port[p], s.run[0]
     lane = _waiting_lane(s, p)
     head = s.queue_head[lane]
@@ -244,6 +245,7 @@ def _leave(s, node, finished, place):  # type: ignore[no-untyped-def]
 
 @inlined
 def _arrive(s, k, node, p, word, now):  # type: ignore[no-untyped-def]
+    """Take in a packet at a host: pause the port, queue an ACK or NACK for data, or count an ACK for its flow."""
     if is_lost(s, p, word, now):
         return
     kind, f, sequence = word & 3, flow_of(word), (word >> SEQ_SHIFT) & SEQ_MASK
@@ -320,6 +322,7 @@ def _echo(s, f, row, word, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-untyped-def]
+    """Count an ACK or NACK for its flow: progress, timer, end of the flow, round-trip time, and the law's reaction."""
     flow, run = s.flow[f], s.run[0]
     if flow.finish >= 0 or flow.failed:
         return
@@ -372,6 +375,7 @@ def _release_waiting(s, node, f, host, now):  # type: ignore[no-untyped-def]
 
 @kernel
 def _count_down(s, node, f, host, now):  # type: ignore[no-untyped-def]
+    """Count flow `f` off for this host's flows that wait for it; what waits for nothing more starts after its delay."""
     for i in range(s.waiting_from[f], s.waiting_from[f + 1]):
         later = s.waiting[i]
         flow = s.flow[later]

@@ -84,6 +84,7 @@ def look_at(state: State, time_ps: int, last_ps: int, acked: Ints) -> Looks:
 
 
 def _looks(rows: int, num_ports: int, plan: tuple[int, int, int, int], acked: Ints) -> Looks:
+    """Return empty tables for `rows` looks at `num_ports` ports."""
     ints: Any = {name: np.empty((rows, num_ports), dtype=np.int64) for name in ("tx_bytes", "paused_ps", "queue_bytes")}
     return Looks(
         plan=np.array([plan], dtype=PLAN),

@@ -78,6 +78,7 @@ def _run_classes(s, looks, until, k):  # type: ignore[no-untyped-def]
 
 @inlined
 def _windows(s, looks, until, k, switch):  # type: ignore[no-untyped-def]
+    """Run windows as worker `k`, in step with the others; return when the next would begin, or LOOKED or FULL."""
     worker, num_workers = s.worker[k], len(s.worker)
     next_look, row = looks.plan[0].next, looks.plan[0].row  # each worker counts for itself
     soonest = NEVER

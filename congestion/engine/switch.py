@@ -234,6 +234,7 @@ def _is_before(one, other):  # type: ignore[no-untyped-def]
 
 @inlined
 def _run_port(s, k, node, p, begin, stop, end):  # type: ignore[no-untyped-def]
+    """Run one port by itself to the window's end: send or queue the packets order[begin:stop], then send what waits."""
     port, order = s.port[p], s.order[k]
     for i in range(begin, stop):
         seen = s.seen[k, order[i]]
@@ -300,7 +301,10 @@ def _run_in_order(s, k, node, count, end):  # type: ignore[no-untyped-def]
 
 @inlined
 def in_order(s, k, node, count, end, next_start, serve, arrive):  # type: ignore[no-untyped-def]
-    """The events of the whole switch, one after another; when the next one will be. `due`: each port's next start."""
+    """Run the whole switch to `end` in order of time, arrivals and ports' starts alike; return the next start.
+
+    `due` is when each port starts its next packet.
+    """
     due = s.due[k]
     for i in range(count):
         s.order[k, i] = i
@@ -324,6 +328,7 @@ def in_order(s, k, node, count, end, next_start, serve, arrive):  # type: ignore
 
 @inlined
 def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
+    """Take in a packet of one event: pause a port, drop, or queue it and start the port if idle; may send a pause."""
     now, word, size = seen.time, seen.word, seen.size
     port, ingress = s.port[seen.out], s.port[seen.port]
     if word & 3 == PFC:

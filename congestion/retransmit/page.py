@@ -98,6 +98,7 @@ def _overview(report: Report, findings: Findings) -> None:
 
 
 def _recoveries(report: Report, findings: Findings) -> None:
+    """Add the section on recovery time by length of flap, timeout, retry count and NIC."""
     section = report.section("Recovery by setting", _judged(findings), source="predicted")
     lowest, highest = min(findings.flaps_s), max(*findings.flaps_s, findings.longest_s)
     flaps = np.geomspace(lowest, highest, _POINTS).tolist()
@@ -152,6 +153,7 @@ def _judged(findings: Findings) -> str:
 
 
 def _advices(report: Report, findings: Findings) -> None:
+    """Add the section on the least timeout that outlives a flap, and what it costs when a path is dead."""
     rows = pd.DataFrame(findings.advices)
     section = report.section(
         "Which timeout for which flap",
@@ -184,6 +186,7 @@ def _advices(report: Report, findings: Findings) -> None:
 
 
 def _ring(report: Report, findings: Findings) -> None:
+    """Add the section on a simulated ring all-reduce with a flap, if one was run."""
     if not findings.ring:
         return
     rows = pd.DataFrame(findings.ring)

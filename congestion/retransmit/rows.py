@@ -146,6 +146,7 @@ def ring_rows(
 
 
 def _ring_row(outcome: Outcome, whole: Outcome) -> Row:
+    """Compare a ring all-reduce with a host cut off (`outcome`) and one without (`whole`), as columns of a row."""
     ended, flow = outcome.finish_ps >= 0, outcome.state.flow
     failed = flow[["src", "dst"]][flow["failed"] > 0]
     return {

@@ -110,7 +110,13 @@ def _classes(p: JobPhases) -> dict[Kind, int]:
 def _scaled(
     flows: traffic.Flows, turns: Sequence[Sequence[Kind]], p: JobPhases, job: JobConfig, cluster: ClusterConfig
 ) -> Ints:
-    """Bytes of each flow: of one bucket of its stage, of so many micro-batches; then as `p.bytes_per_rank` says."""
+    """Return the bytes of each flow: of one bucket, and of `p.micro_batches`, where the phases ask for that.
+
+    Then all are scaled to `p.bytes_per_rank` on average.
+
+    Raises:
+        ConfigError: no phase has a flow between servers.
+    """
     num_bytes = flows.num_bytes.copy()
     if p.bucket_bytes:
         ring = np.isin(flows.kind, _RINGS)

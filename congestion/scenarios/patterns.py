@@ -243,7 +243,14 @@ def poisson(fabric: Graph, p: Poisson, seed: int) -> FlowSet:
 
 
 def on_hosts(fabric: Graph, p: Pattern, seed: int, flows: Flows, host_of: Ints | None = None) -> FlowSet:
-    """The flows with hosts for ranks, ports and starts; `host_of` each rank, else as `p.placement` says.
+    """Return flows between ranks as flows between hosts, with their starts, UDP ports and classes of traffic.
+
+    Args:
+        fabric: whose hosts the ranks stand on.
+        p: placement, jitter of starts and ports.
+        seed: of what is drawn.
+        flows: between ranks.
+        host_of: node of each rank; None: as `p.placement` says.
 
     Raises:
         ConfigError: the fabric has fewer hosts than there are ranks.

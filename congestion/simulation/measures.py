@@ -30,7 +30,7 @@ _BYTE_PS = 8 * 10**12  # a byte at 1 bit/s
 def ideal_ps(state: State) -> Ints:
     """Start to last ACK of each flow alone on its path, store and forward, to the picosecond; shape (num_flows,).
 
-    On links with serialisation s_j and delay d_j the first of N packets is behind link h at the sum of s_j + d_j, the
+    On links with serialisation s_j and delay d_j the first of N packets is past link h at the sum of s_j + d_j, the
     last full one (N - 2) times the slowest s_j later. The last packet may be short: it, and then its ACK, can be held
     up by those of the one before, and by no other.
     """
@@ -41,7 +41,7 @@ def ideal_ps(state: State) -> Ints:
         port = state.port[path[:, hop]]
         kind, moving = state.kind[port["kind"]], node != dst
         full, delay = kind["tx_data"], kind["delay"]
-        # Behind a path's end its row is filled up with port 0. What is added up of that is not read: `moving` is False.
+        # After a path's end its row is filled up with port 0. What is added up of that is not read: `moving` is False.
         first = first + full + delay
         slowest = np.maximum(slowest, full)
         before = np.where(moving & (packets > 1), first + (packets - 2) * slowest, before)

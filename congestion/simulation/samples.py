@@ -49,7 +49,7 @@ class Samples:
         return self._time_ps, self._acked
 
     def begin(self, simulation: Simulation) -> None:
-        """The first interval begins here, not at time 0 with nothing sent."""
+        """Begin the first interval now, with what is acknowledged by now: a run may have been resumed."""
         self._time_ps = simulation.time_ps
         self._acked = simulation.state.flow["unacked"].astype(np.int64)
         if self.links:

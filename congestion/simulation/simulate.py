@@ -393,6 +393,7 @@ class Simulation:
         return Progress(self.time_ps, done, many, int(port["tx_packets"].sum()), self.wall_s)
 
     def outcome(self) -> Outcome:
+        """Return what has happened so far, counted from the end of the warm-up where the run has one."""
         flow, stopped = self.state.flow, self.state.lane if len(self.state.lane) else self.state.port
         before, now, mtu = self._before, self._counters(), int(self.state.run["mtu_bytes"][0])
         # Packets times the MTU is too much once the last packet, which may be short, is acknowledged.

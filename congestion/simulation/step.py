@@ -188,7 +188,7 @@ def numbers_of(segments: Sequence[Segment], counts: Sequence[int], num_flows: Se
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Timeline:
     """Record of a run by which to tell whether it repeats itself, flows in the order of the phases.
 
     Args:
@@ -204,7 +204,7 @@ class Seen:
 
 
 def repeated(
-    segments: Sequence[Segment], counts: Sequence[int], num_flows: Sequence[int], seen: Seen
+    segments: Sequence[Segment], counts: Sequence[int], num_flows: Sequence[int], seen: Timeline
 ) -> list[Repeated]:
     """The run of `phases_of` taken apart: what each repetition of each segment took, and whether they repeat."""
     if sum(count * many for count, many in zip(counts, num_flows, strict=True)) != len(seen.finish_ps):
@@ -268,13 +268,13 @@ def next_counts(parts: Sequence[Repeated], counts: Sequence[int], within: float)
     return new_counts
 
 
-def watch(simulation: Simulation, law: str, say: Callable[[Progress], None] | None = None) -> tuple[Outcome, Seen]:
+def watch(simulation: Simulation, law: str, say: Callable[[Progress], None] | None = None) -> tuple[Outcome, Timeline]:
     """Run to the end, and look in between whether queues grew to where marks are drawn."""
     state = simulation.state
     hears, is_plain = law not in _HEARS_NO_MARK, "plain" in (state.features.dtype.names or ())
     if not (hears and is_plain):
         outcome = simulation.run(say=say)
-        return outcome, Seen(outcome.start_ps, outcome.finish_ps, is_plain)
+        return outcome, Timeline(outcome.start_ps, outcome.finish_ps, is_plain)
     drawn, slice_ps, num_slices, said_s = [], _SLICE_WINDOWS * int(state.run["window"][0]), 0, 0.0
     largest, kmin = np.zeros(len(state.port), dtype=np.int64), state.kind["kmin"][state.port["kind"]]
     while not (simulation.completed or simulation.interrupted):
@@ -292,4 +292,6 @@ def watch(simulation: Simulation, law: str, say: Callable[[Progress], None] | No
         slice_ps *= 1 + (num_slices % _MOST_SLICES == 0)
     simulation.state.port["max_queue_bytes"] = largest
     outcome = simulation.outcome()
-    return outcome, Seen(outcome.start_ps, outcome.finish_ps, is_plain, np.array(drawn, dtype=np.int64).reshape(-1, 2))
+    return outcome, Timeline(
+        outcome.start_ps, outcome.finish_ps, is_plain, np.array(drawn, dtype=np.int64).reshape(-1, 2)
+    )

@@ -204,7 +204,7 @@ def wrong_bytes(got: bytes, expected: bytes) -> int:
 
 
 def _bandwidth(link: Link, kind: Kind, size: int) -> dict[str, Any]:
-    """Windows of messages one behind the other; each window is checked, and only its own time counts."""
+    """Windows of messages one after the other; each window is checked, and only its own time counts."""
     plan, moved = link.plan, 0
     rates = []
     for repeat in range(plan.repeats + 1):

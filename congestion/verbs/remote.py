@@ -1,8 +1,8 @@
 """Measurements across hosts: a server lends its queue pair, a client measures; a socket carries addresses.
 
 One line of JSON each way: the client's address and settings, the server's address, then orders (`expect`, `check`). The
-server takes one client after another, allocates no more than it was told, and believes nothing that it is sent. Left
-out: encryption and passwords. Whoever reaches the port may write into the server's buffer; bind it to an address of
+server takes one client after another, allocates no more than it was told, and believes nothing that it is sent. Not
+covered: encryption and passwords. Whoever reaches the port may write into the server's buffer; bind it to an address of
 your own network.
 """
 

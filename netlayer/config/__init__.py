@@ -5,8 +5,9 @@ Names load on first use, so that importing one module of the room does not impor
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from netlayer import lazy_names
 
 if TYPE_CHECKING:
     from netlayer.config.tree import BatchConfig as BatchConfig
@@ -32,30 +33,6 @@ if TYPE_CHECKING:
     from netlayer.config.tree import build_config as build_config
     from netlayer.config.tree import build_section as build_section
 
-_HOME = {
-    "BatchConfig": "tree",
-    "CheckpointConfig": "tree",
-    "ClusterConfig": "tree",
-    "Config": "tree",
-    "DataConfig": "tree",
-    "EvaluationConfig": "tree",
-    "JobConfig": "tree",
-    "LaunchConfig": "tree",
-    "LoopConfig": "tree",
-    "MetricsConfig": "tree",
-    "ModelConfig": "tree",
-    "NcclConfig": "tree",
-    "OptimizerConfig": "tree",
-    "OverlapConfig": "tree",
-    "ParallelConfig": "tree",
-    "PricesConfig": "tree",
-    "RopeScalingConfig": "tree",
-    "Section": "tree",
-    "StoreConfig": "tree",
-    "WatchConfig": "tree",
-    "build_config": "tree",
-    "build_section": "tree",
-}
 __all__ = [
     "BatchConfig",
     "CheckpointConfig",
@@ -81,8 +58,30 @@ __all__ = [
     "build_section",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "BatchConfig": ".tree",
+        "CheckpointConfig": ".tree",
+        "ClusterConfig": ".tree",
+        "Config": ".tree",
+        "DataConfig": ".tree",
+        "EvaluationConfig": ".tree",
+        "JobConfig": ".tree",
+        "LaunchConfig": ".tree",
+        "LoopConfig": ".tree",
+        "MetricsConfig": ".tree",
+        "ModelConfig": ".tree",
+        "NcclConfig": ".tree",
+        "OptimizerConfig": ".tree",
+        "OverlapConfig": ".tree",
+        "ParallelConfig": ".tree",
+        "PricesConfig": ".tree",
+        "RopeScalingConfig": ".tree",
+        "Section": ".tree",
+        "StoreConfig": ".tree",
+        "WatchConfig": ".tree",
+        "build_config": ".tree",
+        "build_section": ".tree",
+    },
+)

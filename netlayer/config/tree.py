@@ -201,6 +201,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, values: Any) -> Any:
+        """Fill in the keys of the preset, which those that are set override."""
         name = values.get("preset") if isinstance(values, Mapping) else None
         if not name or not isinstance(name, str):
             return values
@@ -498,6 +499,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
+        """Check the rules between sections; a ConfigError says both values and the remedy."""
         model, parallel, batch = self.model, self.parallel, self.batch
         if model.heads % parallel.tp:
             _fail("job.parallel.tp", parallel.tp, f"must divide job.model.heads = {model.heads}", "lower tp")

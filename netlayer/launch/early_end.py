@@ -1,8 +1,8 @@
 """Early end of a long command: a signal as an exception wherever it comes, and the reason in a word.
 
 A time limit ends a call with SIGTERM and, some seconds later, SIGKILL. Between the two the record and the page of what
-was measured are written, or what holds nothing is taken away. Omitted: SIGKILL itself, after which the rows that were
-written stay.
+was measured are written, or what holds nothing is taken away. Not covered: SIGKILL itself, after which the rows that
+were written stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run one function as many ranks on this machine, and end them all together.
 
 A launched rank is a fresh interpreter in a session of its own, with its output in a log file of its own. Whatever ends
-the launcher ends the ranks and what they started. Leaves out: other machines (torchrun, srun and mpirun reach those,
+the launcher ends the ranks and what they started. Not covered: other machines (torchrun, srun and mpirun reach those,
 and `detect` reads what they set), the rendezvous of ranks, and restarts.
 
 A program that works under every launcher reads:

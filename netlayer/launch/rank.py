@@ -1,7 +1,7 @@
 """One rank of many: which one is this process (`detect`), and what runs in a process that `launch` started.
 
 A rank learns its place from its environment, whoever started it, and tells its launcher of progress, of its result or
-of its failure through one pipe. Leaves out: starting and ending ranks (`launch`) and their rendezvous.
+of its failure through one pipe. Not covered: starting and ending ranks (`launch`) and their rendezvous.
 """
 
 from __future__ import annotations
@@ -303,6 +303,15 @@ def _leave(code: int) -> NoReturn:
 
 
 def _run_work(work: bytes, main: tuple[str, str] | None, context: RankContext) -> bytes:
+    """Call a rank's pickled function with its context, and return its pickled result.
+
+    Args:
+        work: (function, arguments), pickled.
+        main: how to import the launching program's `__main__`, which the function may come from; None: not needed.
+
+    Raises:
+        TypeError: the result cannot be pickled.
+    """
     if main is not None:
         _import_main(*main)
     target, args = pickle.loads(work)

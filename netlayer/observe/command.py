@@ -14,6 +14,7 @@ import click
 
 from netlayer.errors import EXIT_FAILED
 from netlayer.layout import describe_ranks
+from netlayer.printing import printable
 
 if TYPE_CHECKING:
     from netlayer.observe.blame import Blame
@@ -68,7 +69,7 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
     if str(json_file) != "-":
         _print(verdict)
     for note in verdict.notes:
-        click.echo(f"note: {_printable(note)}", err=True)
+        click.echo(f"note: {printable(note)}", err=True)
     if verdict.findings:
         sys.exit(EXIT_FAILED)
 
@@ -102,7 +103,7 @@ def headlines(blame: Blame) -> list[str]:
         lines = [f"cannot tell: {blame.no_verdict}" if blame.no_verdict else "nothing stands still"]
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"and {len(lines) - _MOST_LINES} more findings: --json has them all"]
-    return [_printable(line) for line in lines]
+    return [printable(line) for line in lines]  # names in a dump come from the job's program
 
 
 def _echo(line: str) -> None:
@@ -118,19 +119,14 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
     states = [(name.replace("_", " "), ranks) for name in _COLUMNS if (ranks := row.get(name))]
     state = "; ".join(f"{name} {describe_ranks(ranks).split(' ', 1)[1]}" for name, ranks in states)
     collective = row["collective"].partition(" (")[0]
-    return _short(row["group"], _GROUP_WIDTH), _short(collective, _COLLECTIVE_WIDTH), _printable(state)
+    return _short(row["group"], _GROUP_WIDTH), _short(collective, _COLLECTIVE_WIDTH), printable(state)
 
 
 def _short(text: str, width: int) -> str:
     """Shorten to `width` letters by cutting the middle, since names differ at their ends."""
-    text = _printable(text)
+    text = printable(text)
     keep = (width - 2) // 2
     return text if len(text) <= width else f"{text[:keep]}..{text[len(text) - (width - 2 - keep) :]}"
-
-
-def _printable(text: str) -> str:
-    """Replace terminal control characters by "?": names in a dump come from the job's program."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _write_record(path: Path, blame: Blame, started: str, files: Sequence[Path], world_size: int | None) -> None:

@@ -1,7 +1,7 @@
 """Data model for the recorded collectives of a job, whatever recorder wrote them: groups, and launches by rank.
 
 Each rank numbers the collectives of a group by itself; equal numbers should mean the same collective. Sends and
-receives are numbered for each pair and direction. Not included: tensor contents and reduction operators, which no
+receives are numbered for each pair and direction. Not covered: tensor contents and reduction operators, which no
 recorder writes.
 """
 

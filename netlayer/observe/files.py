@@ -23,6 +23,7 @@ from typing import Any
 from netlayer.errors import ConfigError
 from netlayer.observe import flight_recorder, plain_pickle, ras, reports
 from netlayer.observe.blame import Blame, diagnose
+from netlayer.printing import printable
 
 _REMEDY = "give dumps of Flight Recorder, the output of ncclras, or reports of netlayer's watch"
 _STDIN = Path("-")
@@ -113,12 +114,12 @@ def _nothing_usable(inputs: _Inputs) -> ConfigError:
     path, reason = inputs.skipped[0]
     if inputs.num_files > 1:
         reason = f"{reason}; nor can any other of the {inputs.num_files} files be used"
-    return ConfigError("FILES", _printable(path), reason, _REMEDY)
+    return ConfigError("FILES", printable(str(path)), reason, _REMEDY)
 
 
 def _notes(skipped: Sequence[tuple[Path, str]]) -> Iterator[str]:
     for path, reason in skipped[:_MAX_NOTES]:
-        yield f"{_printable(path)} {reason}: skipped"
+        yield f"{printable(str(path))} {reason}: skipped"
     if len(skipped) > _MAX_NOTES:
         reasons = Counter(reason for _, reason in skipped[_MAX_NOTES:])
         commonest, count = reasons.most_common(1)[0]
@@ -201,9 +202,9 @@ def _expand(paths: Sequence[Path]) -> Iterable[Path]:
         try:
             inside = sorted(file for file in path.iterdir() if file.is_file())
         except OSError as exc:
-            raise ConfigError("FILES", _printable(path), f"cannot be read ({exc.strerror})", _REMEDY) from exc
+            raise ConfigError("FILES", printable(str(path)), f"cannot be read ({exc.strerror})", _REMEDY) from exc
         if not inside:
-            raise ConfigError("FILES", _printable(path), "is a folder without files", _REMEDY)
+            raise ConfigError("FILES", printable(str(path)), "is a folder without files", _REMEDY)
         yield from inside
 
 
@@ -250,8 +251,3 @@ def _read_pipe(descriptor: int) -> bytes:
             return b"".join(parts)
         if size > _MAX_BYTES:
             raise ValueError(f"is a pipe with more than {_MAX_BYTES >> 20} MiB")
-
-
-def _printable(path: Path) -> str:
-    """Return the name with line feeds and terminal control characters replaced by "?"."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(path))

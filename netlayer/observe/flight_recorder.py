@@ -328,6 +328,14 @@ def _split_name(path: Path) -> tuple[Path, str, str] | None:
 
 
 def _entry(raw: Any, order: int) -> _Entry:
+    """Parse one entry of a flight recorder's dump.
+
+    Args:
+        order: its place among the entries.
+
+    Raises:
+        ValueError: it lacks a field, or one is of another type.
+    """
     _typed(raw, dict, "an entry")
     backend, _, kind = _get(raw, "profiling_name", str).partition(":")
     pair = raw.get("process_group")

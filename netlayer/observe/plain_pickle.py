@@ -2,8 +2,8 @@
 
 A pickle is a program. One that imports, calls or constructs anything is refused before any of its opcodes runs; so is
 one that would allocate far more memory than its own size, or more objects than any dump has. The result may still
-refer to one object many times, so callers must bound their walk over it. Not supported, since no recorder of
-collectives writes them: protocol 0 and out-of-band buffers.
+refer to one object many times, so callers must bound their walk over it. Not covered: protocol 0 and out-of-band
+buffers, which no recorder of collectives writes.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netlayer.launch.interrupt import uninterrupted
+from netlayer.printing import printable_line
 from netlayer.remote.connection import SSH_FAILED, UNREACHABLE, Connection, Failure, end_all, ssh_command
 
 _AT_ONCE = 16
@@ -47,11 +48,6 @@ class Outcome:
         return texts.get(self.exit_code, f"exit code {self.exit_code}")
 
 
-def printable(text: str) -> str:
-    """Return another program's output on one line, without what would steer a terminal."""
-    return "".join(char for char in " ".join(text.split()) if char.isprintable())
-
-
 def run_on(
     hosts: Sequence[str], arguments: Sequence[str], stdin: str, limit_s: float, ssh: str = "ssh"
 ) -> list[Outcome]:
@@ -78,7 +74,7 @@ def run_on(
             return Outcome(host, SSH_FAILED, None, f"{command[0]}: {exc.strerror}")
         try:
             answer = _parse(connection.communicate(stdin, limit_s))
-            message = printable(connection.last_line())[:300]
+            message = printable_line(connection.last_line())[:300]
             return Outcome(host, connection.process.returncode, answer, message, connection.failure())
         except subprocess.TimeoutExpired:
             connection.kill()

@@ -1,7 +1,8 @@
 """`Report`: sections of text, tables and charts as one HTML file that fetches nothing, and a PNG of each chart.
 
 The page carries its scripts, its style and all data; its security policy forbids every connection and every script but
-its own two. One spec makes a chart's interactive and its PNG form. Omitted: what to say; every command says its own.
+its own two. One spec makes a chart's interactive and its PNG form. Not covered: what to say; every command says its
+own.
 """
 
 from __future__ import annotations

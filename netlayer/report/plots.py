@@ -103,6 +103,7 @@ def _vl_convert() -> Any:
 
 
 def _stamped(title: Any, stamp: str) -> dict[str, Any]:
+    """Return a chart's title with `stamp` below it as its last subtitle, or in its place where there is none."""
     parts = dict(title) if isinstance(title, dict) else {"text": title}
     if not parts.get("text"):
         return {**parts, "text": stamp, "fontSize": 12, "fontWeight": 400}

@@ -30,7 +30,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Words:
+class TextBlock:
     """A paragraph, a caveat or a command: `kind` tells which."""
 
     kind: str
@@ -71,7 +71,7 @@ class Picture:
     plot: Plot
 
 
-Block = Words | Figures | Table | KeyValues | Picture
+Block = TextBlock | Figures | Table | KeyValues | Picture
 
 
 @dataclass
@@ -90,15 +90,15 @@ class Section:
 
     def text(self, paragraph: str) -> Section:
         """A paragraph; `words` between backticks are set as code."""
-        return self._add(Words("text", paragraph))
+        return self._add(TextBlock("text", paragraph))
 
     def note(self, caveat: str) -> Section:
         """Add a caveat that a reader must know before using the numbers."""
-        return self._add(Words("note", caveat))
+        return self._add(TextBlock("note", caveat))
 
     def code(self, command: str) -> Section:
         """A command to repeat the section's numbers, or other text in a fixed pitch."""
-        return self._add(Words("code", command.strip("\n")))
+        return self._add(TextBlock("code", command.strip("\n")))
 
     def figures(self, *figures: Figure, source: Sources = None) -> Section:
         """Tiles with one big number each.

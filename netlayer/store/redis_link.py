@@ -2,7 +2,7 @@
 
 Each call borrows a connection exclusively and returns it, so no two threads share one, and a forked child opens its
 own. A lost connection is reopened with exponential back-off and jitter until the deadline of the call. A write is a
-script with a serial number: if it is sent again because the answer was lost, it still runs once. Not supported: Redis
+script with a serial number: if it is sent again because the answer was lost, it still runs once. Not covered: Redis
 Cluster and Sentinel.
 """
 
@@ -184,6 +184,14 @@ class RedisLinks:
         patient: bool = True,
         reconnect_until: float = math.inf,
     ) -> T:
+        """Call `attempt` on a link until it succeeds, connecting again and logging while the server does not answer.
+
+        Args:
+            deadline: monotonic time by which an attempt must succeed.
+            link: None: one that is free.
+            patient: if False, try only once.
+            reconnect_until: monotonic time until which a broken connection is reopened; at least one retry is made.
+        """
         link = link or self._borrow()
         logged_s = -math.inf
         try:

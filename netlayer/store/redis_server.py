@@ -2,8 +2,8 @@
 
 The embedded server lives in a folder that only the user can enter (0700, socket 0600) and listens on no network port. A
 guard process (`redis_guard.py`) stops it and removes the folder when the run ends, however it ends; only where guard
-and owner are killed in one stroke does the folder stay, without a server. Omitted: TLS and passwords for the embedded
-server (only its owner can reach it), and several hosts (give the URL of a server for that).
+and owner are killed in one stroke does the folder stay, without a server. Not covered: TLS and passwords for the
+embedded server (only its owner can reach it), and several hosts (give the URL of a server for that).
 """
 
 from __future__ import annotations
@@ -269,7 +269,13 @@ def _check_socket_path(path: Path) -> None:
 
 
 def _lock(directory: Path) -> int:
-    """Two servers on one folder would write into one append-only file."""
+    """Lock the folder for one server, and return the descriptor that holds the lock.
+
+    Two servers on one folder would write into one append-only file.
+
+    Raises:
+        ConfigError: another server runs in it.
+    """
     lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
 """torch's TCPStore at an address, opened within its timeout, or with one line that says who should have served it.
 
 torch's own client waits for its server in C++: Ctrl-C goes unheard, every attempt is logged with a stack, and the
-timeout is taken twice. Here plain sockets wait until something listens, and torch connects then. Omitted: a listener
-that is no TCPStore and never answers, for which torch's client waits without end.
+timeout is taken twice. Here plain sockets wait until something listens, and torch connects then. Not covered: a
+listener that is no TCPStore and never answers, for which torch's client waits without end.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def bucket_limit(job: JobConfig) -> int | None:
 def stage_buckets(job: JobConfig, stage: int) -> list[tuple[int, int]]:
     """Return (elements with padding, number of such buckets) for all buckets of a rank.
 
-    Not included: the 16 bytes or more that shards are aligned to where they lie in windows, which the machine decides.
+    Not covered: the 16 bytes or more that shards are aligned to where they lie in windows, which the machine decides.
     """
     buckets = []
     for chunk in range(job.parallel.vpp):
@@ -156,6 +156,7 @@ def _lamb_norms(job: JobConfig, stage: int, group: Group, ranks: int) -> Iterato
 
 
 def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
+    """Yield the collectives of tensor parallelism of one stage in a step: activations, softmax and shared gradients."""
     tp, count, dtype = job.parallel.tp, micro_batches(job), job.model.dtype
     activation = _activation_bytes(job)
     gathers, scatters = 0, 0

@@ -7,8 +7,8 @@ done to any schedule, interleaved 1F1B too. Nothing moves but the weights' gradi
 activations more than before, in 1F1B as many as stage 0 does. Where nothing is gained a pass stays whole: among
 data-parallel ranks the last one of a chunk hides its reduction, of which weights' gradients alone hide half.
 
-Omitted: schedules that fill the start as well, for twice the activations (ZB-H2), and such as place chunks otherwise
-(ZB-V); computing it all (`trainer.pipeline`).
+Not covered: schedules that fill the start as well, for twice the activations (ZB-H2), and such as place chunks
+otherwise (ZB-V); computing it all (`trainer.pipeline`).
 """
 
 from __future__ import annotations

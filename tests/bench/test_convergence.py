@@ -33,12 +33,12 @@ from bench.convergence.rows import (
     smoothed,
     table,
 )
-from bench.convergence.run import Asked, plans
+from bench.convergence.run import Settings, plans
 from bench.convergence.text import Root, choose
 from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.results import RunRecord, load_record
 
-ASKED = Asked(
+SETTINGS = Settings(
     model="1m",
     ranks=1,
     backend="gloo",
@@ -62,7 +62,7 @@ IDENTITY = {"text": "t", "tokenizer": "k"}
 
 def made(kind: str, losses: Sequence[float], step_s: float = 1.0, whole: bool = True) -> Curve:
     """A run of 16 steps of AdamW, or 4 of LAMB, whose evaluations gave these losses."""
-    [plan] = plans(ASKED, [kind], 16 * STEP_TOKENS)
+    [plan] = plans(SETTINGS, [kind], 16 * STEP_TOKENS)
     every, num_steps = plan.job.evaluation.every_steps, plan.job.optimizer.steps
     done = num_steps if whole else (len(losses) - 1) * every
     steps = [{"step": n + 1, "step_ms": 1e3 * step_s, "loss": 8.0 - n, "memory_gib": 1.0} for n in range(done)]
@@ -128,7 +128,7 @@ def test_a_loss_that_is_not_reached_says_when_the_baseline_had_the_other_s() -> 
 
 
 def test_runs_are_evaluated_at_the_same_numbers_of_tokens_on_as_many_windows() -> None:
-    found = plans(ASKED, ["standard", "lamb", "large_batch"], 50 * STEP_TOKENS)
+    found = plans(SETTINGS, ["standard", "lamb", "large_batch"], 50 * STEP_TOKENS)
     assert {plan.tokens for plan in found} == {52 * STEP_TOKENS}  # a whole number of steps of LAMB
     of_step = {plan.name: plan.job.batch.global_size for plan in found}
     assert of_step == {"standard": 4, "lamb": 16, "large_batch": 16}

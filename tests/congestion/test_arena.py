@@ -15,7 +15,7 @@ from congestion.arena import run as arena_run
 from congestion.arena.output import frame_of, not_run_words, page_of, print_table, record_of
 from congestion.arena.protocol import Case, Condition, Workload
 from congestion.arena.run import Contender, published, run_one
-from congestion.arena.runner import BUFFERS, ROWS, Found, Plan, compile_first, plan_of, run_arena
+from congestion.arena.runner import BUFFERS, ROWS, Plan, Results, compile_first, plan_of, run_arena
 from congestion.arena.verdict import METRICS, check, is_whole
 from congestion.commands.arena import _kept, arena
 from netlayer.errors import ConfigError
@@ -28,14 +28,14 @@ CASES = {case.name: case for case in SMALL.test.cases}
 MIB = 2**20
 
 
-def _run(out: Path, plan: Plan, processes: int = 1) -> Found:
+def _run(out: Path, plan: Plan, processes: int = 1) -> Results:
     out.mkdir(exist_ok=True)
     with Stages() as stages:
         return run_arena(plan, out, stages, processes)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
     out = tmp_path_factory.mktemp("arena")
     return out, _run(out, plan_of(LAWS, suite=SMALL))
 

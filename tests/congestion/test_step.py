@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from congestion.commands.step import step
 from congestion.simulation.step import (
     Repeated,
-    Seen,
     Segment,
+    Timeline,
     next_counts,
     numbers_of,
     phases_of,
@@ -70,13 +70,13 @@ def test_flows_keep_the_numbers_that_they_have_in_the_whole() -> None:
     assert numbers_of(segments, (6, 2), (2, 1)).tolist() == list(range(14))
 
 
-def seen(*repetitions: tuple[int, int], drawn: tuple[tuple[int, int], ...] = (), is_plain: bool = True) -> Seen:
+def seen(*repetitions: tuple[int, int], drawn: tuple[tuple[int, int], ...] = (), is_plain: bool = True) -> Timeline:
     """Two flows a repetition, which end at these times and begin 5 before."""
     finish = np.array(repetitions).ravel()
-    return Seen(finish - 5, finish, is_plain, np.array(drawn, dtype=np.int64).reshape(-1, 2))
+    return Timeline(finish - 5, finish, is_plain, np.array(drawn, dtype=np.int64).reshape(-1, 2))
 
 
-def part(found: Seen, repeats: int) -> Repeated:
+def part(found: Timeline, repeats: int) -> Repeated:
     many = len(found.finish_ps) // 2
     return repeated((Segment("a", repeats),), (many,), (2,), found)[0]
 
@@ -108,7 +108,7 @@ def test_repetitions_may_repeat_in_turns() -> None:
         seen((10, 42), (20, 52), (30, 62), (40, 72), (50, 82)),  # the fast rank is through before the slow one settles
     ],
 )
-def test_what_may_go_otherwise_is_not_skipped(found: Seen) -> None:
+def test_what_may_go_otherwise_is_not_skipped(found: Timeline) -> None:
     one = part(found, 100)
     assert (one.period, one.is_exact) == (0, False)
     low, high = one.bounds_ps
@@ -118,11 +118,11 @@ def test_what_may_go_otherwise_is_not_skipped(found: Seen) -> None:
 def test_the_end_of_a_segment_begins_with_the_first_rank_that_goes_on() -> None:
     both = (Segment("a", 50), Segment("b", 1))
     start = np.array([0, 10, 20, 30, 40, 50, 22])  # that of b is under way from 22 on
-    found = Seen(start, start + 5)
+    found = Timeline(start, start + 5)
     first, second = repeated(both, (6, 1), (1, 1), found)
     assert first.period == 0
     assert (second.took_ps, second.is_exact) == ((0,), True)
-    assert repeated(both, (6, 1), (1, 1), Seen(np.append(start[:-1], 56), found.finish_ps))[0].period == 1
+    assert repeated(both, (6, 1), (1, 1), Timeline(np.append(start[:-1], 56), found.finish_ps))[0].period == 1
     with pytest.raises(ValueError, match="7 flows, not those of the segments"):
         repeated(both, (5, 1), (1, 1), found)
 

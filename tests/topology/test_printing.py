@@ -1,6 +1,6 @@
 import pytest
 
-from netlayer.printing import cell, print_table
+from netlayer.printing import cell, print_table, printable, printable_line, printable_text
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,19 @@ def test_nothing_is_cut_in_a_pipe_and_numbers_stand_right(capsys: pytest.Capture
 def test_no_rows_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("Bottlenecks", ["link"], [])
     assert capsys.readouterr().out.split() == ["Bottlenecks", "none"]
+
+
+@pytest.mark.parametrize(
+    ("text", "character", "line", "lines"),
+    [
+        ("a\x1b[2Jb", "a?[2Jb", "a[2Jb", "a?[2Jb"),
+        (" a\n\tb ", " a??b ", "a b", " a\n\tb "),
+        ("gpu\u202e1", "gpu?1", "gpu1", "gpu?1"),
+        ("caf\u00e9", "caf\u00e9", "caf\u00e9", "caf\u00e9"),
+        ("a\ud800", "a?", "a", "a?"),
+    ],
+)
+def test_text_of_another_program_cannot_steer_a_terminal(text: str, character: str, line: str, lines: str) -> None:
+    assert printable(text) == character
+    assert printable_line(text) == line
+    assert printable_text(text) == lines

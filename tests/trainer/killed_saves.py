@@ -47,7 +47,7 @@ def save(model: SplitModel, optimizers: Optimizers, step: int, folder: Path) -> 
     for slot in model.slots:
         state = optimizers.each[0].state[slot.piece]
         state["exp_avg"] = state["exp_avg_sq"] = torch.zeros_like(slot.piece)
-    checkpoint.vouch(checkpoint.save(model, optimizers, step, 0, folder), model.job.checkpoint.keep)
+    checkpoint.commit(checkpoint.save(model, optimizers, step, 0, folder), model.job.checkpoint.keep)
 
 
 def is_killed(function: Callable[[], None], operations: int) -> bool:

@@ -254,7 +254,7 @@ def train(
     if save:
         path = checkpoint.save(model, optimizer, steps, 0, save)
         if rank == 0:
-            checkpoint.vouch(path, keep=1)
+            checkpoint.commit(path, keep=1)
         model.wait_for_all()
     return Trained(losses, norms, gradients, whole(model), evaluation)
 

@@ -296,7 +296,7 @@ def test_a_loss_that_is_no_number_stops_with_the_checkpoint_to_go_on_from(job_fi
     assert run.returncode == 1
     found = re.search(r"error: step (\d): the (?:loss|gradient norm) is (?:nan|inf)", run.stderr)
     assert found, run.stderr
-    kept = tmp_path / "a" / "checkpoints" / f"step-{int(found[1]) - 2:06d}"  # the step behind it vouched for it
+    kept = tmp_path / "a" / "checkpoints" / f"step-{int(found[1]) - 2:06d}"  # the step after it verified it
     assert f"note: --resume {kept} goes on from the last good checkpoint" in run.stderr
     assert find(tmp_path / "a").path == kept
 

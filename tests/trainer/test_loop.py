@@ -173,7 +173,7 @@ def test_no_checkpoint_is_written_with_a_loss_that_is_no_number(
 
 
 @pytest.mark.parametrize(
-    ("lr", "said", "unproven"),
+    ("lr", "said", "pending"),
     [
         (1e30, r"step 4: the loss is nan on rank 0 \(tp=0, pp=0, dp=0\); lower", ["step-000003.new"]),
         (3e38, r"step 3: parameters or moments of the optimiser are not finite in the shard of rank 0 \(tp=0,", []),
@@ -186,7 +186,7 @@ def test_an_update_that_breaks_the_parameters_leaves_the_good_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     lr: float,
     said: str,
-    unproven: list[str],
+    pending: list[str],
 ) -> None:
     monkeypatch.setattr("trainer.loop.learning_rate", lambda _config, step: lr if step == 3 else 1e-3)
     job = tiny_job(text_folder, checkpoint={"every_steps": 1, "keep": 1})
@@ -194,8 +194,8 @@ def test_an_update_that_breaks_the_parameters_leaves_the_good_checkpoint(
     with pytest.raises(CheckFailed, match=said):
         run(trainer, EvaluationConfig(every_steps=100), rows.append, lambda _row: None, tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", *unproven]
-    assert find(tmp_path).passed_over == [tmp_path / name for name in unproven]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", *pending]
+    assert find(tmp_path).passed_over == [tmp_path / name for name in pending]
 
 
 def test_a_held_out_loss_that_is_no_number_is_no_row(text_folder: Path, corpus: Corpus) -> None:
@@ -206,7 +206,7 @@ def test_a_held_out_loss_that_is_no_number_is_no_row(text_folder: Path, corpus: 
     assert [row["step"] for row in evaluations] == [0]
 
 
-def test_the_last_checkpoint_is_vouched_for_by_a_held_out_loss(
+def test_the_last_checkpoint_is_verified_by_a_held_out_loss(
     text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.loop.learning_rate", lambda _config, step: 1e30 if step == 3 else 1e-3)
@@ -222,7 +222,7 @@ def test_the_last_checkpoint_is_vouched_for_by_a_held_out_loss(
         run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None, tmp_path / "stopped")
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]
     assert [path.name for path in (tmp_path / "stopped").iterdir()] == ["step-000002.new"]
-    with pytest.raises(ConfigError, match=r"holds no good checkpoint; nothing vouches for .*step-000002\.new yet"):
+    with pytest.raises(ConfigError, match=r"holds no good checkpoint; .*step-000002\.new is not verified yet"):
         find(tmp_path / "stopped")
 
 

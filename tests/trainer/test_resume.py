@@ -39,12 +39,12 @@ def test_auto_is_the_newest_good_checkpoint_of_the_folder(tmp_path: Path) -> Non
     assert start_of(AUTO, tmp_path / "new", {}) == Start(None, continues=True, automatic=True)
     checkpoint(tmp_path, 4)
     newest = checkpoint(tmp_path, 8)
-    unproven = checkpoint(tmp_path, 12, ".new")
+    pending = checkpoint(tmp_path, 12, ".new")
     for environ in ({}, FIRST, RESTART):
         start = start_of(AUTO, tmp_path, environ)
         assert came_from(start) == (newest, True)
         assert start.meta is not None
-        assert start.meta.passed_over == [unproven]
+        assert start.meta.passed_over == [pending]
 
 
 def test_auto_passes_over_what_is_damaged_and_says_so(tmp_path: Path) -> None:
@@ -69,12 +69,12 @@ def test_auto_does_not_start_anew_where_all_checkpoints_are_damaged(tmp_path: Pa
 
 def test_auto_says_that_it_starts_anew_where_nothing_was_saved(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    unproven = checkpoint(tmp_path, 2, ".new")
+    pending = checkpoint(tmp_path, 2, ".new")
     start = start_of(AUTO, tmp_path, RESTART)
     assert came_from(start) == (None, True)
     assert start.notes == (
         f"note: {tmp_path} holds no good checkpoint yet: starts again with the first step",
-        f"note: {unproven} was passed over: nothing vouches for it",
+        f"note: {pending} was passed over: it is not verified yet",
     )
 
 

@@ -2,8 +2,8 @@
 
 `spray` sends every packet (or flowlet, of which a flow has many) over the members in turn, so that each carries an
 equal share of every flow. `adaptive` gives each flow, as it comes, to the member that the switch has loaded least; a
-switch sees its own ports alone, so flows still meet further down. Omitted: reordering, which spraying costs, and flows
-that move later (DLB's inactivity timer).
+switch sees its own ports alone, so flows still meet further down. Not covered: reordering, which spraying costs, and
+flows that move later (DLB's inactivity timer).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Adaptive(Ecmp):
 
 
 def spray(fabric: Clos, flows: Flows) -> Load:
-    """Every flow in equal shares over all members of every group on its way.
+    """Return the load where every flow is spread in equal shares over all members of every group on its way.
 
     Members of a group carry alike, so a path names one link of each group, and `pool_bps` gives that link the capacity
     of them all.
@@ -133,7 +133,7 @@ def spray(fabric: Clos, flows: Flows) -> Load:
 
 @nb.njit(cache=True)
 def _least_loaded(group: Ints, weight: Floats, first: Ints, group_size: int) -> Ints:
-    """One flow after another to its group's least loaded member, the first of equals from `first` on."""
+    """Give each flow in turn its group's least loaded member, of equals the first from `first` on."""
     carried = np.zeros((group.max() + 1 if len(group) else 0, group_size))
     chosen = np.empty(len(group), np.int64)
     for flow in range(len(group)):

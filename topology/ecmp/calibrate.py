@@ -162,6 +162,11 @@ def _places(graph: Graph) -> dict[tuple[str, str], list[int]]:
 
 
 def _rows(path: Path, option: str, columns: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+    """Read a CSV file that has `columns`; return (line number, row) pairs.
+
+    Raises:
+        ConfigError: it is no CSV, lacks a column or has no row.
+    """
     reader = csv.DictReader(read_text(path).splitlines(), strict=True)
     try:
         rows = [(reader.line_num, row) for row in reader]

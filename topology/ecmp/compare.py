@@ -228,6 +228,7 @@ def _hash(
 
 
 def _load_row(split: bool, num_flows: int, design: Design) -> dict[str, Any]:
+    """Return the predicted collisions at one ToR where `num_flows` of its NICs send at full rate."""
     expected = expected_collisions([num_flows], [design.nic_bps], design.tor_uplinks, design.tor_uplink_bps)
     return {
         "split": split,
@@ -240,6 +241,7 @@ def _load_row(split: bool, num_flows: int, design: Design) -> dict[str, Any]:
 
 
 def _simulated_row(case: _Case, outcomes: list[_Outcome]) -> dict[str, Any]:
+    """Return the row of a simulated case: means over its seeds, and the largest in columns that begin with max_."""
     seeds = [one.collisions for one in outcomes]
     return {
         **_case_columns(case, "simulated"),
@@ -259,6 +261,12 @@ def _simulated_row(case: _Case, outcomes: list[_Outcome]) -> dict[str, Any]:
 
 
 def _predicted_row(case: _Case, seeds: list[Expected], links: tuple[int, float]) -> dict[str, Any]:
+    """Return the row of a case by the closed form, in the columns of `_simulated_row`; None where it has no answer.
+
+    Args:
+        seeds: expected collisions of each seed's flows.
+        links: their number and their capacity together, bit/s.
+    """
     num_links, capacity_bps = links
     demand_bps = statistics.fmean(one.total_bps for one in seeds)
     return {

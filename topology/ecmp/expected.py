@@ -2,8 +2,8 @@
 
 A flow's way to its spine and on to a core switch is uniform over all uplinks of its pod, so each tier is one draw: over
 a ToR's uplinks, or over a pod's. The load of one link is then a sum of binomials, one for each rate among the flows;
-only loads up to the link's capacity are followed, for what lies above is the rest. Omitted: a flow in collision on any
-tier of its path, for the tiers of one path are not independent.
+only loads up to the link's capacity are followed, for what lies above is the rest. Not covered: a flow in collision on
+any tier of its path, for the tiers of one path are not independent.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Expected:
 def expected_collisions(
     num_flows: Sequence[int], flow_bps: Sequence[float], num_links: int, link_bps: float
 ) -> Expected:
-    """Flows thrown at random on `num_links` equal links of `link_bps`.
+    """Compute the expected collisions of flows thrown at random on `num_links` equal links of `link_bps`.
 
     With X_k ~ Bin(n_k, 1/m) flows of rate r_k on a link of capacity c, N = sum X_k and X = sum r_k X_k: m E[N; X > c]
     flows collide, and the links' expected excess is m E[max(X - c, 0)] = m (E[X; X > c] - c P(X > c)).
@@ -68,6 +68,11 @@ def expected_collisions(
 
 @functools.lru_cache(maxsize=8192)
 def _expected(kinds: tuple[tuple[int, float], ...], num_links: int, link_bps: float) -> Expected:
+    """Compute the expected collisions of one group of equal links.
+
+    Args:
+        kinds: (number of flows, rate of each in bit/s).
+    """
     flows, total = sum(count for count, _ in kinds), sum(count * rate for count, rate in kinds)
     if total <= link_bps * (1 + TOLERANCE):
         return Expected(flows, 0.0, 0.0, total)
@@ -89,6 +94,12 @@ def expected_load(fabric: Clos, flows: Flows) -> dict[Tier, Expected]:
 
 
 def _expected_tier(fabric: Clos, tier: Tier, flows: Flows, rates: Floats, rate_index: Ints) -> Expected:
+    """Add up the expected collisions of all groups of one tier; groups with the same flows are computed once.
+
+    Args:
+        rates: the distinct demands of flows, bit/s.
+        rate_index: which of them each flow has.
+    """
     group, crosses, num_links = _groups(fabric, tier, flows)
     cells = group[crosses] * len(rates) + rate_index[crosses]
     counts = np.bincount(cells, minlength=(int(group.max(initial=0)) + 1) * len(rates)).reshape(-1, max(len(rates), 1))

@@ -49,6 +49,7 @@ def _leads(is_switch, reach, near, dst, next_reach):  # type: ignore[no-untyped-
 
 @numba.njit(cache=True)
 def hops(start, links, link_dst, is_switch, distance, key, src, dst):  # type: ignore[no-untyped-def]
+    """Return the number of links of each flow's shortest path, (num_flows,); 0 to itself, -1 where there is no path."""
     hops = np.zeros(len(src), np.int64)
     for flow in range(len(src)):
         if src[flow] != dst[flow]:
@@ -59,6 +60,7 @@ def hops(start, links, link_dst, is_switch, distance, key, src, dst):  # type: i
 
 @numba.njit(cache=True)
 def groups(start, links, link_dst, is_switch, distance, key, nodes, dst):  # type: ignore[no-untyped-def]
+    """Return for each flow how many links at `nodes` lead on to `dst`, and the node at the first one's end."""
     sizes = np.zeros(len(nodes), np.int64)
     first = np.full(len(nodes), -1, np.int64)
     for flow in range(len(nodes)):
@@ -77,6 +79,7 @@ def groups(start, links, link_dst, is_switch, distance, key, nodes, dst):  # typ
 
 @numba.njit(cache=True)
 def pick(start, links, link_dst, is_switch, distance, key, nodes, dst, choice):  # type: ignore[no-untyped-def]
+    """Return for each flow the link number `choice` of those at `nodes` that lead on to `dst`; -1: it is there."""
     picked = np.full(len(nodes), -1, np.int64)
     for flow in range(len(nodes)):
         node, reach = nodes[flow], distance[key[flow]]

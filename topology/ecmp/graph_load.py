@@ -1,8 +1,8 @@
 """Effect of hashed flows on any fabric, a user's own: load, collisions, fair rates and bottlenecks, as for a `Clos`.
 
 A tier is a pair of heights over the hosts (`host-switch1`, `switch1-switch2`, ...), each direction by itself. A host
-node is a NIC: it shares the rate of its links evenly among the flows that it sends or receives. Omitted: spraying and
-adaptive choice, routing other than ECMP over shortest paths, and (but in `times`) starts: all flows run together.
+node is a NIC: it shares the rate of its links evenly among the flows that it sends or receives. Not covered: spraying
+and adaptive choice, routing other than ECMP over shortest paths, and (but in `times`) starts: all flows run together.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class GraphLoad:
 
     @property
     def slowdown(self) -> Floats:
-        """Uncongested rate over rate, a flow."""
+        """Uncongested rate over rate, of each flow."""
         return self.free.flow_bps / self.rates.flow_bps
 
     def tiers(self) -> dict[str, NDArray[np.bool_]]:
-        """A mask over links for each tier that a flow crosses, and for all links between switches."""
+        """Return a mask over links for each tier that flows cross, and for all between switches."""
         used = np.unique(self.wires.tier[self.paths[self.paths != NO_LINK]].astype(str)).tolist()
         masks = {tier: self.wires.tier == tier for tier in self.wires.tiers if tier in used}
         switches = self.graph.is_switch
@@ -98,6 +98,7 @@ class GraphLoad:
         return [self._bottleneck(link, members[start[link] : start[link + 1]]) for link in order if num_held_back[link]]
 
     def _bottleneck(self, link: int, flows: Ints) -> dict[str, Any]:
+        """Return the row of a link that is a bottleneck: flows on it, those it holds back, the first few by name."""
         held_back, names = flows[self.rates.bottleneck[flows] == link], self.graph.names
         first = flows[:_SHOWN_FLOWS].tolist()
         ends = zip(self.flows.src_nic[first].tolist(), self.flows.dst_nic[first].tolist(), strict=True)
@@ -120,7 +121,7 @@ class GraphLoad:
 
 
 def load_fabric(path: Path) -> Graph:
-    """The fabric of one file or folder: what `import` or `build` wrote (fabric.graphml), or any format of `import`.
+    """Read a fabric from a file or folder: what `import` or `build` wrote (fabric.graphml), or any format of `import`.
 
     Raises:
         ConfigError: see `importers.read_fabric`.
@@ -189,6 +190,7 @@ def graph_rows(
 
 
 def _row(name: str, tier: str, links: NDArray[np.bool_], loads: Sequence[GraphLoad]) -> dict[str, Any]:
+    """Return the row of one tier: means over `loads`, one a seed, and the largest where a column begins with max_."""
     collisions = [loaded.collisions(links) for loaded in loads]
     slowdowns = [loaded.slowdowns(links) for loaded in loads]
     return {

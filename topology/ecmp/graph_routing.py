@@ -1,8 +1,8 @@
 """Shortest-path ECMP over any fabric: next-hop sets, the links of each flow, and the load of an even spread.
 
 Every node forwards towards the destination over all links that lie on a shortest path; a hash picks one of them, in
-order of the next nodes' ids. Distances are kept once a place where destinations hang (a ToR), not once a host. Left
-out: weighted groups, routing policy (no valleys), failures that the routing protocol has not yet seen.
+order of the next nodes' ids. Distances are kept once a place where destinations hang (a ToR), not once a host. Not
+covered: weighted groups, routing policy (no valleys), failures that the routing protocol has not yet seen.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Routes:
         self._distance = _distances(self._start, self._links, graph.link_dst, graph.is_switch, self._anchors)
 
     def hops(self, src: Ints, dst: Ints) -> Ints:
-        """Links of the shortest path, 0 from a host to itself, UNREACHABLE where there is none."""
+        """Return the links of each shortest path, 0 from a host to itself, UNREACHABLE where there is none."""
         hops = kernels.hops(
             self._start, self._links, self.graph.link_dst, self._switch, self._distance, self.key[dst], src, dst
         )
         return np.asarray(hops)
 
     def groups(self, node: Ints, dst: Ints) -> tuple[Ints, Ints]:
-        """Size of each flow's next-hop set at `node`, and the node that its first member leads to (or -1)."""
+        """Return the size of each flow's next-hop set at `node`, and the node that its first leads to (or -1)."""
         sizes, first = kernels.groups(
             self._start, self._links, self.graph.link_dst, self._switch, self._distance, self.key[dst], node, dst
         )
@@ -139,6 +139,7 @@ class Routes:
         return totals
 
     def _pick(self, node: Ints, dst: Ints, choice: Ints) -> Ints:
+        """Return the link that each flow leaves `node` by: number `choice` of those on a shortest path to `dst`."""
         return np.asarray(
             kernels.pick(
                 self._start,
@@ -161,6 +162,7 @@ def by_ecmp(ecmp: Ecmp) -> Choose:
     """
 
     def choose(step: Step) -> Ints:
+        """Return each flow's choice among its next hops, hashed as switches of that stage and group size do."""
         stage = np.where(
             step.upward,
             np.where(step.level < 2, Stage.TOR_UP, Stage.SPINE_UP),

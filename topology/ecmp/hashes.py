@@ -1,8 +1,8 @@
 """The hash functions that switches and simulators use, over whole arrays of messages.
 
 CRCs are given by the parameters of the catalogues and checked against the published value of "123456789"; murmur3 is
-the 32-bit variant that network simulators take (x86_32); SplitMix64 serves as an ideal hash. Omitted: which fields a
-switch hashes, and which next hop it takes (hashing).
+the 32-bit variant that network simulators take (x86_32); SplitMix64 serves as an ideal hash. Not covered: which fields
+a switch hashes, and which next hop it takes (hashing).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Crc:
     xor_out: int = 0
 
     def table(self) -> Words32:
-        """The CRC of each single byte."""
+        """Return the CRC of each single byte, (256,)."""
         entries: Words32 = np.arange(256, dtype=np.uint32)
         for _ in range(8):
             entries = (entries >> np.uint32(1)) ^ (entries & np.uint32(1)) * np.uint32(self.polynomial)
@@ -40,11 +40,11 @@ class Crc:
         return self.finish(self.extend(self.start(len(message)), message))
 
     def start(self, num_messages: int) -> Words32:
-        """The register before the first byte."""
+        """Return the register before the first byte."""
         return np.full(num_messages, self.init, dtype=np.uint32)
 
     def extend(self, register: Words32, message: NDArray[np.uint8]) -> Words32:
-        """The register after these further bytes of each message."""
+        """Return the register after these further bytes of each message."""
         table = self.table()
         for byte in message.T:
             register = table[(register ^ byte) & 0xFF] ^ (register >> 8)

@@ -4,8 +4,8 @@
 `crc32c_low`, `crc32c_high` and `xor16` are what switching chips compute (Broadcom RTAG7: a function of 16-bit header
 bins and a seed, rotated right by an offset, then modulo); `crc32c` takes both halves; `murmur3` is the ns-3 HPCC
 simulator's. CRC and XOR are linear: another seed changes every hash by the same XOR, so with the seed alone the flows
-that one uplink carried to a spine all leave it by one uplink (polarisation); hence an offset a stage. Omitted: the bin
-order of real chips, which is not public, and what is no hash (balance).
+that one uplink carried to a spine all leave it by one uplink (polarisation); hence an offset a stage. Not covered: the
+bin order of real chips, which is not public, and what is no hash (balance).
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Ecmp:
             return murmur3(self._message, (seeds & 0xFFFF_FFFF).astype(np.uint32)).astype(np.uint64)
         seeds64 = self._switch_seeds(switch)
         if self._name == "random":
-            # Mixed once more behind the seed: no choice at one switch tells anything of the choice at another.
+            # Mixed once more after the seed: no choice at one switch tells anything of the choice at another.
             return mix64(self._mixed ^ seeds64)
         seed_bytes = (seeds64 >> np.uint64(32)).astype("<u4").view(np.uint8).reshape(-1, 4)
         if self._name == "xor16":

@@ -70,6 +70,7 @@ def members(loaded: Load) -> list[Members]:
 
 
 def _tier_members(loaded: Load, tier: Tier) -> Members:
+    """Return the ECMP groups of one tier that carry flows: each member's share of its group's demand, and the flows."""
     fabric = loaded.fabric
     span, size = fabric.tier_links(tier), _group_size(fabric, tier)
     demand = loaded.link_bps[span].reshape(-1, size)

@@ -1,8 +1,8 @@
 """The UDP source port of a RoCEv2 flow, the one field of its 5-tuple that differs between its queue pairs.
 
 Linux takes it from the flow label of the address handle, or where that is 0 (NCCL) from the two queue pair numbers;
-Soft-RoCE does so too once a queue pair is connected (Linux 6.1), and before that takes its own number alone. Omitted:
-NICs whose firmware overrides it (`mlx5dv_modify_qp_udp_sport`).
+Soft-RoCE does so too once a queue pair is connected (Linux 6.1), and before that takes its own number alone. Not
+covered: NICs whose firmware overrides it (`mlx5dv_modify_qp_udp_sport`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def udp_source_port(local_qpn: Ints, remote_qpn: Ints) -> Ports:
 
 
 def flow_label(local_qpn: Ints, remote_qpn: Ints) -> Ints:
-    """The 20-bit flow label that Linux makes of two queue pair numbers, for a handle that has none."""
+    """Return the 20-bit flow label that Linux computes from two queue pair numbers if an address handle sets none."""
     product = local_qpn.astype(np.uint64) * remote_qpn.astype(np.uint64)
     product ^= product >> np.uint64(20)
     product ^= product >> np.uint64(40)

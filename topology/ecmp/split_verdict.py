@@ -151,7 +151,10 @@ def partial_load(fabric: Clos, share: float, seed: int) -> Flows:
 
 
 def ratios(rows: Sequence[Row]) -> list[Row]:
-    """Return ratios, split over no split: a row a definition, hash and load; None where nothing collides without."""
+    """Return how far the split of uplinks lowers collisions: values with it over those without it.
+
+    One row for each definition, hash and load; the ratio is None where nothing collides without the split.
+    """
     cells = {(row["hash"], row["load"], row["split"]): row for row in rows}
     return [
         {
@@ -257,6 +260,7 @@ def _load(share: float, full: str = "full load") -> str:
 
 
 def _claims(compared: Sequence[Row]) -> Iterator[Claim]:
+    """Yield for each definition and hash the loads at which the split halves collisions, lowers or raises them."""
     keys = dict.fromkeys((row["definition"], row["hash"], row["source"]) for row in compared)
     for definition, name, source in keys:
         rows = [row for row in compared if (row["definition"], row["hash"]) == (definition, name)]
@@ -310,11 +314,12 @@ def _crossing(loads: Sequence[float], curve: Sequence[float], inner: int, outer:
 
 
 def _sharing(num_flows: int, design: Design) -> float:
-    """Chance that a flow has company on its uplink."""
+    """Return the chance that a flow shares its uplink with another."""
     return float(1 - (1 - 1 / design.tor_uplinks) ** max(num_flows - 1, 0))
 
 
 def _uplinks(fabric: Clos, flows: Flows, ecmp: Ecmp) -> Row:
+    """Return the shares of flows that collide on ToR uplinks and that share one with another flow, for one seed."""
     loaded = load(fabric, flows, ecmp)
     collisions = loaded.collisions([Tier.TOR_SPINE])
     links: NDArray[np.int64] = loaded.paths[:, Tier.TOR_SPINE]

@@ -46,7 +46,7 @@ def cables_csv(graph: Graph, plant: Plant | None = None) -> str:
 
     Without a plant (an imported fabric) every link is a cable of its own and its kind unknown.
     """
-    kinds = _kinds(plant) if plant else ["" for _ in range(graph.num_cables)]
+    kinds = _cable_types(plant) if plant else ["" for _ in range(graph.num_cables)]
     numbers = _cable_numbers(graph) if plant else list(range(1, graph.num_cables + 1))
     names = graph.names
     rows = zip(
@@ -109,7 +109,8 @@ def _autonomous_systems(fabric: Clos) -> list[tuple[str, int | str, int]]:
     ]
 
 
-def _kinds(plant: Plant) -> list[str]:
+def _cable_types(plant: Plant) -> list[str]:
+    """Return the type of each cable, such as `AOC 400 Gb/s to 2 x 200 Gb/s`, in the order of the fabric's cables."""
     design, port = plant.fabric.design, format_rate(plant.cluster.switch_port_bps)
     ends = f" to {design.lanes_per_port} x {format_rate(design.nic_bps)}" if design.lanes_per_port > 1 else ""
     broken = f" as {design.uplink_lanes} x {format_rate(design.tor_uplink_bps)}" if design.uplink_lanes > 1 else ""

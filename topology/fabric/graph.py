@@ -2,7 +2,8 @@
 
 A cable is two directed links: link k runs from end a to end b of cable k, link k + num_cables back. Hosts send and
 receive and never relay. `Clos` is the arithmetic form of one regular fabric; this form holds what was imported, and
-everything that is written out. Omitted: routes (graph_routing), LAGs as one link (each member is a cable of its own).
+everything that is written out. Not covered: routes (graph_routing), LAGs as one link (each member is a cable of its
+own).
 """
 
 from __future__ import annotations

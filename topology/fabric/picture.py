@@ -1,7 +1,7 @@
 """The fabric as one picture: every level of switches, coloured by the load of its links, fewer where they are many.
 
-Omitted: links of most switches. A CLOS draws as a grey slab; the links of a few show its shape, and the caption says
-that the others are alike.
+Links of a few switches are drawn alone: all links of a CLOS are a grey slab, and the caption says that the others are
+alike.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def _chosen(count: int, most: int) -> Ints:
 
 
 def _nodes(fabric: Clos, load: Load) -> pd.DataFrame:
+    """Return the points of the picture, a row a node: level, position, name, area and the load of its links."""
     design = fabric.design
     use = load.link_bps / fabric.link_bps
     parts = [

@@ -112,6 +112,11 @@ def _parse(path: Path) -> tuple[dict[str, int], list[dict[str, int]]]:
 
 
 def _tree(path: Path, header: dict[str, int], tiers: list[dict[str, int]]) -> _Tree:
+    """Compute the sizes of a fat tree from htsim's tables, as htsim does.
+
+    Raises:
+        ConfigError: a key is missing, or two do not fit together.
+    """
     hosts, num_tiers, podsize = (_need(path, header, "the header", key) for key in _HEADER)
     if num_tiers not in (2, 3) or len(tiers) != num_tiers:
         raise _misfit(path, f"Tiers {num_tiers} with {len(tiers)} tiers below: two or three are known")

@@ -188,6 +188,11 @@ def _interfaces(tree: object, path: Path) -> Iterator[tuple[object, Mapping[str,
 
 
 def _neighbour(path: Path, device: str, port: str, row: Mapping[str, Any]) -> _Neighbour:
+    """Parse one neighbour that lldpd reports at a port.
+
+    Raises:
+        ConfigError: it has no port.
+    """
     chassis, far = _one(row.get("chassis")), _one(row.get("port"))
     name = _value(chassis.get("name"))
     if not name and len(chassis) == 1 and "id" not in chassis:  # json: the name is the key

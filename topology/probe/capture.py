@@ -63,7 +63,7 @@ class Capture:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class ProbeTable:
     """Probes as sent, or the probes that answers quote; one entry each.
 
     Args:
@@ -88,12 +88,12 @@ class Seen:
     def __len__(self) -> int:
         return len(self.src_ip)
 
-    def only(self, chosen: NDArray[np.bool_] | Ints) -> Seen:
+    def only(self, chosen: NDArray[np.bool_] | Ints) -> ProbeTable:
         """Return those chosen by a mask, or by index in that order."""
-        return Seen(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
+        return ProbeTable(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
 
 
-def probes(capture: Capture) -> Seen:
+def probes(capture: Capture) -> ProbeTable:
     """Return the probes of a capture, distinguished from other RoCE traffic by their sequence number."""
     fields = _Fields(capture)
     start = np.zeros(len(capture.lengths), dtype=np.int64)
@@ -105,7 +105,7 @@ def probes(capture: Capture) -> Seen:
     return fields.seen(start, is_probe, capture.time_ns, np.zeros_like(start), never, never)
 
 
-def answers(capture: Capture) -> Seen:
+def answers(capture: Capture) -> ProbeTable:
     """Return the ICMP errors of a capture that quote a probe: time exceeded and unreachable."""
     fields = _Fields(capture)
     start = np.zeros(len(capture.lengths), dtype=np.int64)
@@ -226,9 +226,9 @@ class _Fields:
         """The sequence number that a probe with these ports and identification has."""
         return sequence_number(self.u16(ip + self.header_bytes(ip)), self.u16(ip + 4))
 
-    def seen(self, ip: Ints, chosen: Bools, time_ns: Ints, router: Ints, reached: Bools, refused: Bools) -> Seen:
+    def seen(self, ip: Ints, chosen: Bools, time_ns: Ints, router: Ints, reached: Bools, refused: Bools) -> ProbeTable:
         identification = self.u16(ip + 4)
-        return Seen(
+        return ProbeTable(
             src_ip=self.u32(ip + 12),
             dst_ip=self.u32(ip + 16),
             sport=self.u16(ip + self.header_bytes(ip)),

@@ -2,7 +2,8 @@
 
 A flow is one UDP source port between two addresses. The router at hop h is who answered the probe with TTL h. Shares
 are judged a router at a time, among the flows that came to it, for a polarised network looks even when only the hop as
-a whole is counted. Addresses are what routers answer with: one router may have several. Omitted: joining those, loops.
+a whole is counted. Addresses are what routers answer with: one router may have several. Not covered: joining those,
+loops.
 """
 
 from __future__ import annotations

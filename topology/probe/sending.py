@@ -2,8 +2,8 @@
 
 Raw IPv4 sockets (root, or CAP_NET_RAW): the kernel finds the next hop and its MAC address, but leaves the packets as
 they are. Probes without an answer are sent again, since routers limit how many errors they return and a first packet
-may be lost while an address is resolved. Nothing is sent to anyone but the sweep's target. Omitted: IPv6, and several
-uplinks of the sending host itself: the interface is fixed.
+may be lost while an address is resolved. Nothing is sent to anyone but the sweep's target. Not covered: IPv6, and
+several uplinks of the sending host itself: the interface is fixed.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from topology.probe.capture import Ints, Seen
+from topology.probe.capture import Ints, ProbeTable
 from topology.probe.paths import SILENT, PathSpread
 
 
-def spread(probes: Seen, answers: Seen) -> list[PathSpread]:
+def spread(probes: ProbeTable, answers: ProbeTable) -> list[PathSpread]:
     """The path spread of every pair of addresses that probes or answers name."""
     src, dst = np.r_[probes.src_ip, answers.src_ip], np.r_[probes.dst_ip, answers.dst_ip]
     return [
@@ -21,11 +21,12 @@ def spread(probes: Seen, answers: Seen) -> list[PathSpread]:
     ]
 
 
-def _between(seen: Seen, src: int, dst: int) -> Seen:
+def _between(seen: ProbeTable, src: int, dst: int) -> ProbeTable:
     return seen.only((seen.src_ip == src) & (seen.dst_ip == dst))
 
 
-def _spread_of(src: int, dst: int, probes: Seen, answers: Seen) -> PathSpread:
+def _spread_of(src: int, dst: int, probes: ProbeTable, answers: ProbeTable) -> PathSpread:
+    """Return the paths from one source to one destination: a router for each flow and TTL, what changed or failed."""
     answers = answers.only(np.argsort(answers.time_ns, kind="stable")) if len(answers) else answers
     sports, ttls = np.unique(np.r_[probes.sport, answers.sport]), np.unique(np.r_[probes.ttl, answers.ttl])
     shape = len(sports), len(ttls)
@@ -82,11 +83,11 @@ def _last_hop(router: Ints, dst: int, refused: Ints) -> int:
     return int(at_target.argmax()) + 1 if at_target.any() else router.shape[1]
 
 
-def _probe_id(seen: Seen) -> Ints:
+def _probe_id(seen: ProbeTable) -> Ints:
     return seen.sport << 16 | seen.ttl << 8 | seen.round
 
 
-def _count_once(seen: Seen, ttls: Ints) -> Ints:
+def _count_once(seen: ProbeTable, ttls: Ints) -> Ints:
     """Distinct probes a hop."""
     ids = np.unique(_probe_id(seen))
     return np.bincount(np.searchsorted(ttls, ids >> 8 & 0xFF), minlength=len(ttls))
@@ -97,7 +98,9 @@ def _first_of(keys: Ints) -> Ints:
     return np.unique(keys, return_index=True)[1]
 
 
-def _round_trips(probes: Seen, answers: Seen, flow: Ints, hop: Ints, shape: tuple[int, ...]) -> NDArray[np.float64]:
+def _round_trips(
+    probes: ProbeTable, answers: ProbeTable, flow: Ints, hop: Ints, shape: tuple[int, ...]
+) -> NDArray[np.float64]:
     """Microseconds from a probe to its first answer; which probe a repeated one's answer belongs to is not known."""
     rtt_us = np.full(shape, np.nan)
     ids, first, counts = np.unique(_probe_id(probes), return_index=True, return_counts=True)

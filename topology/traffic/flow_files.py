@@ -74,6 +74,11 @@ def read_flows(path: Path, fabric: Clos | Graph) -> Flows:
 
 
 def _to_flows(path: Path, lines: Sequence[_Line], find: Find) -> Flows:
+    """Make flows of the lines of a file; `find` turns a host's name into its number, starts count from the first flow.
+
+    Raises:
+        ConfigError: a host is unknown or sends to itself, or a number is none.
+    """
     known: dict[str, int] = {}
     ends = np.empty((2, len(lines)), dtype=np.int64)
     amounts = np.empty((2, len(lines)))

@@ -4,8 +4,8 @@ A phase is flows that run at one time: the rings (the all-gather and the reduce-
 the other), the pipeline (forward and backward overlap in 1F1B), and the sum of a tied token table's gradients over the
 pipeline's ends. A phase lasts until its last flow ends at max-min
 fair rates; the step's communication is the sum of its phases. `time_s` fills the rates anew as flows end;
-`time_bound_s` takes those that hold while all run, in a hundredth of the time and a few percent above. Omitted: what
-computation hides.
+`time_bound_s` takes those that hold while all run, in a hundredth of the time and a few percent above. Not covered:
+what computation hides.
 """
 
 from __future__ import annotations

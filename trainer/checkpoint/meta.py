@@ -20,8 +20,8 @@ from trainer.checkpoint.digest import digest
 FORMAT = 3
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
-UNPROVEN = ".new"
-"""How the name of a checkpoint ends that nothing vouches for yet."""
+PENDING = ".new"
+"""End of the name of a checkpoint that is not verified yet: no finite loss was computed with its parameters."""
 # Of job.model: neither shapes nor meaning.
 _SHAPELESS = frozenset({"preset", "dtype", "compile", "recompute", "operators"})
 _DEFAULTS: Mapping[str, Any] = ModelConfig().model_dump(mode="json")
@@ -39,7 +39,7 @@ class Meta:
         corpus: digests of the text and of the tokenizer; empty where the run had none.
         digests: of the tokenizer, and of the header of each file of tensors (`trainer.checkpoint.digest`).
         field: how the user named it, for errors.
-        passed_over: newer folders that `find` left: unproven, or without `meta.json`.
+        passed_over: newer folders that `find` left: pending, or without `meta.json`.
     """
 
     path: Path
@@ -92,9 +92,9 @@ def find(path: Path, field: str = "--resume") -> Meta:
     folder = next((each for each in folders if (each / META).is_file()), None)
     if folder is None:
         remedy = "give a folder such as runs/train-.../checkpoints/step-000050"
-        if unproven := [*unproven_in(path), *unproven_in(path / "checkpoints")]:
-            remedy = f"nothing vouches for {unproven[-1]} yet: give that itself, if its run was only killed"
-        raise ConfigError(field, path, "holds no good checkpoint" if unproven else "holds no checkpoint", remedy)
+        if pending := [*pending_in(path), *pending_in(path / "checkpoints")]:
+            remedy = f"{pending[-1]} is not verified yet: give that itself, if its run was only killed"
+        raise ConfigError(field, path, "holds no good checkpoint" if pending else "holds no checkpoint", remedy)
     with _undamaged(field, folder / META):
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         if meta["format"] != FORMAT:
@@ -105,7 +105,7 @@ def find(path: Path, field: str = "--resume") -> Meta:
         facts = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
         newer = [each for each in folders[: folders.index(folder)] if each != path]
         if folder != path:
-            newer += [each for each in unproven_in(folder.parent) if step_of(each) > meta["step"]]
+            newer += [each for each in pending_in(folder.parent) if step_of(each) > meta["step"]]
         checkpoint = Meta(folder, **facts, field=field, passed_over=newer)
     for tp, pp in itertools.product(range(checkpoint.tp), range(checkpoint.pp)):
         if not (folder / file_name(tp, pp)).is_file():
@@ -123,9 +123,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return _named(folder, "")
 
 
-def unproven_in(folder: Path) -> list[Path]:
+def pending_in(folder: Path) -> list[Path]:
     """Return the checkpoints that are not verified yet, oldest first."""
-    return _named(folder, UNPROVEN)
+    return _named(folder, PENDING)
 
 
 def halves_in(folder: Path) -> list[Path]:
@@ -190,7 +190,7 @@ def going_on(meta: Meta, job: JobConfig) -> list[str]:
     """Lines for the user: from where a job goes on, and what of its optimiser and batch is otherwise than before."""
     lines = [f"goes on from {meta.path}, behind step {meta.step:,}"]
     for path in meta.passed_over:
-        why = "nothing vouches for it" if path.suffix == UNPROVEN else f"it lacks {META}"
+        why = "it is not verified yet" if path.suffix == PENDING else f"it lacks {META}"
         lines.append(f"note: {path} is newer, and was passed over: {why}")
     for path in halves_in(meta.path.parent):
         what = f"({format_size(_size(path))}) is what a killed save left"
@@ -212,7 +212,7 @@ def _named(folder: Path, suffix: str) -> list[Path]:
 
 def step_of(path: Path) -> int:
     """Return the step after which a checkpoint was saved, from its name."""
-    return int(path.name.removeprefix("step-").removesuffix(UNPROVEN))
+    return int(path.name.removeprefix("step-").removesuffix(PENDING))
 
 
 def _size(folder: Path) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
-from trainer.checkpoint.meta import META, Meta, checkpoints_in, find, step_of, unproven_in
+from trainer.checkpoint.meta import META, Meta, checkpoints_in, find, pending_in, step_of
 from trainer.history import CHECKPOINTS, METRICS, REPLACED
 
 AUTO = Path("auto")
@@ -99,12 +99,12 @@ def _newest(out: Path) -> Start:
             damaged.append(exc)
             notes.append(f"note: {path} is newer, and was passed over: it {exc.rule}")
             continue
-        newer = [each for each in unproven_in(path.parent) if step_of(each) > meta.step]
+        newer = [each for each in pending_in(path.parent) if step_of(each) > meta.step]
         return Start(dataclasses.replace(meta, passed_over=newer), True, True, tuple(notes))
     if damaged:
         raise damaged[0]
     if (out / METRICS).exists():
         notes.append(f"note: {out} holds no good checkpoint yet: starts again with the first step")
-        for path in unproven_in(out / CHECKPOINTS):
-            notes.append(f"note: {path} was passed over: nothing vouches for it")
+        for path in pending_in(out / CHECKPOINTS):
+            notes.append(f"note: {path} was passed over: it is not verified yet")
     return Start(None, True, True, tuple(notes))

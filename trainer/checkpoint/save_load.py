@@ -6,7 +6,7 @@ and back. Not covered: writing beside the training (ranks wait), and ranks that 
 
 [Note: whole or not there] All of it is made durable (fsync: files, then their folder) under a name that begins with a
 dot, then the folder is renamed, then the rename is made durable. An older one is renamed away before it is removed. So
-a folder that has a checkpoint's name is whole, whenever the process or the power goes. Until it is vouched for, that
+a folder that has a checkpoint's name is whole, whenever the process or the power goes. Until it is verified, that
 name ends in `.new`: its update may have broken the parameters, which only what is computed with them shows. What is
 damaged later is noticed when it is read (`trainer.checkpoint.digest`).
 
@@ -43,8 +43,8 @@ from trainer.checkpoint.file import TensorFile, TensorWriter, header_digest
 from trainer.checkpoint.meta import (
     FORMAT,
     META,
+    PENDING,
     TOKENIZER,
-    UNPROVEN,
     Meta,
     check_model,
     checkpoints_in,
@@ -83,7 +83,7 @@ class NoRoom(ConfigError):
 def save(
     model: SplitModel, optimizers: Optimizers, step: int, seed: int, folder: Path, text: Text | None = None
 ) -> Path:
-    """Write `folder/step-NNNNNN.new` after `step` steps; every rank calls it. `vouch` makes a good one of it.
+    """Write `folder/step-NNNNNN.new` after `step` steps; every rank calls it. `commit` makes it a good one.
 
     Args:
         text: trained on.
@@ -92,7 +92,7 @@ def save(
         NoRoom: the disk is full, or will be; on all ranks alike.
         ConfigError: it cannot be written for another reason; the next one removes what is left of it.
     """
-    path, place = folder / f"step-{step:06d}{UNPROVEN}", model.place
+    path, place = folder / f"step-{step:06d}{PENDING}", model.place
     aside = folder / f".step-{step:06d}.part"
     is_first = place == (0, 0, 0)
     room = _Room(model, path)
@@ -179,11 +179,11 @@ class _Room:
 
 def good_name(path: Path) -> Path:
     """Return the path that a checkpoint of `save` has once it is verified."""
-    return path.with_name(path.name.removesuffix(UNPROVEN))
+    return path.with_name(path.name.removesuffix(PENDING))
 
 
-def vouch(path: Path, keep: int) -> None:
-    """Give one of `save` the name of a good checkpoint; the newest `keep` stay. One rank calls it.
+def commit(path: Path, keep: int) -> None:
+    """Rename a pending checkpoint of `save` to a good one, and keep the newest `keep` alone. One rank calls it.
 
     Raises:
         ConfigError: the system refuses it.

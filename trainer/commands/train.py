@@ -363,7 +363,7 @@ def short_time(seconds: float) -> str:
 def _explain_end(out: Path) -> Iterator[None]:
     """Print where an interrupted run can resume from, or that a signal came before there was anything to save."""
     from netlayer.launch.early_end import Ended, reason_of
-    from trainer.checkpoint.meta import checkpoints_in, unproven_in
+    from trainer.checkpoint.meta import checkpoints_in, pending_in
     from trainer.train import CHECKPOINTS
 
     try:
@@ -373,8 +373,8 @@ def _explain_end(out: Path) -> Iterator[None]:
         if kept := checkpoints_in(out / CHECKPOINTS):
             where = f"in this folder with --out {out}, or in a new one"
             click.echo(f"note: --resume {kept[-1]} goes on from the last good checkpoint, {where}", err=True)
-        elif unproven := unproven_in(out / CHECKPOINTS):
-            click.echo(f"note: {unproven[-1]} is the one checkpoint, and nothing vouches for it", err=True)
+        elif pending := pending_in(out / CHECKPOINTS):
+            click.echo(f"note: {pending[-1]} is the one checkpoint, and it is not verified yet", err=True)
         elif isinstance(exc, Ended) and not _has_rows(out):
             click.echo(f"stopped by {reason_of(exc)} before the first step: nothing to save", err=True)
         raise

@@ -199,6 +199,7 @@ def _build(
     tokenizer_file: Path | None,
     on_stage: OnStage,
 ) -> dict[str, int]:
+    """Train or load the tokenizer, tokenise all documents and publish them as `folder`; return their counts."""
     # Here, for a hit needs no tokenizer: the library costs a tenth of a second to load.
     from trainer.data.tokenizer import encode, load_tokenizer, train_tokenizer
 

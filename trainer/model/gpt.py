@@ -38,7 +38,7 @@ _FEW_ROWS = 3072
 
 
 class GPT(nn.Module):
-    """Blocks in order, with the embedding before the first and the head with the loss behind the last.
+    """Blocks in order, with the embedding before the first and the head with the loss after the last.
 
     Every parameter is read inside its own module's forward, or after it has begun.
 

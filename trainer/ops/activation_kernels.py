@@ -143,6 +143,7 @@ def _gelu_gate(x, square):
     return _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
 
 
+# y = gelu(x + bias); one program a tile of ROWS x COLUMNS. Strides are elements from row to row of `x`.
 @triton.jit
 def _gelu_forward(
     x, bias, y, num_rows, width, x_stride, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -158,6 +159,8 @@ def _gelu_forward(
     tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
 
 
+# dx = dy * gelu'(x + bias), and in `partial` (P, F) each program's sum of dx over its rows, for the bias. A program
+# takes every P-th block of ROWS rows of one tile of columns, STEPS of them.
 @triton.jit
 def _gelu_backward(
     dy,
@@ -199,6 +202,7 @@ def _gelu_backward(
         tl.store(partial + program.to(tl.int64) * width + column, whole, mask=known)
 
 
+# y = gate * sigmoid(gate) * value; one program a tile of ROWS x COLUMNS.
 @triton.jit
 def _swiglu_forward(
     gate, value, y, num_rows, width, gate_stride, value_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -213,6 +217,7 @@ def _swiglu_forward(
     tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
 
 
+# dgate and dvalue of y = gate * sigmoid(gate) * value; one program a tile of ROWS x COLUMNS.
 @triton.jit
 def _swiglu_backward(
     dy,

@@ -68,7 +68,7 @@ def _full_on_gpu(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
 
 
 def _order(num_positions: int) -> list[SDPBackend]:
-    """Without cuDNN where its version is wrong behind the last whole block of positions (torch's issue 169849)."""
+    """Return the backends to try in order; no cuDNN where it is wrong after the last whole block (torch's 169849)."""
     version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
     is_wrong = version < _CUDNN_RIGHT_AT_ITS_END and num_positions % _CUDNN_BLOCK
     return [each for each in FULL_ORDER if not (is_wrong and each == SDPBackend.CUDNN_ATTENTION)]
@@ -84,7 +84,7 @@ def window_mask(num_positions: int, window: int, device: torch.device) -> Tensor
 # A compiler that traced it would make the mask of blocks again in every forward.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def flex_window(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, window: int) -> Tensor:
-    """Through FlexAttention, compiled."""
+    """Compute attention with a window by FlexAttention, compiled."""
     mask = _block_mask(q_BHTK.shape[2], window, q_BHTK.device)
     shared = q_BHTK.shape[1] != k_BGTK.shape[1]
     y_BHTK: Tensor = _compiled_flex()(q_BHTK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=shared)

@@ -25,7 +25,7 @@ _ROWS, _COLUMNS, _WARPS, _EACH = 2, 1024, 4, 8
 
 
 def join_and_sum(parts_Mn: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows side by side, dense [M, N], and their sums [N], in the dtype of the parts.
+    """Return the parts side by side, dense [M, N], and their sums over rows, [N], in the parts' dtype.
 
     Args:
         parts_Mn: up to MOST_PARTS, each with its last dimension dense.
@@ -56,6 +56,8 @@ def join_and_sum(parts_Mn: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return y_MN, sum_programs(partial_PN[None], first.dtype)[0]
 
 
+# One program copies its rows of one part (`a` to `e`, the last axis of the grid) to that part's columns of `y`, and
+# adds them up in `partial` (P, N).
 @triton.jit
 def _join(
     a,

@@ -49,6 +49,7 @@ def _apply(
     splits: Sequence[int] | None,
     operators: Operators,
 ) -> tuple[Tensor, ...]:
+    """Compute the sum of products, by `_Linear` where a weight's gradient has a place to be written to."""
     trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
     sources = [slot_source(weight) for weight in weights] if trains and not torch.compiler.is_compiling() else []
     if not any(sources):
@@ -83,6 +84,12 @@ class _Linear(torch.autograd.Function):
         bias_N: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
+        """Return the sum of `inputs` times `weights` plus the bias, cut into `splits` by columns.
+
+        Args:
+            keepers: nodes that keep each input and weight for the backward pass (`_Keep`).
+            sources: of the places for the weights' gradients; None: autograd's own.
+        """
         inputs, weights = tensors[: len(keepers)], tensors[len(keepers) :]
         ctx.keepers, ctx.sources, ctx.operators = keepers, sources, operators
         if chooses_products(operators) and can_tune(inputs[0], weights[0].t()):
@@ -94,6 +101,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of bias, inputs and weights; of a weight with a place it is written there, and None here."""
         count = len(ctx.keepers)
         *_, needs_bias = ctx.needs_input_grad[:5]
         needs = ctx.needs_input_grad[5:]
@@ -121,7 +129,7 @@ def join_gradients(
 
 
 def _cut(y: Tensor, splits: Sequence[int] | None) -> tuple[Tensor, ...]:
-    """One output is no view of itself: the gradient of a cut into one would be a copy."""
+    """Cut `y` by columns; one output is `y` itself, for the gradient of a cut into one would be a copy."""
     return (y,) if splits is None else torch.split(y, list(splits), dim=-1)
 
 

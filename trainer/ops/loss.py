@@ -83,6 +83,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softmax: Callable[..., Tensor],
         tuned: bool,
     ) -> Tensor:
+        """Return the mean cross-entropy; where it trains, also compute both gradients.
+
+        Chunk by chunk: no other logits exist meanwhile.
+
+        Args:
+            x_mD: this rank's rows, gathered over `exchange` (M rows then).
+            weight_vD: this rank's part of the vocabulary.
+            chunk_rows: rows whose logits exist at a time.
+            softmax: adds a chunk's loss to `loss`, and turns its logits into their gradient.
+        """
         ctx.source = slot_source(weight_vD) if weight_vD.requires_grad else None
         gathering = None if exchange is None else exchange.gather(x_mD)
         x_MD = x_mD if gathering is None else _whole(gathering)
@@ -109,6 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients of the forward pass by `dloss`; write the weight's where it has a place."""
         dx_mD, dweight_vD = ctx.saved_tensors
         slot = ctx.source.slot(ctx.next_functions[1][0]) if ctx.source is not None else None
         # Of one dimension: a scalar would be rounded to the other's dtype first, 1/3 to a bfloat16 0.2% too large.
@@ -136,7 +147,7 @@ def _softmax(
 
     Args:
         local_c: column of each row's target, outside 0 .. v - 1 where another rank has it.
-        num_known: columns that are tokens; those behind pad.
+        num_known: columns that are tokens; those after pad.
     """
     lse_c, target_c = _over_ranks(*softmax_statistics(logits_cv, local_c, num_known), exchange)
     loss += (lse_c - target_c).sum()
@@ -154,7 +165,7 @@ def _plain_softmax(
     scale: float,
     trains: bool,
 ) -> Tensor:
-    """The same by torch's operators: the reference."""
+    """Do as `_softmax` by torch's operators: the reference."""
     wide_cv = logits_cv.to(loss.dtype)
     wide_cv[:, num_known:] = -torch.inf
     place_c1, is_own_c1 = _place(local_c, logits_cv.shape[1])

@@ -40,6 +40,8 @@ def _lengths(logits_cv: Tensor) -> tuple[int, int]:
     return logits_cv.shape[1], logits_cv.stride(0)
 
 
+# One program a row, in blocks of columns: the log of the sum of exponentials over tokens, in one read (online
+# softmax), and the logit of the target, 0 where it is not among this rank's.
 @triton.jit
 def _statistics(logits, local, lse, target, num_known, num_columns, stride, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -65,6 +67,7 @@ def _statistics(logits, local, lse, target, num_known, num_columns, stride, STEP
     tl.store(target + row, tl.load(logits + row * stride + own, mask=is_here, other=0).to(tl.float32))
 
 
+# logits become scale * (softmax - one-hot of the target), in place; one program a block of columns of a row.
 @triton.jit
 def _gradient(logits, local, lse, scale, num_known, num_columns, stride, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)

@@ -93,6 +93,7 @@ class _Norm(torch.autograd.Function):
         bias_D: Tensor | None,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
+        """Return norm(stream + branch) and the sum; without a branch, norm(stream) and the stream itself."""
         x_MD = stream.reshape(-1, stream.shape[-1]).contiguous()
         branch_MD = None if branch is None else branch.reshape(x_MD.shape).contiguous()
         y_MD, total_MD, mean_M, scale_M = norm_forward(x_MD, branch_MD, branch_bias_D, weight_D, bias_D, eps)
@@ -104,6 +105,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return gradients of stream, branch, branch bias, weight and bias; either output may be unused (None)."""
         total_MD, weight_D, mean_M, scale_M = ctx.saved_tensors
         if dy is None:
             has_bias = ctx.has_branch_bias and dtotal is not None

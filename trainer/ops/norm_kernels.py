@@ -69,6 +69,7 @@ def _forward_shapes(
     bias_D: Tensor | None,
     _eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return empty outputs of `norm_forward`, for torch.compile."""
     scale_M = x_MD.new_empty(x_MD.shape[0], dtype=torch.float32)
     total_MD = torch.empty_like(x_MD) if residual_MD is not None else x_MD.new_empty(0)
     mean_M = torch.empty_like(scale_M) if bias_D is not None else scale_M.new_empty(0)
@@ -104,6 +105,7 @@ def _backward_shapes(
     _scale_M: Tensor,
     sums_dtotal: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Return empty outputs of `norm_backward`, for torch.compile."""
     return torch.empty_like(total_MD), weight_D.new_empty(_num_vectors(mean_M, sums_dtotal), len(weight_D))
 
 
@@ -150,7 +152,16 @@ def launch_backward(
     sums_dtotal: bool,
     plan: BackwardPlan,
 ) -> tuple[Tensor, Tensor]:
-    """Run `norm_backward` by a plan."""
+    """Compute `norm_backward` with the kernel sizes of `plan`; return dx_MD and the gradients of V vectors, (V, D).
+
+    Args:
+        dy_MD: gradient of the normalised rows.
+        dtotal_MD: gradient of the sum before them; None: there is none.
+        total_MD: the sum that was normalised.
+        mean_M: of each row; empty: RMSNorm.
+        scale_M: 1 / deviation of each row.
+        sums_dtotal: also return the sum of dx_MD over rows, which is the gradient of the residual's bias.
+    """
     num_rows, width = dy_MD.shape
     dx_MD = torch.empty_like(total_MD)
     programs = num_programs(dy_MD, triton.cdiv(num_rows, plan.rows), plan.each)
@@ -182,6 +193,8 @@ def _num_warps(block: int) -> int:
     return min(32, max(1, block // 512))
 
 
+# One program a row: total = x + residual (+ its bias), y = the normalised total; `mean` and `scale` (1 / deviation) are
+# kept for the backward pass.
 @triton.jit
 def _forward(
     x,
@@ -225,6 +238,8 @@ def _forward(
     tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
 
 
+# A program takes every P-th block of ROWS rows: dx, with `dtotal` added, and in `partial` (V, P, D) its sums over rows
+# for weight, bias and residual's bias. unit: the normalised row; slope: dy; scaled: slope * weight.
 @triton.jit
 def _backward(
     dy,

@@ -30,7 +30,7 @@ class Scaling(NamedTuple):
 
 
 def scaling_of(config: RopeScalingConfig) -> Scaling | None:
-    """None where frequencies stay as they are."""
+    """Return the scaling of a model's frequencies; None where they stay as they are."""
     if config.rope_type == "default":
         return None
     low, high = config.low_freq_factor, config.high_freq_factor

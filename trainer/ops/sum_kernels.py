@@ -17,7 +17,7 @@ _ROWS, _COLUMNS, _WARPS = 64, 32, 4  # a tile of the programs' sums: lines of 12
 
 
 def sum_programs(partial_VPN: Tensor, dtype: torch.dtype) -> Tensor:
-    """[V, N] in `dtype`, of sums in float32."""
+    """Add up [V, P, N] over programs, in float32; return [V, N] in `dtype`."""
     vectors, programs, width = partial_VPN.shape
     sums_VN = partial_VPN.new_empty(vectors, width, dtype=dtype)
     _sum_programs[(triton.cdiv(width, _COLUMNS), vectors)](

@@ -38,7 +38,7 @@ def adamw_step(
     Args:
         master_S, grad_S, exp_avg_S, exp_avg_sq_S: float32.
         own_S: gets the weights in its own dtype; None: nobody does.
-        ends_R: where each run ends, int64; what is behind the last is padding, and not decayed.
+        ends_R: where each run ends, int64; what is after the last is padding, and not decayed.
         decay_R: weight decay of each run, float32.
         lr: learning rate, a scalar in float32 on the device.
         step: its first element is the number of this step, from 1, likewise.

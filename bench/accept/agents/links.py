@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from bench.accept.agents.wire import Message, Reader, write
-from bench.accept.evidence.log import printable
 from netlayer.errors import ConfigError
 from netlayer.launch.rank import RankEnv
+from netlayer.printing import printable_text
 from netlayer.remote.connection import Connection, Failure, end_all, ssh_command
 
 _MODULE = ("-m", "bench.accept.agents.agent")
@@ -71,7 +71,7 @@ class Link:
 
     def last_log_line(self) -> str:
         """Return the last line of its log."""
-        return printable(self.connection.last_line()) if self.connection else ""
+        return printable_text(self.connection.last_line()) if self.connection else ""
 
     def failure(self) -> Failure | None:
         """Return why its agent never ran on the host, as ssh or the shell there gave it; None if that is not known."""
@@ -205,7 +205,7 @@ def _hello(text: bytes) -> tuple[int, str]:
     try:
         match json.loads(text):
             case {"rank": int(rank), "host": str(host)}:
-                return rank, printable(host)
+                return rank, printable_text(host)
     except (ValueError, RecursionError):
         pass
     return 0, ""

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from bench.accept.evidence.gpu import xid
 from bench.accept.evidence.gpu.identity import normal_bus
 from bench.accept.evidence.kernel_events import EVENTS, KNOWN, MARKS, ROOT_PORT
-from bench.accept.evidence.log import Log, Text, mapping, printable, sequence, word
+from bench.accept.evidence.log import Log, Text, mapping, sequence, word
+from netlayer.printing import printable_text
 from netlayer.verdict import Finding, Verdict
 
 KIND = "kernel log"
@@ -172,7 +173,7 @@ def _lines(content: str) -> Iterator[_Line]:
         if head is None:
             yield _Line(number, "", cut)
         elif head["program"].rpartition("/")[2] in _PROGRAMS:
-            yield _Line(number, printable(head["host"]), cut[head.end() :])
+            yield _Line(number, printable_text(head["host"]), cut[head.end() :])
 
 
 def _syslog_head(line: str) -> re.Match[str] | None:
@@ -256,7 +257,7 @@ def _read(reading: _Reading, line: _Line) -> None:
 
 
 def _read_xid(reading: _Reading, line: _Line, match: re.Match[str]) -> None:
-    code, detail = int(match[2]), printable(match[3].strip())
+    code, detail = int(match[2]), printable_text(match[3].strip())
     gpu = f"GPU {normal_bus(match[1]) or match[1]}"
     resolution = xid.resolve(code, detail)
     if code == 154:
@@ -276,11 +277,12 @@ def _read_switch(reading: _Reading, line: _Line, match: re.Match[str]) -> None:
     if not severity and any((key.host, key.subject, key.check) == (line.host, switch, check) for key in reading.seen):
         return  # register dump of a message that was read already
     resolution = xid.resolve_switch(code, severity)
-    detail = ", ".join(filter(None, (severity, printable(match[4].strip()))))
+    detail = ", ".join(filter(None, (severity, printable_text(match[4].strip()))))
     reading.add(_Key(resolution.verdict, line.host, switch, check, resolution.step), line.number, detail)
 
 
 def _read_link(reading: _Reading, line: _Line, link: re.Match[str]) -> None:
+    """Note in `reading` that a network interface went up or down: what it lost, and whether it was up before."""
     is_down = (link["link"] or link["carrier"]).lower() in ("down", "lost")
     name = link["net"]
     if (line.host, name) not in reading.carriers:
@@ -300,7 +302,7 @@ def _read_link(reading: _Reading, line: _Line, link: re.Match[str]) -> None:
 
 def _event_subject(template: str, match: re.Match[str]) -> str:
     """Return the subject of an event; for a device of NVIDIA's driver, named as in XIDs: `GPU 0000:1b:00`."""
-    groups = {name: printable(value or "") for name, value in match.groupdict().items()}
+    groups = {name: printable_text(value or "") for name, value in match.groupdict().items()}
     if groups.get("bus") and (template.startswith("GPU") or groups.get("driver") == "nvidia"):
         return f"GPU {normal_bus(groups['bus'])}"
     if groups.get("driver", "").startswith("mlx"):
@@ -313,7 +315,7 @@ def _event_subject(template: str, match: re.Match[str]) -> str:
 def _excerpt(message: str, match: re.Match[str]) -> str:
     """Return the message from the event on, cut to a length for tables."""
     start = match.start() if match.start() < 120 else 0
-    return " ".join(printable(_KERNEL_STAMP.sub("", message[start:])).split())[:200]
+    return " ".join(printable_text(_KERNEL_STAMP.sub("", message[start:])).split())[:200]
 
 
 def _finding(text: Text, reading: _Reading, key: _Key, hits: list[tuple[int, str]]) -> Finding:

@@ -25,13 +25,13 @@ from typing import Any, BinaryIO, cast
 
 from bench.accept.evidence.prefixes import NOBODY, Prefix, strip_prefixes
 from netlayer.errors import ConfigError
+from netlayer.printing import printable_text
 from netlayer.verdict import Finding
 
 MAX_BYTES = 16 << 20
 MAX_LINE = 16384
 MAX_ROWS = 20_000
 _AGAIN = "take the log again"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202f\u2066-\u2069\ufffe\uffff]|[\ud800-\udfff]")
 _GZIP = b"\x1f\x8b"
 _MAGIC = {b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"(\xb5/\xfd": "zstd"}
 # Magic bytes of pickles (protocol 2 or later), ELF and Windows executables.
@@ -136,7 +136,7 @@ class Text:
                 long, f"has {len(lines[long - 1]):,} characters, at most {MAX_LINE:,} are read in a line"
             )
         bare, printed_by = strip_prefixes(lines)
-        return [printable(line) for line in bare], printed_by
+        return [printable_text(line) for line in bare], printed_by
 
     @property
     def lines(self) -> list[str]:
@@ -241,7 +241,7 @@ class Text:
             raise self.damaged(before + exc.lineno, f"is no whole JSON: {exc.msg} at column {exc.colno}") from exc
         except (ValueError, RecursionError) as exc:
             # The end of Python's message is advice to the programmer, not to the user.
-            message = printable(str(exc)).partition(";")[0].partition(" while ")[0]
+            message = printable_text(str(exc)).partition(";")[0].partition(" while ")[0]
             raise self.damaged(before + 1, f"is no JSON that can be used: {message}") from exc
         if not isinstance(tree, dict):
             raise self.damaged(before + 1, "must be a JSON object")
@@ -483,14 +483,9 @@ def _split_carriage_returns(text: Text) -> Text:
     return replace(text, content=content, numbers=numbers)
 
 
-def printable(text: str) -> str:
-    """Replace characters that a terminal, an XML reader or a bidirectional display would act on by "?"."""
-    return _CONTROL.sub("?", text)
-
-
 def one_line(text: str) -> str:
-    """Make a text printable (see `printable`), without line feeds and tabs, which a file name may contain."""
-    return printable(text).replace("\n", "?").replace("\t", "?")
+    """Make a text printable (see `printable_text`), without line feeds and tabs, which a file name may contain."""
+    return printable_text(text).replace("\n", "?").replace("\t", "?")
 
 
 def number(cell: object) -> float | None:
@@ -516,7 +511,7 @@ def sequence(value: object) -> list[Any]:
 
 def word(value: object, most: int = 200) -> str:
     """Return a JSON scalar as short printable text on one line; empty for anything else."""
-    return " ".join(printable(str(value)).split())[:most] if isinstance(value, str | int | float) else ""
+    return " ".join(printable_text(str(value)).split())[:most] if isinstance(value, str | int | float) else ""
 
 
 def _no_constant(name: str) -> float:

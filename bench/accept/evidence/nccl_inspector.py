@@ -95,6 +95,7 @@ def _trees(content: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _record(line: int, tree: Mapping[str, Any]) -> _Record | None:
+    """Parse one line of NCCL's inspector; None if a number is missing or out of range."""
     # Some collectors put the fields of header and metadata at the top level.
     header, metadata = mapping(tree.get("header")) or tree, mapping(tree.get("metadata")) or tree
     name = "coll" if "coll_perf" in tree else "p2p"

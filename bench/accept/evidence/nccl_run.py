@@ -127,6 +127,7 @@ def _unended_finding(text: Text, who: str, run: Run) -> Finding:
 
 
 def _data_finding(text: Text, who: str, name: str, run: Run) -> Finding:
+    """Return whether a run's data was right: FAIL for wrong elements, WARN if it was not checked, else PASS."""
     sides = run.sides
     bad = [side for side in sides if side.wrong]
     check, note = f"{name} data", _lost_note(run)

@@ -316,6 +316,7 @@ def _section_log(text: Text, section: _Section, number: int) -> Log:
 
 
 def _read_section(text: Text, section: _Section) -> Run:
+    """Parse one run of nccl-tests in a log: its collective, hosts, rows, closing lines and how it ended."""
     ranks = _ranks(section)
     hosts = [rank.host for rank in ranks] or [name for name in (section.prefix.host,) if name]
     mixed = len({(rank.group, rank.rank) for rank in ranks}) < len(ranks) or section.num_ends > 1
@@ -511,6 +512,11 @@ def _nvls(content: str) -> bool | None:
 
 
 def _read_json(text: Text, tree: Mapping[str, Any]) -> Run:
+    """Parse the JSON file of one run of nccl-tests.
+
+    Raises:
+        ConfigError: the run did not end, or holds no measurement.
+    """
     config = mapping(tree.get("config"))
     devices = [mapping(device) for device in sequence(config.get("devices"))]
     arguments = [word(argument) for argument in sequence(tree.get("args"))]

@@ -160,6 +160,14 @@ def _cells(
     columns: Sequence[str],
     rows: Sequence[tuple[str, Sequence[str], int]],
 ) -> Iterator[Figure]:
+    """Yield a figure for each cell of a matrix; cells that are N/A or 0 are skipped.
+
+    Args:
+        rows: (name, cells, line number) of each row.
+
+    Raises:
+        ConfigError: a row or a cell is missing or no number.
+    """
     if not rows or (matrix["row"] == matrix["column"] and len(rows) != len(columns)):
         raise text.damaged(
             rows[-1][2] if rows else 0,

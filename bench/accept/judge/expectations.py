@@ -250,6 +250,17 @@ def _source(name: str, table: Mapping[str, Any]) -> Source:
 def _registry_entry(
     table: Mapping[str, Any], tree: Mapping[str, Any], sources: Mapping[str, Source], origin: str
 ) -> Expectation:
+    """Build one expectation from a table of the registry: its keys, published values and the thresholds from these.
+
+    Args:
+        table: the entry.
+        tree: the file, whose keys and shares hold for all of its entries.
+        sources: by the names that entries use.
+        origin: of the file, for reports.
+
+    Raises:
+        ValueError: it has no published value, or an unknown key.
+    """
     _check_keys(table, _ENTRY_KEYS)
     published = []
     for kind in ("figure", "minimum"):

@@ -47,6 +47,7 @@ def explain(judgement: Judgement, entries: Sequence[Expectation], user_facts: Fa
 
 
 def _expectations(group: Sequence[Figure], entries: Sequence[Expectation], user_facts: Facts) -> Iterator[str]:
+    """Yield lines that say which expectations hold for these figures, with thresholds and sources; else the nearest."""
     about = [
         entry
         for entry in entries

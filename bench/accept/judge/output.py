@@ -9,10 +9,11 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from bench.accept.evidence.log import one_line, printable
+from bench.accept.evidence.log import one_line
 from bench.accept.judge.logs import Judgement
 from bench.accept.judge.nodes import NodeVerdict
 from bench.junit import finish_suite, open_suite
+from netlayer.printing import printable_text
 from netlayer.results import RunRecord
 from netlayer.verdict import Finding
 
@@ -147,21 +148,21 @@ def junit(
     notes = []
     for finding in judgement.findings:
         name = f"{finding.check}: {finding.subject}" + (f" ({finding.file}:{finding.line})" if finding.line else "")
-        kind = printable(judgement.kinds.get(finding.file, "judge"))
-        case = ET.SubElement(suite, "testcase", classname=kind, name=printable(name), time="0")
+        kind = printable_text(judgement.kinds.get(finding.file, "judge"))
+        case = ET.SubElement(suite, "testcase", classname=kind, name=printable_text(name), time="0")
         text = f"{finding.figure}; expected {finding.expected}"
         if finding.verdict == "FAIL":
-            failure = ET.SubElement(case, "failure", type=printable(finding.check), message=printable(text))
-            failure.text = printable(f"{text}; next: {finding.next_step}")
+            failure = ET.SubElement(case, "failure", type=printable_text(finding.check), message=printable_text(text))
+            failure.text = printable_text(f"{text}; next: {finding.next_step}")
         elif finding.verdict in (None, "NO VERDICT"):
-            ET.SubElement(case, "skipped", message=printable(f"{finding.verdict or 'not judged'}: {text}"))
+            ET.SubElement(case, "skipped", message=printable_text(f"{finding.verdict or 'not judged'}: {text}"))
         elif finding.verdict == "WARN":
-            notes.append(printable(f"WARN {name}: {text}; next: {finding.next_step}"))
+            notes.append(printable_text(f"WARN {name}: {text}; next: {finding.next_step}"))
     for line in judgement.damaged:
-        name = printable(line.partition(": ")[0])
+        name = printable_text(line.partition(": ")[0])
         case = ET.SubElement(suite, "testcase", classname="judge", name=name, time="0")
-        ET.SubElement(case, "error", type="unreadable", message=printable(line))
-    notes += [printable(line) for line in format_nodes(judgement)]
+        ET.SubElement(case, "error", type="unreadable", message=printable_text(line))
+    notes += [printable_text(line) for line in format_nodes(judgement)]
     return finish_suite(suite, "\n".join([*notes, f"{judgement.verdict}: {summary(judgement)}"]))
 
 
@@ -195,7 +196,7 @@ def page(judgement: Judgement, commit: str) -> str:
         rows = [table_cells(finding) for finding in good]
         lead = "Without a verdict: figures beside others of the same run that were judged."
         report.section("Passed", lead, source="measured").table(pd.DataFrame(rows), max_rows=500)
-    files = [{"file": printable(file), "written by": kind} for file, kind in judgement.kinds.items()]
+    files = [{"file": printable_text(file), "written by": kind} for file, kind in judgement.kinds.items()]
     if files:
         report.section("Files").table(pd.DataFrame(files), max_rows=500)
     return report.html()
@@ -203,7 +204,7 @@ def page(judgement: Judgement, commit: str) -> str:
 
 def plain_row(finding: Finding) -> dict[str, Any]:
     """Return the finding's fields without control characters."""
-    return {key: printable(value) if isinstance(value, str) else value for key, value in asdict(finding).items()}
+    return {key: printable_text(value) if isinstance(value, str) else value for key, value in asdict(finding).items()}
 
 
 def node_cells(node: NodeVerdict) -> dict[str, str]:
@@ -219,8 +220,8 @@ def _node_row(node: NodeVerdict) -> dict[str, Any]:
     """Return a node as a row of the record, with its evidence in order."""
     row = {"node": node.node, "known_by": node.known_by, "verdict": node.verdict, "next_step": node.next_step}
     evidence = [plain_row(finding) for finding in node.findings]
-    return {name: printable(value) for name, value in row.items()} | {
-        "files": [printable(file) for file in node.files],
+    return {name: printable_text(value) for name, value in row.items()} | {
+        "files": [printable_text(file) for file in node.files],
         "kinds": list(node.kinds),
         "evidence": evidence,
     }
@@ -246,7 +247,7 @@ def finding_cells(finding: Finding) -> dict[str, str]:
     verdict, subject, check, figure, expected, where = _cells(finding)
     text = f"{check}: {figure}" + (f"; expected {expected}" if expected else "")
     cells = {"verdict": verdict, "where": f"{subject}, {where}", "found": text}
-    return {**cells, "next step": printable(finding.next_step)}
+    return {**cells, "next step": printable_text(finding.next_step)}
 
 
 def _places_below(rows: Sequence[Sequence[str]], width: int) -> list[str]:

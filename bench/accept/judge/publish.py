@@ -68,7 +68,9 @@ def publish(judgement: Judgement, user_facts: Facts, address: str = "", day: str
         )
     [(keys, figures)] = machines.items()
     return "\n".join(
-        _file(dict(keys), figures, len(judgement.runs), address, day or datetime.now(UTC).date().isoformat())
+        _expectation_lines(
+            dict(keys), figures, len(judgement.runs), address, day or datetime.now(UTC).date().isoformat()
+        )
     )
 
 
@@ -94,9 +96,10 @@ def _can_be_published(facts: Mapping[str, Any]) -> bool:
     )
 
 
-def _file(
+def _expectation_lines(
     keys: Mapping[str, Any], figures: Mapping[tuple[str, int], Sequence[float]], num_runs: int, address: str, day: str
 ) -> Iterator[str]:
+    """Yield the lines of a TOML file of expected values: its keys, its source, and the lowest figure of each size."""
     per_host = keys["ranks"] // keys["hosts"]
     where = "one host" if keys["hosts"] == 1 else f"{keys['hosts']} hosts"
     nvls = "" if "nvls" not in keys else f", NVLS {'on' if keys['nvls'] else 'off'}"

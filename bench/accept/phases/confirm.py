@@ -12,7 +12,7 @@ all of them alike; turns are spaced, so that one burst of other work does not co
   to both;
 - open if neither holds after all turns: the noise is as large as the effect.
 
-Not handled: noise that affects a single rank during all turns.
+Not covered: noise that affects a single rank during all turns.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def measure_gpu_speeds(trial: Trial, name: str, say: Say) -> None:
         if not rows:
             break
         devices |= {row["rank"]: row["device"] for row in rows}
-        series.append(_blocks(name, rows))
+        series.append(_speeds_by_series(name, rows))
         verdicts = _verdicts(_scores(trial, series, devices))
         if number + 1 >= work.least_batches and "NO VERDICT" not in verdicts.values():
             break
@@ -87,7 +87,8 @@ def _sizes(args: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     return [args, {**args, **other}]
 
 
-def _blocks(name: str, rows: Sequence[Mapping[str, Any]]) -> Blocks:
+def _speeds_by_series(name: str, rows: Sequence[Mapping[str, Any]]) -> Blocks:
+    """Return the speeds of each rank, by series: TFLOP/s by size of the GEMM, GB/s by direction of the copy."""
     blocks: Blocks = defaultdict(dict)
     for row in rows:
         times_us = row.get("blocks_us") or row["iterations_us"]

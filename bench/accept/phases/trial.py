@@ -1,7 +1,7 @@
 """State of one acceptance run, shared by its phases: participating ranks, measured rows, findings and suspects.
 
 If a group hangs, fails or computes wrong data, it is bisected until the culprit rank or link is found; the rest
-continues without it. Not here: the phases (`phases`), and judgement of speeds (`speeds`, `pairing`).
+continues without it. Not covered: the phases (`phases`), and judgement of speeds (`speeds`, `pairing`).
 """
 
 from __future__ import annotations
@@ -203,6 +203,7 @@ class Trial:
         )
 
     def _find_corrupt(self, phase: str, name: str, args: Mapping[str, Any], group: tuple[int, ...], rows: Rows) -> None:
+        """Flag the ranks whose part in a collective gives wrong data, by repeating it in smaller groups."""
         wrong = sum(row["wrong"] for row in rows)
         what = f"{wrong} wrong elements"
         if len(group) == 1:

@@ -2,7 +2,7 @@
 
 NICs of equal rate are compared with each other, like ranks in the pairs phase; outliers and failures are measured
 again, alone, before they are flagged. A host without an RDMA device or pyverbs is reported, and fails with --verbs
-require. Not measured: several queue pairs at a time, and paths between different rails.
+require. Not covered: several queue pairs at a time, and paths between different rails.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _used(s: State) -> int:
 
 
 def _most_packets(s: State) -> tuple[Ints, Ints]:
-    """Count by kind of port the packets that its wire delivers in a window, and those that are on it."""
+    """Return by kind of port the most packets that a wire delivers in one window, and the most that are on it."""
     kind, run = s.kind, s.run[0]
     least_bytes = min(int(run["ack_wire_bytes"]), int(s.flow["last_wire_bytes"].min()))
     shortest = least_bytes * 8 * 10**12 // kind["rate"]
@@ -107,6 +107,7 @@ def to_state(s: Tables, like: State) -> State:
 
 @entry
 def _move_in(old, new):  # type: ignore[no-untyped-def]
+    """Copy packets on wires and in queues from the CPU's lists (`old`) to the GPU's (`new`)."""
     for p in range(len(old.port)):
         head, wire = old.wire_head[p], new.wire[p]
         while head != old.wire_tail[p]:
@@ -131,6 +132,7 @@ def _behind(s, head):  # type: ignore[no-untyped-def]
 
 @entry
 def _move_out(old, new):  # type: ignore[no-untyped-def]
+    """Copy packets on wires and in queues from the GPU's lists (`old`) to the CPU's (`new`)."""
     worker = new.worker[0]
     for p in range(len(old.port)):
         wire = old.wire[p]

@@ -32,6 +32,7 @@ def run_by_loops(state: State, until: int, lanes: int = 4, backwards: bool = Fal
 
 @entry
 def _run(s, room, until, reserve, lanes, turn):  # type: ignore[no-untyped-def]
+    """Run the GPU's steps on the CPU, lane after lane; return when the next window would begin; clock[GO] says why."""
     clock, many, parity = s.clock, len(s.node), 0
     for n in range(many):
         first_due(s, n)
@@ -59,6 +60,7 @@ def _run(s, room, until, reserve, lanes, turn):  # type: ignore[no-untyped-def]
 
 @kernel
 def _run_switch(s, room, n, end, parity, lanes, turn):  # type: ignore[no-untyped-def]
+    """Run a switch's window as a warp of `lanes` lanes would, each step lane after lane in the order of `turn`."""
     first, behind = (0, lanes) if turn > 0 else (lanes - 1, -1)
     for lane in range(first, behind, turn):
         switch.clear(s, room, 0, n, lane, lanes)

@@ -86,6 +86,7 @@ class GpuRun:
         return to_state(self._host, self._like)
 
     def _launch(self, until: int) -> int:
+        """Run windows on the GPU in one launch up to `until`; return clock[GO]: DONE, SHORT or BROKEN."""
         from congestion.engine.gpu.device import rounding_as_on_the_cpu, run_windows
 
         room = room_of(int(self._host.node["num_ports"].max()))
@@ -111,6 +112,7 @@ class GpuRun:
             host[...] = values.view(host.dtype)
 
     def _make_room(self) -> None:
+        """Enlarge the GPU's table of queue entries and its ring of free chunks."""
         cuda, old = _cuda(), self._on_gpu
         many = old.following.size
         more = more_chunks(many, self._reserve)
@@ -147,6 +149,11 @@ def check_device() -> None:
 
 
 def _cuda() -> Any:
+    """Import numba.cuda.
+
+    Raises:
+        HardwareMissing: it is not installed, or there is no GPU.
+    """
     for name, now in _NAMED_ANEW.items():
         if not hasattr(np, name):
             setattr(np, name, getattr(np, now))

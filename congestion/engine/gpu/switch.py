@@ -79,6 +79,11 @@ def take(s, room, base, n, lane, lanes, end):  # type: ignore[no-untyped-def]
 
 @inlined
 def _take_port(s, room, base, node, place, end):  # type: ignore[no-untyped-def]
+    """Take what arrives by `end` at one port into `s.seen`, and count it by output port in `room`.
+
+    Returns:
+        Bytes of packets, number of PFC frames, and when the next packet arrives.
+    """
     many = np.int64(node.num_ports)
     p = node.first_port + place
     wire, kind, at = s.wire[p], s.port[p].kind, s.seen_from[p]
@@ -171,7 +176,7 @@ def look(s, room, base, n, lane, lanes, num_bytes, frames):  # type: ignore[no-u
 
 @kernel
 def deal(s, room, base, n, lane, lanes):  # type: ignore[no-untyped-def]
-    """Deal each arrival to the port that it leaves by; in any order."""
+    """Write the index of each arrival into `s.order`, grouped by output port, in any order within a group."""
     node = s.node[n]
     many = np.int64(node.num_ports)
     start = s.seen_from[node.first_port]
@@ -246,6 +251,7 @@ def _run_port(s, room, grown, node, p, begin, stop, end):  # type: ignore[no-unt
 
 @inlined
 def _start_next(s, room, grown, node, p, port):  # type: ignore[no-untyped-def]
+    """Send the first packet of the queue of port `p`; its bytes leave the queue and, with PFC, its ingress port."""
     head = s.queue_head[p]
     entry = s.entry[head]
     word, in_port = entry.word, entry.time

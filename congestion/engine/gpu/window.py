@@ -20,6 +20,7 @@ def first_due(s, n):  # type: ignore[no-untyped-def]
 
 @inlined
 def _hear(s, n, parity):  # type: ignore[no-untyped-def]
+    """Return when node `n` acts next, with the first arrival that its neighbours announced in the window before."""
     arrival = s.soon[parity * len(s.node) + n]
     if arrival < NEVER:
         s.soon[parity * len(s.node) + n] = NEVER

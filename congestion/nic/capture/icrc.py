@@ -66,7 +66,7 @@ def _chunk(data: Bytes, ip: Ints, ip_bytes: int, end: Ints) -> list[int]:
 
 
 def _masked(headers: Bytes, ip_bytes: int) -> bytes:
-    """Rows of headers behind eight bytes of ones, all that routers may change made ones too."""
+    """Rows of headers after eight bytes of ones, all that routers may change made ones too."""
     rows = np.full((len(headers), 8 + headers.shape[1]), 0xFF, dtype=np.uint8)
     rows[:, 8:] = headers
     ip, udp = rows[:, 8:], rows[:, 8 + ip_bytes :]

@@ -1,8 +1,8 @@
 """RoCEv2 packets one by one, with scapy: the headers that its `roce` module lacks, and whole packets of each kind.
 
 Importing this binds RETH, DETH, ImmDt, AtomicETH and AtomicAckETH to their opcodes, so that scapy dissects and builds
-them everywhere. For tests and for single packets: a capture of any size is read by `congestion.nic.capture.pcap`. Left
-out: RD and XRC.
+them everywhere. For tests and for single packets: a capture of any size is read by `congestion.nic.capture.pcap`. Not
+covered: RD and XRC.
 
 Source: InfiniBand Architecture Specification 1.5, chapter 9.
 """
@@ -127,7 +127,7 @@ def _udp(src: str, dst: str, sport: int, tos: int) -> Any:
     return IP(src=src, dst=dst, tos=tos, flags="DF") / UDP(sport=sport, dport=ROCE_V2_PORT, chksum=0)
 
 
-# By transport and operation, which of our headers follow one another; UD's immediate data stands behind its DETH.
+# By transport and operation, which of our headers follow one another; UD's immediate data stands after its DETH.
 _CHAINS: dict[int, tuple[type[Packet], ...]] = {
     **{transport + operation: (RETH,) for transport in (_RC, _UC) for operation in (0x06, 0x0A)},
     **{transport + operation: (ImmDt,) for transport in (_RC, _UC) for operation in (0x03, 0x05, 0x09)},

@@ -259,7 +259,7 @@ def _extensions(data: Bytes, at: Ints, opcode: Ints) -> tuple[Ints, Ints]:
 
 
 def _operation(number: int) -> int:
-    """Bytes that an operation adds behind the BTH and the transport's own header."""
+    """Bytes that an operation adds after the BTH and the transport's own header."""
     size = 16 * (number in _RETH) + 4 * (number in _IMMEDIATE) + 4 * (number in _AETH) + 4 * (number in (0x16, 0x17))
     return size + 28 * (number in (0x13, 0x14)) + 8 * (number == 0x12)
 

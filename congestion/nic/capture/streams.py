@@ -56,7 +56,7 @@ def analyse(packets: Packets, *, reorder_ns: int = REORDER_NS) -> list[dict[str,
     """One row a stream (`table`: "stream"), and one a run of retransmissions (`table`: "retransmission").
 
     Args:
-        reorder_ns: how late a packet may come, behind those sent after it, and count as out of order.
+        reorder_ns: how late a packet may come, after those sent after it, and count as out of order.
     """
     streams = list(_split(packets))
     of_stream = np.full(len(packets), -1, dtype=np.int64)
@@ -112,6 +112,12 @@ def _split(packets: Packets) -> Iterator[_Stream]:
 def _stream_row(
     packets: Packets, stream: _Stream, answer: _Stream | None, reorder_ns: int
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the row of one stream of a capture, and rows of its retransmissions.
+
+    Args:
+        answer: the stream back, whose ACKs and NAKs say what was lost; None if it was not captured.
+        reorder_ns: how late a packet may come and count as out of order, not as sent again.
+    """
     members = stream.members
     back = answer.members if answer else members[:0]
     replies = back[packets.syndrome[back] >= 0]

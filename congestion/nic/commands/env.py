@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from netlayer.printing import printable
+
 if TYPE_CHECKING:
     from netlayer.config.tree import NcclConfig
     from netlayer.nccl.environment import Choice
@@ -77,8 +79,8 @@ def _detection(timeout: int, retry_cnt: int) -> str:
 
 
 def _one_line(text: str) -> str:
-    """A comment ends with its line: nothing in it may begin another."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    """Return the text on one line, for a comment of the shell: a second line would be a command."""
+    return printable(text, " ")
 
 
 def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) -> NcclConfig:

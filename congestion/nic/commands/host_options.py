@@ -205,9 +205,9 @@ def _split(remote: str) -> list[str]:
 
 
 def _summary(result: Any) -> str:
-    from netlayer.remote.fan_out import printable
+    from netlayer.printing import printable_line
 
-    return printable(str(result.get("summary", "")))[:200] if isinstance(result, dict) else ""
+    return printable_line(str(result.get("summary", "")))[:200] if isinstance(result, dict) else ""
 
 
 def give(options: HostOptions, tree: dict[str, Any]) -> None:

@@ -12,8 +12,7 @@ from congestion.nic.profile.draft import Cannot
 from congestion.nic.profile.plan import Plan
 from congestion.nic.profile.script_functions import FUNCTIONS
 from congestion.nic.profile.steps import FileStep, Row, ToolStep, TriggerStep
-from netlayer.printing import print_table
-from netlayer.remote.fan_out import printable
+from netlayer.printing import print_table, printable_line
 from netlayer.units import format_rate
 
 _SCRIPT_HEAD = """\
@@ -97,14 +96,16 @@ def to_script(plan: Plan, title: str) -> str:
 
     Undone is as `rollback` does it: the last change first, then what drivers must be told, then folders that were made.
     """
-    lines, undo, triggers = [_SCRIPT_HEAD.format(title=printable(title)) + FUNCTIONS], list[list[str]](), list[str]()
+    lines = [_SCRIPT_HEAD.format(title=printable_line(title)) + FUNCTIONS]
+    undo: list[list[str]] = []
+    triggers: list[str] = []
     made: list[str] = []
     for row in plan.changes_there:
         step = row.step
         summary = f"{step.device} {step.name}: {row.old or '?'} -> {step.value}: {step.reason}"
-        lines.append(f"# {printable(summary)}")
+        lines.append(f"# {printable_line(summary)}")
         if step.warning:
-            lines.append(f"#   {printable(step.warning)}")
+            lines.append(f"#   {printable_line(step.warning)}")
         if isinstance(step, FileStep):
             if row.to_come and step.group not in made:
                 made.append(step.group)

@@ -116,6 +116,11 @@ def _bytes_moved(time_s: Floats, breaks_s: Floats, share: Floats, job: Job) -> F
 def _nic(
     moved: Floats, time_s: Floats, job: Job, faults: Sequence[Fault], random: np.random.Generator
 ) -> dict[str, Floats]:
+    """Return the counters of one simulated NIC over time, by name, with its faults.
+
+    Args:
+        moved: bytes sent up to each time.
+    """
     rate = np.diff(moved, prepend=moved[0])
     for fault in faults:
         if fault.kind in ("silent", "flap", "slow"):

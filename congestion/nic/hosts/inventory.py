@@ -14,6 +14,7 @@ from typing import Any
 
 from congestion.nic.hosts.tree import Tree
 from congestion.nic.vendors.tools import Tools
+from netlayer.printing import printable
 
 RDMA = "sys/class/infiniband"
 MLX5_DEBUG = "sys/kernel/debug/mlx5"
@@ -151,6 +152,7 @@ def is_pci(text: str) -> bool:
 
 
 def _look_at(tree: Tree, tools: Tools, name: str, gpus: dict[str, tuple[str, ...]]) -> Device:
+    """Return what sysfs and the tools that are installed tell of one RDMA device."""
     base = f"{RDMA}/{name}"
     port = f"{base}/ports/1"
     way = tree.real(f"{base}/device")
@@ -187,8 +189,8 @@ def _look_at(tree: Tree, tools: Tools, name: str, gpus: dict[str, tuple[str, ...
 
 
 def _plain(text: str | None) -> str:
-    """Words of a file for a terminal: no control characters."""
-    return "".join(char for char in text or "" if char.isprintable())[:80]
+    """Return a file's text without characters that would steer a terminal, cut to 80 characters."""
+    return printable(text or "", "")[:80]
 
 
 def _vendor(number: str, driver: str) -> str:
@@ -288,7 +290,7 @@ def _nearest(
 
 
 def _level(way: tuple[str, ...], other: tuple[str, ...], same_node: bool) -> str:
-    """Return the distance of two PCI devices, by what their ways share."""
+    """Return the distance of two PCI devices as `nvidia-smi topo -m` names it, by what their ways share."""
     shared = 0
     for name_a, name_b in zip(way[:-1], other[:-1], strict=False):
         if name_a != name_b:

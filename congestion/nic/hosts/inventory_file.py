@@ -12,7 +12,7 @@ from typing import Any
 
 from congestion.nic.hosts.inventory import MODELS, SURFACES, VENDORS, Device, Gid, is_name, is_pci
 from netlayer.errors import ConfigError
-from netlayer.remote.fan_out import printable
+from netlayer.printing import printable_line
 from netlayer.remote.hosts import is_host
 
 _REMEDY = "write it anew: netlayer nic inventory --hosts HOSTS --json FILE"
@@ -48,7 +48,7 @@ def read_inventory(path: Path) -> dict[str, list[Device] | str]:
             if not is_host(host):
                 raise ValueError("is no host's name")
             devices[host] = (
-                printable(str(row.get("said") or "no answer"))
+                printable_line(str(row.get("said") or "no answer"))
                 if row.get("result") is None
                 else devices_of(row["result"])
             )
@@ -75,6 +75,12 @@ def devices_of(result: Any) -> list[Device]:
 
 
 def _device(row: Any) -> Device:
+    """Make a device of a row of JSON, which somebody else has written.
+
+    Raises:
+        NoInventory: its keys are others.
+        ValueError: a value is none that an inventory can hold.
+    """
     names = {field.name for field in fields(Device)}
     if not isinstance(row, dict) or set(row) != names:
         raise NoInventory("has a device whose keys are not those of an inventory")
@@ -99,7 +105,7 @@ def _device(row: Any) -> Device:
             and all(_is_plain(getattr(device, word)) for word in _WORDS)
         )
     except (TypeError, ValueError) as exc:
-        raise ValueError(f"has a device that is none ({printable(str(exc))})") from exc
+        raise ValueError(f"has a device that is none ({printable_line(str(exc))})") from exc
     if not right:
         raise ValueError(f"has a device that is none: {str(device.name)[:64]!r}")
     return device

@@ -134,6 +134,17 @@ def _readable(rows: Sequence[Row], groups: Sequence[str], partial: bool) -> tupl
 
 
 def _change(plan: Plan, rows: list[Row], groups: list[str], tree: Tree, tools: Tools, state: State) -> list[Row]:
+    """Write the settings of a plan and read them back, journalled first; on any error all old values come back.
+
+    Args:
+        groups: folders to make before, such as a priority's.
+
+    Returns:
+        The rows that were written, with old values that were known only after folders were made.
+
+    Raises:
+        CheckFailed: a setting was refused, or reads otherwise afterwards.
+    """
     folders = [Entry("folder", group) for group in groups]
     entries = folders or _entries(rows, tree)  # what is in a folder to come has no old value yet
     journal = new_journal(tree.root, plan.profile.name, entries, _boot(tree))

@@ -147,6 +147,7 @@ class Profile(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
+        """Check the rules between keys; a ConfigError says both values and the remedy."""
         lossless, own = self.pfc.priorities, self.traffic.priority
         if len(set(lossless)) < len(lossless):
             raise ConfigError("pfc.priorities", lossless, "names a priority twice", "name each once")

@@ -16,7 +16,7 @@ from congestion.nic.profile.plan_fabric import DEVICE, NETDEV, PCI, Alike, HostG
 from congestion.nic.profile.script_functions import FUNCTIONS
 from congestion.nic.profile.steps import FileStep, ToolStep, TriggerStep
 from congestion.nic.vendors.tool_settings import ToolSetting
-from netlayer.remote.fan_out import printable
+from netlayer.printing import printable_line
 
 _HEAD = """\
 #!/bin/bash
@@ -59,7 +59,7 @@ def host_script(group: HostGroup, title: str) -> str:
         lines += [f"for name in {shlex.join(nics.names)}; do", f"  {_look(nics)}", *(f"  {one}" for one in writes)]
         lines.append("done")
     body = "\n".join(f"  {line}" for line in lines)
-    return f"{_HEAD.format(title=printable(title))}{FUNCTIONS}{_LOOK}main() {{\n{body}\n}}\nmain\n"
+    return f"{_HEAD.format(title=printable_line(title))}{FUNCTIONS}{_LOOK}main() {{\n{body}\n}}\nmain\n"
 
 
 def _settings(nics: Alike) -> list[ToolSetting]:
@@ -77,6 +77,7 @@ def _look(nics: Alike) -> str:
 
 
 def _writes(nics: Alike) -> Iterator[str]:
+    """Yield the lines of the script that change settings: tools' calls, files that are written, triggers."""
     queries, made = set[str](), set[str]()
     for row in nics.plan.changes:
         step = row.step
@@ -113,7 +114,7 @@ def comment(text: str) -> str:
     """Words for a person, likewise."""
     for function in (0, 1):
         text = text.replace(f"{PCI}.{function}", "$pci")
-    return printable(text)
+    return printable_line(text)
 
 
 def _word(text: str) -> str:

@@ -15,7 +15,7 @@ from congestion.nic.profile.steps import same_number
 from congestion.nic.vendors.tool_settings import NONE
 from congestion.nic.vendors.tools import ToolFailed, Tools
 from netlayer.errors import CheckFailed, ConfigError
-from netlayer.remote.fan_out import printable
+from netlayer.printing import printable_line
 
 
 def restore_all(journal: Journal, tree: Tree, tools: Tools, *, force: bool = True) -> list[str]:
@@ -68,7 +68,9 @@ def _changed_since(entries: Sequence[Entry], tree: Tree, tools: Tools, failed: l
             continue  # restoring it will say why
         if present:
             changed.append(entry)
-            message = f"changed since by another hand: {printable(present)[:40]} (--force to bring back the old value)"
+            message = (
+                f"changed since by another hand: {printable_line(present)[:40]} (--force to bring back the old value)"
+            )
             failed.append(f"{_name(entry)}: {message}")
     return changed
 

@@ -62,6 +62,7 @@ def _text(comment: str, plan: SwitchPlan, lines: Iterator[str], scope: Sequence[
 
 
 def _nvue(plan: SwitchPlan) -> Iterator[str]:
+    """Yield the commands of NVIDIA's Cumulus (NVUE) for a plan: classes, ECN, PFC and its watchdog, MTU, hash seed."""
     yield f"nv set qos mapping {NAME} trust l3"
     for dscp, priority in plan.dscp_to_class.items():
         yield f"nv set qos mapping {NAME} dscp {dscp} switch-priority {priority}"
@@ -103,6 +104,11 @@ def _nvue(plan: SwitchPlan) -> Iterator[str]:
 
 
 def _arista(plan: SwitchPlan) -> Iterator[str]:
+    """Yield the configuration lines of Arista's EOS for a plan: classes, PFC and its watchdog, ECN, MTU, hash seed.
+
+    Raises:
+        ConfigError: the hash seed is above EOS' highest.
+    """
     for dscp, priority in plan.dscp_to_class.items():
         yield f"qos map dscp {dscp} to traffic-class {priority}"
     if plan.lossless:
@@ -148,6 +154,7 @@ def _arista(plan: SwitchPlan) -> Iterator[str]:
 
 
 def _cisco(plan: SwitchPlan) -> Iterator[str]:
+    """Yield the configuration lines of Cisco's NX-OS for a plan: classes, queues, PFC and its watchdog, MTU, hash."""
     for name, dscp in (("DATA", plan.dscp), ("CNP", plan.cnp_dscp)):
         yield f"class-map type qos match-any {NAME}-{name}"
         yield f"  match dscp {dscp}"

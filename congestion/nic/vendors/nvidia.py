@@ -194,6 +194,7 @@ def _by_sysfs(draft: Draft) -> None:
 
 
 def _by_firmware(draft: Draft, tool: str) -> None:
+    """Add DCQCN's parameters and the CNP's marks to the plan, as settings of the firmware."""
     suffix, cnp = draft.device.port_suffix, draft.profile.cnp
     for name, value in _in_order(draft):
         known = PARAMETERS[name]
@@ -204,6 +205,7 @@ def _by_firmware(draft: Draft, tool: str) -> None:
 
 
 def _rttcc(draft: Draft) -> None:
+    """Add the settings that make every queue pair run ZTR-RTTCC: firmware, slot, and DSCP of RTT answers."""
     device = draft.device
     draft.note("ZTR-RTTCC needs NICs that have it at both ends of a queue pair")
     tool = draft.find_tool("mlxconfig", "mstconfig")

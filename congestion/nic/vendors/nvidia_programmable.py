@@ -55,6 +55,7 @@ def _firmware(draft: Draft) -> None:
 
 
 def _parameter(draft: Draft, one: PpccSection, law: Law | None) -> None:
+    """Add one parameter of a programmable algorithm (PPCC) to the plan, or say why it cannot be had."""
     name, device = f"PPCC slot {one.slot} parameter {one.parameter}", draft.device
     tool = draft.find_tool("mlxreg", "mstreg")
     if law != "rttcc":

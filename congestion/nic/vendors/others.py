@@ -118,6 +118,7 @@ def draw_amd(draft: Draft, law: Law) -> None:
 
 
 def _amd_parameter(draft: Draft, folder: str, name: str, value: int) -> None:
+    """Add one DCQCN parameter of AMD's ionic driver to the plan, or say why it cannot be had there."""
     known, unit = PARAMETERS[name], PARAMETERS[name].unit
     if not known.ionic:
         draft.cannot(name, "the driver has no such parameter", "leave it out of the profile")

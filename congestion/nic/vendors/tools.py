@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from netlayer.errors import ConfigError
-from netlayer.remote.fan_out import printable
+from netlayer.printing import printable_line
 
 _LIMIT_S = 30.0
 
@@ -83,6 +83,6 @@ class Tools:
         except OSError as exc:
             raise ToolFailed(f"{name}: cannot be run ({exc.strerror})") from exc
         if done.returncode:
-            message = printable(done.stderr or done.stdout)[:200]
+            message = printable_line(done.stderr or done.stdout)[:200]
             raise ToolFailed(f"{name}: exit code {done.returncode}" + (f": {message}" if message else ""))
         return done.stdout

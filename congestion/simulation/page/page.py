@@ -182,6 +182,7 @@ def _counts(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _front(report: Report, findings: Findings) -> None:
+    """Add the section on laws that no other one beats in both completion time and pauses (the Pareto front)."""
     ended = findings.ended
     if len(ended) < 2:
         return
@@ -203,6 +204,7 @@ def _front(report: Report, findings: Findings) -> None:
 
 
 def _over_time(report: Report, findings: Findings) -> None:
+    """Add the charts of rate, longest queue and fairness over time, if the runs were sampled."""
     if findings.samples is None or findings.samples.empty:
         return
     section = report.section("Over time", _ON_TOP if len(findings.laws) > 1 else "", source=SOURCE)
@@ -275,6 +277,7 @@ def _pauses(report: Report, findings: Findings) -> None:
 
 
 def _pauses_over_time(section: Section, findings: Findings) -> None:
+    """Add the charts of paused port-time by tier over time, and of how many ports pauses reach."""
     tiers = findings.tiers
     assert tiers is not None
     begin, end = findings.begin_us, float(tiers["time_us"].max())

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from bench.accept.evidence.gpu import xid
 from bench.accept.evidence.gpu.identity import normal_bus
-from bench.accept.evidence.log import Log, Text, printable
+from bench.accept.evidence.log import Log, Text
+from netlayer.printing import printable_text
 from netlayer.verdict import Finding, Verdict
 
 KIND = "fabric manager"
@@ -80,7 +81,7 @@ def _errors(text: Text) -> Iterator[tuple[int, _Key, str]]:
         head = _LINE.match(row)
         if head is None or head[1] not in ("ERROR", "CRITICAL", "FATAL", "WARNING"):
             continue
-        message = printable(head[2])[:200]
+        message = printable_text(head[2])[:200]
         if match := _SWITCH.search(head[2]):
             resolution = xid.resolve_switch(int(match[2]), match[1])
             who = f"NVSwitch {match[4]}" if match[4] else f"NVSwitch {normal_bus(match[3])}"

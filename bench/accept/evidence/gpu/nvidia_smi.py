@@ -13,7 +13,8 @@ from xml.parsers import expat
 
 from bench.accept.evidence.gpu.identity import normal_bus
 from bench.accept.evidence.gpu.nvidia_smi_rules import MANY_UNKNOWN, RULES, UNKNOWN, lost_gpus
-from bench.accept.evidence.log import Log, Text, printable
+from bench.accept.evidence.log import Log, Text
+from netlayer.printing import printable_text
 from netlayer.verdict import Finding
 
 KIND = "nvidia-smi -q"
@@ -150,6 +151,7 @@ def _names(head: _Fields, gpus: Mapping[str, _Fields]) -> dict[str, str]:
 
 
 def _judge(text: Text, gpu: str, fields: _Fields) -> Iterator[Finding]:
+    """Yield the findings on one GPU: too many unknown fields, fields that break a rule, retired pages, PCIe, power."""
     unknown = [field for field in fields.values() if field.value in UNKNOWN]
     if len(unknown) >= MANY_UNKNOWN:
         figure = f"Unknown Error in {len(unknown)} fields"
@@ -245,6 +247,7 @@ def _watts(value: str) -> float | None:
 
 
 def _missing_gpus(text: Text, head: _Fields, listed: int) -> list[Finding]:
+    """Return a WARN if the log names more attached GPUs than it lists."""
     attached = head.get("Attached GPUs")
     if attached is None or not attached.value.isdecimal() or len(attached.value) > 6 or int(attached.value) <= listed:
         return []
@@ -310,7 +313,7 @@ def _read_xml(text: Text) -> tuple[_Fields, dict[str, _Fields]]:
     try:
         reader.parser.Parse(text.content[begin:].encode("utf-8", "replace"), True)
     except expat.ExpatError as exc:
-        reason = printable(expat.errors.messages[exc.code])
+        reason = printable_text(expat.errors.messages[exc.code])
         before = text.content.count("\n", 0, begin)
         raise text.damaged(before + exc.lineno, f"is no whole XML ({reason})", _CUT) from exc
     return reader.head, reader.gpus
@@ -342,7 +345,7 @@ class _XmlReader:
             raise self.text.damaged(self.parser.CurrentLineNumber, f"is nested deeper than {_MAX_DEPTH} elements")
         self._path.append(tag)
         if tag == "gpu" and len(self._path) == 2:
-            bus = printable(attributes.get("id", "")) or f"number {len(self.gpus)}"
+            bus = printable_text(attributes.get("id", "")) or f"number {len(self.gpus)}"
             self._fields = self.gpus.setdefault(bus, {})
             self.text.check_rows(len(self.gpus))
         self._content, self._is_leaf = "", True
@@ -350,7 +353,7 @@ class _XmlReader:
     def _end(self, tag: str) -> None:
         if self._is_leaf and not set(self._path) & set(_XML_SKIPPED):
             inside = self._path[2:] if self._fields is not self.head else self._path[1:]
-            value = printable(" ".join(self._content.split()))[:200]
+            value = printable_text(" ".join(self._content.split()))[:200]
             name = "/".join(map(_text_name, inside))
             self._fields.setdefault(name, _Field(value, self.parser.CurrentLineNumber))
         self._path.pop()
