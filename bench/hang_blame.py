@@ -38,7 +38,7 @@ from netlayer.launch.rank import RankContext
 from netlayer.results import RunRecord, utc_now, write_text
 from netlayer.store.meeting import meeting_place
 from trainer.data.prepare import Corpus
-from trainer.train import Work, prepare
+from trainer.plan import Plan, prepare
 
 Row = dict[str, Any]
 
@@ -202,8 +202,8 @@ def measure_overhead(folder: Path) -> Row:
     job = job_of("tp2 dp2")
     corpus, out = prepare(job, 4, 0, folder), Path(tempfile.mkdtemp(dir=folder))
     with meeting_place() as place:
-        work = Work(job, corpus, place.init_method("overhead"), "gloo", out, 0)
-        wall_ratios, processor_ratios = launch(run_in_turn, 4, args=(work, 16, 8), log_dir=out / "logs")[0]
+        plan = Plan(job, corpus, place.init_method("overhead"), "gloo", out, 0)
+        wall_ratios, processor_ratios = launch(run_in_turn, 4, args=(plan, 16, 8), log_dir=out / "logs")[0]
     return {
         "layout": "tp2 dp2",
         "fault": "overhead",
@@ -244,12 +244,12 @@ def table(rows: Sequence[Row]) -> str:
 def _train(job: JobConfig, layout: str, corpus: Corpus, out: Path, fault: Fault) -> tuple[list[int], str]:
     """Train and return the ranks that the error names, and its message; empty if the run succeeded."""
     with meeting_place() as place:
-        work = Work(job, corpus, place.init_method("hang"), "gloo", out, 0, stops_gently=True)
+        plan = Plan(job, corpus, place.init_method("hang"), "gloo", out, 0, stops_gently=True)
         try:
             launch(
                 run_faulty,
                 _ranks(layout),
-                args=(work, fault),
+                args=(plan, fault),
                 log_dir=out / "logs",
                 env={"OMP_NUM_THREADS": "1"},
                 grace_s=job.launch.grace_s,
@@ -291,7 +291,7 @@ def _is_alive(pid: int) -> bool:
 # In the ranks.
 
 
-def run_faulty(context: RankContext, work: Work, fault: Fault) -> None:
+def run_faulty(context: RankContext, plan: Plan, fault: Fault) -> None:
     """Run a rank like `netlayer train`, with the fault injected; for a `pause`, also with long phases."""
     from trainer.checkpoint import save_load as checkpoint
     from trainer.loop import Launched, Trainer
@@ -303,7 +303,7 @@ def run_faulty(context: RankContext, work: Work, fault: Fault) -> None:
         begins.append(time.monotonic())
         if (step, context.env.rank) == (fault.step, fault.rank):
             steps = [later - earlier for earlier, later in itertools.pairwise(begins)][1:]
-            _inject(fault, statistics.median(steps), work.out)
+            _inject(fault, statistics.median(steps), plan.out)
         return do_launch(trainer, step)
 
     Trainer.launch = launch_step  # type: ignore[assignment, method-assign]
@@ -311,7 +311,7 @@ def run_faulty(context: RankContext, work: Work, fault: Fault) -> None:
         late = context.env.rank == (fault.rank + 1) % context.env.world_size
         Trainer._evaluate = _delayed(Trainer._evaluate, late)  # type: ignore[method-assign]
         checkpoint.save = _delayed(checkpoint.save, context.env.rank == 0)
-    run_rank(context, work)
+    run_rank(context, plan)
 
 
 def _delayed(function: Callable[..., Any], late: bool) -> Callable[..., Any]:
@@ -344,19 +344,19 @@ def _inject(fault: Fault, step_s: float, out: Path) -> None:
     threading.Thread(target=strike, daemon=True).start()
 
 
-def run_in_turn(context: RankContext, work: Work, segments: int, steps: int) -> tuple[list[float], list[float]]:
+def run_in_turn(context: RankContext, plan: Plan, segments: int, steps: int) -> tuple[list[float], list[float]]:
     """Return ratios (with a watch / without) of step times and of CPU times, one for each pair of segments."""
     from collectives.watch.hang import HangLimits
     from collectives.watch.watchdog import Watch
     from trainer.loop import Trainer
     from trainer.worker import meet
 
-    place, groups = meet(context, work)
-    job = work.job
+    place, groups = meet(context, plan)
+    job = plan.job
     watch = Watch(
         timeout=timedelta(seconds=job.parallel.distributed_timeout_s), layout=job.parallel.layout, hang=HangLimits()
     )
-    trainers = [Trainer(job, work.corpus, 0, place, groups, watch=each) for each in (None, watch)]
+    trainers = [Trainer(job, plan.corpus, 0, place, groups, watch=each) for each in (None, watch)]
     wall_s, processor_s = ([list[float](), list[float]()] for _ in range(2))
     for segment in range(2 * segments):
         which = (segment + segment // 2) % 2  # 0 1 1 0: a drift of the machine affects both equally

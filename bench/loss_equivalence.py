@@ -19,7 +19,8 @@ from netlayer.config.tree import JobConfig
 from netlayer.errors import CheckFailed
 from netlayer.results import RunRecord, utc_now, write_text
 from netlayer.store.meeting import MeetingPlace, meeting_place
-from trainer.train import Backend, TrainResult, prepare, train
+from trainer.plan import Backend, resolve
+from trainer.train import TrainResult, train
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,8 @@ def _train(job: JobConfig, ranks: int, backend: Backend, seed: int, out: Path, p
     job = job.model_copy(update={"parallel": job.parallel.model_copy(update={"dp": ranks})})
     folder = out / f"ranks{ranks}"
     folder.mkdir(parents=True, exist_ok=True)
-    corpus = prepare(job, ranks, seed, folder)
-    init_method = place.init_method(f"ranks{ranks}")
-    return train(job, corpus, ranks=ranks, init_method=init_method, backend=backend, out=folder, seed=seed)
+    url = place.init_method(f"ranks{ranks}")
+    return train(resolve(job, ranks=ranks, init_method=url, backend=backend, out=folder, seed=seed))
 
 
 if __name__ == "__main__":

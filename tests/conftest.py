@@ -19,6 +19,7 @@ _KERNELS = (
     _HERE / "congestion",
     _HERE / "congestion" / "nic" / "test_switch_settings.py",
     _HERE / "bench" / "test_sim_speed.py",
+    _HERE / "contracts" / "test_walks.py",
 )
 
 

@@ -1,36 +1,38 @@
-"""Train the job of a configuration: `prepare` its text in this process, then `train`: launch ranks, take their rows.
+"""Train a plan: `train` starts ranks on this machine and takes their rows, `join` is one of a launcher's ranks.
 
-torch is imported in the ranks alone, so that this process starts fast. Not covered: ranks on other machines.
+torch is imported in the ranks alone, so that this process starts fast. Not covered: what is decided before
+(`trainer.plan`), and starting ranks on other machines.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from netlayer.cache import cache_folder
 from netlayer.config.tree import JobConfig
-from netlayer.errors import ConfigError, RankFailed
+from netlayer.errors import RankFailed
+from netlayer.launch.interrupt import held_interrupt
 from netlayer.launch.launcher import launch
-from netlayer.launch.rank import RankContext
-from netlayer.nccl.environment import as_record, exports, for_ranks
-from trainer.checkpoint.meta import TOKENIZER, check_same_text, find
-from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, prepare_corpus
+from netlayer.launch.rank import RankContext, RankEnv
+from netlayer.nccl.environment import as_record, exported, exports
+from trainer.data.prepare import CorpusFacts
 from trainer.history import CHECKPOINTS as CHECKPOINTS
 from trainer.metrics import check_metrics
-
-logger = logging.getLogger(__name__)
+from trainer.plan import Backend as Backend
+from trainer.plan import Plan
+from trainer.plan import check_supported as check_supported
+from trainer.plan import prepare as prepare
+from trainer.plan import resolve as resolve
 
 # By the format of Python's tracebacks, which come from a rank as text.
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (\S+)$', re.MULTILINE)
 
-Backend = Literal["gloo", "nccl"]
 Row = Mapping[str, Any]
+Work = Plan  # its name until 0.2
 
 
 @dataclass(frozen=True)
@@ -98,29 +100,6 @@ class TrainResult:
 
 
 @dataclass(frozen=True)
-class Work:
-    """Arguments of every rank.
-
-    Args:
-        trace: steps for `trace.json`.
-        is_shared: whether all ranks see `out`; without that there are no checkpoints.
-        stops_gently, continues: as in `train`.
-    """
-
-    job: JobConfig
-    corpus: Corpus
-    init_method: str
-    backend: Backend
-    out: Path
-    seed: int
-    resume: Path | None = None
-    trace: range = range(0)
-    is_shared: bool = True
-    stops_gently: bool = False
-    continues: bool = False
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Result of one rank; `steps` and `evaluations` hold rows on rank 0 alone."""
 
@@ -131,96 +110,24 @@ class Outcome:
     stop: Stop | None = None
 
 
-def prepare(
-    job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage | None = None, resume: Path | None = None
-) -> Corpus:
-    """Refuse early what `train` cannot do, then tokenise the text of `job`, or find it in the cache.
+def train(plan: Plan, on_progress: OnProgress = lambda _progress: None) -> TrainResult:
+    """Train on as many processes of this machine as the plan has ranks.
+
+    Writes `metrics.jsonl` and `validation.jsonl` into `plan.out`, each row as it comes, so that an interrupted run
+    keeps what it had; the ranks' logs go to `logs` there.
 
     Args:
-        job: resolved configuration.
-        ranks: number of processes that will train.
-        seed: draws the files where there is more text than job.data.max_mib.
-        out: a folder that exists; holds the tokens where the cache folder cannot be written.
-        on_stage: called with progress.
-        resume: a checkpoint to go on from; it must be of this text, or give its tokenizer for another.
-
-    Raises:
-        ConfigError: the job does not fit the ranks, the text cannot be used, or is another than the checkpoint's.
-    """
-    # Before the text is tokenised, which may take minutes.
-    check_supported(job, ranks)
-    text = (job.data, job.model.vocab_size, seed)
-    # First, for damage there is found in a moment, and the text may take minutes.
-    before = find(resume) if resume else None
-    brought = before.tokenizer_file if before and (job.checkpoint.other_text or TOKENIZER in before.digests) else None
-    tokenizer_file = brought if job.checkpoint.other_text else None  # else the text brings the same, and it is but read
-    # A shared home may be read-only or full on this machine: the run itself can still go on.
-    try:
-        corpus = prepare_corpus(*text, cache_folder(), on_stage, tokenizer_file)
-    except OSError as exc:
-        template = "$XDG_CACHE_HOME, or ~/.cache, cannot be used as a cache (%s); this run's tokens go to %s"
-        logger.warning(template, exc, out)
-        try:
-            corpus = prepare_corpus(*text, out, on_stage, tokenizer_file)
-        except OSError as also:
-            rule = f"cannot hold the tokens of the text ({also}), nor can the cache ({exc})"
-            raise ConfigError("--out", out, rule, "give a folder of yours that has room") from also
-    # Not earlier: only the prepared corpus knows the digests of text and tokens.
-    if before:
-        check_same_text(before, corpus.identity, job)
-    # Only now: how many tokens there are depends on the tokenizer.
-    check_enough(corpus.facts, job.data.folder, job.batch.global_size, job.model.seq_len)
-    return corpus
-
-
-def train(
-    job: JobConfig,
-    corpus: Corpus,
-    *,
-    ranks: int,
-    init_method: str,
-    backend: Backend,
-    out: Path,
-    seed: int,
-    on_progress: OnProgress = lambda _progress: None,
-    resume: Path | None = None,
-    trace: range = range(0),
-    stops_gently: bool = False,
-    continues: bool = False,
-) -> TrainResult:
-    """Train `job` on `ranks` processes of this machine.
-
-    Writes `metrics.jsonl` and `validation.jsonl` into `out`, each row as it comes, so that an interrupted run keeps
-    what it had; the ranks' logs go to `out/logs`.
-
-    Args:
-        job: resolved configuration.
-        corpus: what `prepare` gave for the same job.
-        ranks: number of processes; equals tp x pp x dp of job.parallel.
-        init_method: where ranks meet, as `netlayer.rendezvous.open_world` takes it.
-        backend: gloo computes on the CPU, nccl on one GPU a rank.
-        out: a folder that exists.
-        seed: of the initial parameters and of the samples.
+        plan: what `resolve` gave.
         on_progress: called in this thread for every row.
-        resume: a checkpoint to go on from; its seed goes before `seed`.
-        trace: steps for `out/trace.json`.
-        stops_gently: the first SIGTERM or SIGUSR1 ends the run behind a step, with a checkpoint, as a good one; a
-            second one, two seconds later or more, ends it at once. False: the first one does.
-        continues: the rows in `out` up to the checkpoint stay, later ones are replaced (`trainer.history`); without a
-            checkpoint all of them are.
 
     Raises:
-        ConfigError: the job does not fit the ranks, or a variable that NCCL would misread is set.
+        ConfigError: the rows' sinks cannot be had.
         CheckFailed: a loss or a gradient was not finite; names step and rank.
         HardwareMissing: nccl, and fewer GPUs than ranks.
         RankFailed: a rank died.
     """
-    # Once more, for a caller may have prepared the corpus for other ranks.
-    check_supported(job, ranks)
     # On this machine, where rank 0 will run.
-    check_metrics(job.metrics)
-    # Here and not in the ranks: a variable that NCCL would misread is said before any of them starts.
-    nccl = for_ranks(backend, job.nccl)
+    check_metrics(plan.job.metrics)
     steps_done = 0
 
     def on_message(_rank: int, progress: Progress) -> None:
@@ -228,30 +135,49 @@ def train(
         steps_done = max(steps_done, progress.done)
         on_progress(progress)
 
-    options = {"stops_gently": stops_gently, "continues": continues}
-    work = Work(job, corpus, init_method, backend, out, seed, resume, trace, **options)
     try:
         outcomes = launch(
             _run_rank,
-            ranks,
-            args=(work,),
-            log_dir=out / "logs",
+            plan.ranks,
+            args=(plan,),
+            log_dir=plan.out / "logs",
             # NCCL reads them in the rank's own process, where they must be set from the start.
-            env=exports(nccl),
+            env=exports(plan.nccl),
             on_message=on_message,
-            grace_s=job.launch.grace_s,
-            asks_first=stops_gently,
+            grace_s=plan.job.launch.grace_s,
+            asks_first=plan.stops_gently,
         )
     # Only here both the layout and the last step that was heard of are known.
     except RankFailed as exc:
-        raise _with_place(exc, job, steps_done) from exc
+        raise _with_place(exc, plan.job, steps_done) from exc
+    return _result(plan, outcomes)
+
+
+def join(plan: Plan, env: RankEnv, on_progress: OnProgress = lambda _progress: None) -> TrainResult:
+    """Train as one of the ranks that a launcher has started; rank 0 alone writes files and reports progress.
+
+    Raises:
+        As `train`, but for RankFailed: a launcher sees its ranks die by itself.
+    """
+    with held_interrupt():  # torch takes two seconds to load
+        from trainer.worker import run_rank
+
+    def report(progress: Any) -> None:
+        if env.rank == 0:
+            on_progress(progress)
+
+    # NCCL reads its variables when the first communicator is made: they must be there by then.
+    with exported(plan.nccl):
+        outcome = run_rank(RankContext(env, report), plan)
+    # This process knows its own device alone, and takes it for all.
+    return _result(plan, [outcome] * env.world_size)
+
+
+def _result(plan: Plan, outcomes: Sequence[Outcome]) -> TrainResult:
     # Rank 0 holds the rows; all others only add their device.
-    first = outcomes[0]
-    devices = tuple(outcome.device for outcome in outcomes)
-    settings = as_record(nccl)
-    return TrainResult(
-        first.steps, first.evaluations, corpus.facts, first.num_parameters, devices, settings, first.stop
-    )
+    first, devices = outcomes[0], tuple(outcome.device for outcome in outcomes)
+    rows, settings = (first.steps, first.evaluations), as_record(plan.nccl)
+    return TrainResult(*rows, plan.corpus.facts, first.num_parameters, devices, settings, first.stop)
 
 
 def _with_place(failed: RankFailed, job: JobConfig, steps_done: int) -> RankFailed:
@@ -265,15 +191,7 @@ def _with_place(failed: RankFailed, job: JobConfig, steps_done: int) -> RankFail
     return RankFailed(failed.rank, failed.reason, failed.log_file, failed.traceback, place)
 
 
-def check_supported(job: JobConfig, ranks: int) -> None:
-    """Raise ConfigError where the job does not fit the ranks, before anything is started."""
-    world_size = job.parallel.layout.world_size
-    if world_size != ranks:
-        degrees = "job.parallel.tp x pp x dp"
-        raise ConfigError(degrees, world_size, f"must equal the number of ranks started, {ranks}", "change a degree")
-
-
-def _run_rank(context: RankContext, work: Work) -> Outcome:
+def _run_rank(context: RankContext, plan: Plan) -> Outcome:
     from trainer.worker import run_rank  # here, for it imports torch, and this process only launches
 
-    return run_rank(context, work)
+    return run_rank(context, plan)

@@ -29,13 +29,14 @@ from netlayer.errors import CollectiveFailed, ConfigError, HardwareMissing, Rank
 from netlayer.launch.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
 from trainer.checkpoint.meta import Meta, find
-from trainer.history import METRICS, VALIDATION, RowFile, resume_history
+from trainer.history import CHECKPOINTS, METRICS, VALIDATION, RowFile, resume_history
 from trainer.loop import Place, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
 from trainer.parallel import further_groups
+from trainer.plan import Plan
 from trainer.stop import StopRequest, listening
 from trainer.trace import TRACE, StepTracer
-from trainer.train import CHECKPOINTS, Outcome, Progress, Work
+from trainer.train import Outcome, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -45,25 +46,25 @@ _OF_A_HOST: Any = {"data": {"folder"}, "store": True, "launch": True, "metrics":
 _NOTE_EVERY_S = 600.0  # well within the hour for which a cache of corpora takes it
 
 
-def run_rank(context: RankContext, work: Work) -> Outcome:
+def run_rank(context: RankContext, plan: Plan) -> Outcome:
     """Train as one rank: from meeting the others to the last evaluation, or to where it was asked to stop."""
-    if not work.stops_gently:
-        return _train(context, work, StopRequest())
+    if not plan.stops_gently:
+        return _train(context, plan, StopRequest())
     launcher = context.env.launcher
     with listening(counts=launcher != "netlayer", follows=launcher == "torchrun") as stop:
-        outcome = _train(context, work, stop)
+        outcome = _train(context, plan, stop)
         # With the last references gloo's threads end. One that lets go of finished work while the interpreter is torn
         # down, as it is under other launchers than ours, would abort a process that has ended well.
         gc.collect()
     return outcome
 
 
-def _train(context: RankContext, work: Work, stop: StopRequest) -> Outcome:
-    place, groups = meet(context, work)
+def _train(context: RankContext, plan: Plan, stop: StopRequest) -> Outcome:
+    place, groups = meet(context, plan)
     # Before the model is built, which draws its initial values.
-    _be_deterministic(place, work.seed)
-    with _watched(context, work.job) as watch:
-        return _train_watched(context, work, stop, place, groups, watch)
+    _be_deterministic(place, plan.seed)
+    with _watched(context, plan.job) as watch:
+        return _train_watched(context, plan, stop, place, groups, watch)
 
 
 @contextlib.contextmanager
@@ -95,23 +96,23 @@ def _watched(context: RankContext, job: JobConfig) -> Iterator[Watch | None]:
 
 
 def _train_watched(
-    context: RankContext, work: Work, stop: StopRequest, place: Place, groups: Groups, watch: Watch | None
+    context: RankContext, plan: Plan, stop: StopRequest, place: Place, groups: Groups, watch: Watch | None
 ) -> Outcome:
-    trainer = Trainer(work.job, work.corpus, work.seed, place, groups, stop, watch)
-    if work.resume is not None:
+    trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch)
+    if plan.resume is not None:
         with trainer.phase("loads a checkpoint"):
-            trainer.resume(find(work.resume))
+            trainer.resume(find(plan.resume))
     if place.rank == 0:
         windows = ", parameters and gradients in NCCL's windows" if trainer.model.has_windows else ""
         if trainer.model.has_peer_reduce:
             windows = ", parameters in NCCL's windows, gradients to the peers by copy engines"
         facts = trainer.num_parameters, place.world_size, place.device_name, windows
         logger.info("%d parameters, %d ranks on %s%s", *facts)
-    tracer = StepTracer(work.trace, work.out / TRACE, work.job.parallel.layout, place.rank)
-    checkpoints = work.out / CHECKPOINTS if work.is_shared else None
-    with _Rows(context, work, trainer.steps_done) as rows:
+    tracer = StepTracer(plan.trace, plan.out / TRACE, plan.job.parallel.layout, place.rank)
+    checkpoints = plan.out / CHECKPOINTS if plan.is_shared else None
+    with _Rows(context, plan, trainer.steps_done) as rows:
         calls = rows.add_step, rows.add_evaluation, checkpoints, tracer.add, rows.warn
-        ended = run(trainer, work.job.evaluation, *calls)
+        ended = run(trainer, plan.job.evaluation, *calls)
         with trainer.phase("writes the trace"):
             tracer.write()
     if watch is not None:
@@ -122,13 +123,13 @@ def _train_watched(
     return Outcome(tuple(rows.steps), tuple(rows.evaluations), trainer.num_parameters, place.device_name, ended)
 
 
-def meet(context: RankContext, work: Work) -> tuple[Place, Groups]:
+def meet(context: RankContext, plan: Plan) -> tuple[Place, Groups]:
     """Call `meet_at` for the job; ranks must have equal arguments, for those of a launcher read them themselves.
 
     Raises:
         As `meet_at`; ConfigError: ranks have other jobs, seeds, checkpoints or text; names what, and which ranks.
     """
-    return meet_at(context, work.job, work.init_method, work.backend, _same(work))
+    return meet_at(context, plan.job, plan.init_method, plan.backend, _same(plan))
 
 
 def meet_at(
@@ -175,17 +176,17 @@ def meet_at(
     return Place(env.rank, env.world_size, device), groups
 
 
-def _same(work: Work) -> dict[str, str]:
+def _same(plan: Plan) -> dict[str, str]:
     """Return the settings that all ranks must have alike; an early one may be why a later one differs."""
-    resumed = None if work.resume is None else find(work.resume)
-    job = work.job.model_dump(mode="json", exclude=_OF_A_HOST)
-    text = work.corpus.identity
+    resumed = None if plan.resume is None else find(plan.resume)
+    job = plan.job.model_dump(mode="json", exclude=_OF_A_HOST)
+    text = plan.corpus.identity
     return {
         "checkpoint": "none" if resumed is None else f"step {resumed.step} ({_digest_of(resumed)})",
-        "--seed": str(work.seed),
+        "--seed": str(plan.seed),
         **{f"job.{section}": _digest(keys) for section, keys in job.items()},
-        "--trace": f"{work.trace.start}-{work.trace.stop - 1}" if work.trace else "none",
-        "--out": "given" if work.is_shared else "not given",
+        "--trace": f"{plan.trace.start}-{plan.trace.stop - 1}" if plan.trace else "none",
+        "--out": "given" if plan.is_shared else "not given",
         "text": f"{text['text'][:8]} in tokens {text['tokenizer'][:8]}",
     }
 
@@ -214,10 +215,10 @@ class _Rows:
         first: steps that were taken before this start of the run.
     """
 
-    def __init__(self, context: RankContext, work: Work, first: int = 0) -> None:
+    def __init__(self, context: RankContext, plan: Plan, first: int = 0) -> None:
         self.steps: list[Row] = []
         self.evaluations: list[Row] = []
-        self._context, self._work, self._steps_before = context, work, first
+        self._context, self._plan, self._steps_before = context, plan, first
         self._is_first = context.env.rank == 0
         self._files = contextlib.ExitStack()
         self._sinks: list[Sink] = []
@@ -226,9 +227,9 @@ class _Rows:
 
     def __enter__(self) -> _Rows:
         if self._is_first:
-            job, out = self._work.job, self._work.out
+            job, out = self._plan.job, self._plan.out
             # Only here: every rank has read the checkpoint, and it is whole.
-            restart = resume_history(out, self._steps_before, self._work.resume) if self._work.continues else None
+            restart = resume_history(out, self._steps_before, self._plan.resume) if self._plan.continues else None
             with contextlib.ExitStack() as files:
                 earlier = (restart.count, self._steps_before) if restart else (0, 0)
                 evaluated = restart is not None and restart.is_evaluated
@@ -273,7 +274,7 @@ class _Rows:
         """Have the user see it: where the launcher is not ours, the log is on its stderr."""
         if self._is_first:
             logger.warning("%s", line)
-            steps = self._work.job.optimizer.steps
+            steps = self._plan.job.optimizer.steps
             self._context.report(Progress("warning", self._steps_done, steps, {}, warning=line))
 
     @property
@@ -283,10 +284,10 @@ class _Rows:
     def _tell(self, stage: str, row: Row) -> None:
         if time.monotonic() > self._noted_s + _NOTE_EVERY_S:
             self._noted_s = time.monotonic()
-            self._work.corpus.note_in_use()
+            self._plan.corpus.note_in_use()
         for sink in self._sinks:
             sink.add(row)
-        total = self._work.job.optimizer.steps
+        total = self._plan.job.optimizer.steps
         self._context.report(Progress(stage, row["step"], total, row, self._left_s(total - row["step"])))
 
     def _left_s(self, num_steps: int) -> float | None:

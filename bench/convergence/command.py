@@ -50,10 +50,10 @@ from netlayer.progress import Stages
 from netlayer.results import RunRecord, check_target, utc_now, write_text
 from netlayer.store.meeting import MeetingPlace, meeting_place
 from netlayer.workload.presets import MODELS
-from trainer.commands.memory import check_memory
 from trainer.commands.train import words_of
 from trainer.data.prepare import Corpus
-from trainer.train import Progress, prepare
+from trainer.plan import check_memory, prepare
+from trainer.train import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from netlayer.launch.early_end import ASKED_TO_STOP, reason_of
 from netlayer.results import write_text
 from netlayer.store.meeting import MeetingPlace
 from trainer.data.prepare import Corpus
-from trainer.train import CHECKPOINTS, Backend, OnProgress, train
+from trainer.plan import Backend, resolve
+from trainer.train import CHECKPOINTS, OnProgress, train
 
 MEGASCALE_KINDS = (STANDARD, "parallel", "lamb")
 KINDS = (*MEGASCALE_KINDS, "large_batch")
@@ -167,7 +168,7 @@ def run(
 
     write_text(folder / FACTS_FILE, json.dumps(known, indent=1) + "\n")
     try:
-        result = train(
+        resolved = resolve(
             plan.job,
             corpus,
             ranks=facts["ranks"],
@@ -175,10 +176,10 @@ def run(
             backend=facts["backend"],
             out=folder,
             seed=facts["seed"],
-            on_progress=on_progress,
             resume=before.checkpoint if before else None,
             stops_gently=plan.job.checkpoint.every_steps > 0,
         )
+        result = train(resolved, on_progress)
     except CheckFailed as exc:
         stopped = str(exc).replace("job.optimizer.lr", "--lamb-lr" if plan.kind == "lamb" else "--lr")
         note({"stopped": stopped})
@@ -205,7 +206,7 @@ def tokens_in(minutes: float, settings: Settings, corpus: Corpus, place: Meeting
     checkpoint = job.checkpoint.model_copy(update={"every_steps": 0})
     job = job.model_copy(update={"optimizer": optimizer, "evaluation": evaluation, "checkpoint": checkpoint})
     folder.mkdir(parents=True, exist_ok=True)
-    result = train(
+    resolved = resolve(
         job,
         corpus,
         ranks=settings.ranks,
@@ -214,6 +215,7 @@ def tokens_in(minutes: float, settings: Settings, corpus: Corpus, place: Meeting
         out=folder,
         seed=settings.seed,
     )
+    result = train(resolved)
     each_s = sum(row["step_ms"] for row in result.steps[_WARM_UP_STEPS:]) / 1e3 / (_CALIBRATION_STEPS - _WARM_UP_STEPS)
     tokens: int = round(60 * minutes / each_s * job.batch.global_size * job.model.seq_len)
     return tokens

@@ -16,7 +16,7 @@ from netlayer.command import RunOptions
 from netlayer.config.file import read_override
 from netlayer.config.tree import JobConfig, build_config
 from netlayer.errors import ConfigError
-from trainer.commands.memory import check_memory
+from trainer.plan import check_memory
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from netlayer.launch.interrupt import held_interrupt
 from netlayer.progress import Stages
 from netlayer.results import Row, RunRecord, utc_now, write_text
 from netlayer.store.meeting import MeetingPlace, meeting_place
-from trainer.commands.memory import check_memory
 from trainer.commands.train import words_of
 from trainer.data.corpus import find_files
-from trainer.train import Backend, check_supported, prepare, train
+from trainer.plan import Backend, check_memory, check_supported, prepare, resolve
+from trainer.train import train
 
 logger = logging.getLogger(__name__)
 
@@ -138,16 +138,9 @@ def _run(outcome: Outcome, options: RunOptions, out: Path, place: MeetingPlace, 
         outcome.by_load = split_by_load(outcome.fabric.cluster)
         bar(1, 1)
     with stages.open("training") as bar:
-        outcome.training = train(
-            job,
-            corpus,
-            ranks=ranks,
-            init_method=place.init_method("training"),
-            backend=outcome.backend,
-            out=out,
-            seed=seed,
-            on_progress=lambda progress: bar(progress.done, progress.total, words_of(progress)),
-        )
+        url = place.init_method("training")
+        plan = resolve(job, corpus, ranks=ranks, init_method=url, backend=outcome.backend, out=out, seed=seed)
+        outcome.training = train(plan, lambda progress: bar(progress.done, progress.total, words_of(progress)))
 
 
 def _bench(

@@ -12,13 +12,13 @@ import torch
 from netlayer.launch.rank import RankContext
 from trainer.checkpoint.save_load import NoRoom
 from trainer.loop import Trainer
-from trainer.train import Work
+from trainer.plan import Plan
 from trainer.worker import meet
 
 
-def poisoned_on_rank_1(context: RankContext, work: Work) -> None:
+def poisoned_on_rank_1(context: RankContext, plan: Plan) -> None:
     """Two good steps, then rank 1 alone computes a loss that is no number."""
-    trainer = Trainer(work.job, work.corpus, work.seed, *meet(context, work))
+    trainer = Trainer(plan.job, plan.corpus, plan.seed, *meet(context, plan))
     for step in range(1, 3):
         trainer.step(step)
     if context.env.rank == 1:
@@ -26,9 +26,9 @@ def poisoned_on_rank_1(context: RankContext, work: Work) -> None:
     trainer.step(3)
 
 
-def full_on_rank_1(context: RankContext, work: Work) -> list[str]:
+def full_on_rank_1(context: RankContext, plan: Plan) -> list[str]:
     """What a save says on this rank where rank 1 alone finds the disk full; the next one finds room."""
-    trainer = Trainer(work.job, work.corpus, work.seed, *meet(context, work))
+    trainer = Trainer(plan.job, plan.corpus, plan.seed, *meet(context, plan))
     said = []
     sync = os.fsync
     for step in (1, 2):
@@ -36,11 +36,11 @@ def full_on_rank_1(context: RankContext, work: Work) -> list[str]:
         full = mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "full"))
         with full if (step, context.env.rank) == (1, 1) else mock.patch("os.fsync", side_effect=sync):
             try:
-                said.append(f"step {step}: {trainer.save(work.out / 'checkpoints').name}")
+                said.append(f"step {step}: {trainer.save(plan.out / 'checkpoints').name}")
             except NoRoom as exc:
                 said.append(f"step {step}: {exc}")
         trainer.model.wait_for_all()
-        left = sorted(str(path.relative_to(work.out)) for path in Path(work.out).rglob("*step-*"))
+        left = sorted(str(path.relative_to(plan.out)) for path in Path(plan.out).rglob("*step-*"))
         trainer.model.wait_for_all()
         said.append(f"there: {', '.join(left)}")
     trainer.close()

@@ -29,8 +29,8 @@ from trainer.checkpoint.save_load import NoRoom, _Room
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Trainer, run
 from trainer.parallel import SplitModel
+from trainer.plan import Plan, prepare
 from trainer.sample import model_of
-from trainer.train import Work, prepare
 
 from .conftest import tiny_job
 
@@ -241,7 +241,7 @@ def test_what_is_needed_is_what_is_written(text_folder: Path, corpus: Corpus, tm
 def test_a_disk_that_is_full_on_one_rank_is_so_on_all(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     job = tiny_job(text_folder, 2, parallel={"tp": 2, "dp": 1})
     with meeting_place() as place:
-        work = Work(job, corpus, place.init_method("full"), "gloo", tmp_path, 0)
+        work = Plan(job, corpus, place.init_method("full"), "gloo", tmp_path, 0)
         first, second = launch(targets.full_on_rank_1, 2, args=(work,), log_dir=tmp_path / "logs")
     assert first == second
     assert "step-000001: cannot be written (No space left on device): it needs " in first[0]

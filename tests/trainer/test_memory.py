@@ -29,10 +29,10 @@ from netlayer.workload.model_size import num_parameters, stage_elements
 from netlayer.workload.schedule import micro_batches
 from netlayer.workload.stages import num_layers, run_of
 from netlayer.workload.zero_bubble import of_job
-from trainer.commands.memory import check_memory
 from trainer.model.gpt import GPT, build_model
 from trainer.optim import build_optimizer
 from trainer.parallel import SplitModel
+from trainer.plan import check_memory
 
 SMALL = {"layers": 3, "hidden": 128, "heads": 4, "ffn_hidden": 512, "vocab_size": 300, "seq_len": 128}
 # Without SwiGLU and RMSNorm: what a CPU computes them with saves more than the kernels that the estimate is of.

@@ -16,6 +16,7 @@ from netlayer.errors import ConfigError
 from netlayer.store.meeting import meeting_place
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Trainer, run
+from trainer.plan import resolve
 from trainer.trace import StepTracer, parse_steps
 from trainer.train import train
 
@@ -91,16 +92,8 @@ def test_a_pipeline_shows_both_ranks_their_computation_and_their_messages(
 ) -> None:
     job = tiny_job(text_folder, 2, parallel={"dp": 1, "pp": 2}, optimizer={"steps": 5})
     with meeting_place() as place:
-        train(
-            job,
-            corpus,
-            ranks=2,
-            init_method=place.init_method("traced"),
-            backend="gloo",
-            out=tmp_path,
-            seed=0,
-            trace=range(3, 5),
-        )
+        url = place.init_method("traced")
+        train(resolve(job, corpus, ranks=2, init_method=url, backend="gloo", out=tmp_path, seed=0, trace=range(3, 5)))
     found = slices(tmp_path / "trace.json")
     assert {event["args"]["step"] for event in found} == {3, 4}
     counts = Counter((event["pid"], event["name"].split()[0]) for event in found)

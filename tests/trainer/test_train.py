@@ -22,7 +22,8 @@ from netlayer.launch.rank import RankContext, RankEnv
 from netlayer.store.meeting import meeting_place
 from trainer.data.prepare import Corpus
 from trainer.loop import Place, Row, Trainer, run
-from trainer.train import Outcome, Progress, TrainResult, Work, prepare, train
+from trainer.plan import Plan, prepare, resolve
+from trainer.train import Outcome, Progress, TrainResult, train
 from trainer.worker import meet
 
 from . import targets
@@ -39,16 +40,9 @@ class Run:
 def run_ranks(job: JobConfig, corpus: Corpus, ranks: int, out: Path) -> Run:
     progress: list[Progress] = []
     with meeting_place() as place:
-        result = train(
-            job,
-            corpus,
-            ranks=ranks,
-            init_method=place.init_method("training"),
-            backend="gloo",
-            out=out,
-            seed=0,
-            on_progress=progress.append,
-        )
+        url = place.init_method("training")
+        plan = resolve(job, corpus, ranks=ranks, init_method=url, backend="gloo", out=out, seed=0)
+        result = train(plan, progress.append)
     return Run(result, progress, out)
 
 
@@ -100,9 +94,9 @@ def test_result_says_what_was_trained(two_ranks: Run, corpus: Corpus) -> None:
 
 def test_a_loss_that_is_no_number_names_its_rank_alone(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     with meeting_place() as place:
-        work = Work(tiny_job(text_folder, ranks=2), corpus, place.init_method("poisoned"), "gloo", tmp_path, 0)
+        plan = Plan(tiny_job(text_folder, ranks=2), corpus, place.init_method("poisoned"), "gloo", tmp_path, 0)
         with pytest.raises(CheckFailed, match=r"step 3: the loss is nan on rank 1 \(tp=0, pp=0, dp=1\);"):
-            launch(targets.poisoned_on_rank_1, 2, args=(work,), log_dir=tmp_path)
+            launch(targets.poisoned_on_rank_1, 2, args=(plan,), log_dir=tmp_path)
 
 
 def test_a_rank_that_fails_is_named_with_its_place_and_step(
@@ -117,16 +111,16 @@ def test_a_rank_that_fails_is_named_with_its_place_and_step(
     monkeypatch.setattr("trainer.train.launch", launched)
     said = r"rank 1 \(tp=0, pp=0, dp=1; host .*; after step 12; in batches\.py:7 in draw\) failed: ValueError: a broken"
     with pytest.raises(RankFailed, match=said):
-        train(tiny_job(text_folder, 2), corpus, ranks=2, init_method="", backend="gloo", out=tmp_path, seed=0)
+        train(Plan(tiny_job(text_folder, 2), corpus, "", "gloo", tmp_path, 0))
 
 
 def test_nccl_without_a_gpu_for_every_rank_is_refused(
     text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    work = Work(tiny_job(text_folder, ranks=2), corpus, "", "nccl", tmp_path, 0)
+    plan = Plan(tiny_job(text_folder, ranks=2), corpus, "", "nccl", tmp_path, 0)
     with pytest.raises(HardwareMissing, match="2 ranks want a GPU each, 1 found"):
-        meet(RankContext(RankEnv(rank=1, world_size=2, local_rank=1, local_world_size=2)), work)
+        meet(RankContext(RankEnv(rank=1, world_size=2, local_rank=1, local_world_size=2)), plan)
 
 
 def test_ranks_of_nccl_are_told_what_the_job_wants_of_it(
@@ -142,7 +136,7 @@ def test_ranks_of_nccl_are_told_what_the_job_wants_of_it(
 
     monkeypatch.setattr("trainer.train.launch", launched)
     job = tiny_job(text_folder, ranks=2).model_copy(update={"nccl": NcclConfig(timeout=20)})
-    result = train(job, corpus, ranks=2, init_method="", backend="nccl", out=tmp_path, seed=0)
+    result = train(resolve(job, corpus, ranks=2, init_method="", backend="nccl", out=tmp_path, seed=0))
     assert told["env"] == {"NCCL_IB_TIMEOUT": "20"}
     assert {row["name"]: row["action"] for row in result.nccl_settings} == {
         "NCCL_IB_TIMEOUT": "set",
@@ -153,7 +147,7 @@ def test_ranks_of_nccl_are_told_what_the_job_wants_of_it(
 def test_another_number_of_ranks_is_refused(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     job = tiny_job(text_folder, ranks=2)
     with pytest.raises(ConfigError, match=r"tp x pp x dp = 2: must equal the number of ranks started, 3"):
-        train(job, corpus, ranks=3, init_method="", backend="gloo", out=tmp_path, seed=0)
+        resolve(job, corpus, ranks=3, init_method="", backend="gloo", out=tmp_path, seed=0)
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from netlayer.store.arrivals import await_all
 from trainer import worker
 from trainer.checkpoint.meta import Meta
 from trainer.data.prepare import Corpus
-from trainer.train import Work
+from trainer.plan import Plan
 
 from .conftest import tiny_job
 
@@ -53,7 +53,7 @@ def test_who_has_waited_in_vain_hears_which_key_lets_it_wait_longer(monkeypatch:
     assert caught.value.missing == (0,)
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, work: Work) -> Mapping[str, str]:
+def asked(monkeypatch: pytest.MonkeyPatch, work: Plan) -> Mapping[str, str]:
     """What a rank says must be the same on all ranks, in the order in which differences are looked for."""
     opened = mock.Mock(return_value={})
     monkeypatch.setattr(worker, "open_world", opened)
@@ -63,8 +63,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, work: Work) -> Mapping[str, str]:
 
 
 @pytest.fixture
-def work(text_folder: Path, corpus: Corpus, tmp_path: Path) -> Work:
-    return Work(tiny_job(text_folder, ranks=2), corpus, "env://", "gloo", tmp_path, 0)
+def work(text_folder: Path, corpus: Corpus, tmp_path: Path) -> Plan:
+    return Plan(tiny_job(text_folder, ranks=2), corpus, "env://", "gloo", tmp_path, 0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def work(text_folder: Path, corpus: Corpus, tmp_path: Path) -> Work:
     ],
 )
 def test_ranks_that_were_asked_for_other_runs_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch, work: Work, text_folder: Path, other: dict[str, Any], differing: str
+    monkeypatch: pytest.MonkeyPatch, work: Plan, text_folder: Path, other: dict[str, Any], differing: str
 ) -> None:
     sections = other.pop("sections", {})
     theirs = replace(work, **other, job=tiny_job(text_folder, 2, **sections))
@@ -86,7 +86,7 @@ def test_ranks_that_were_asked_for_other_runs_are_told_apart(
     assert [name for name in first if first[name] != second[name]] == [differing]
 
 
-def test_what_rightly_differs_between_hosts_may(monkeypatch: pytest.MonkeyPatch, work: Work, tmp_path: Path) -> None:
+def test_what_rightly_differs_between_hosts_may(monkeypatch: pytest.MonkeyPatch, work: Plan, tmp_path: Path) -> None:
     theirs = tiny_job(
         tmp_path, 2,
         store={"timeout_s": 5.0}, launch={"grace_s": 1.0}, metrics={"tensorboard": True}, nccl={"hca": "mlx5_1"},
@@ -96,7 +96,7 @@ def test_what_rightly_differs_between_hosts_may(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_other_text_and_another_checkpoint_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch, work: Work, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, work: Plan, tmp_path: Path
 ) -> None:
     (tmp_path / "facts.json").write_text('{"text": "another", "digests": {"tokenizer.json": "another"}}')
     meta = Meta(tmp_path, 4, 0, 1, 1, {"model": {}}, {}, {"rank.pt": "00000001"})
@@ -112,7 +112,7 @@ def test_other_text_and_another_checkpoint_are_told_apart(
 
 
 def test_ranks_of_different_runs_hear_what_differs_and_whose_it_is(
-    monkeypatch: pytest.MonkeyPatch, work: Work, text_folder: Path
+    monkeypatch: pytest.MonkeyPatch, work: Plan, text_folder: Path
 ) -> None:
     slower = replace(work, job=tiny_job(text_folder, 2, optimizer={"lr": 0.5}))
     told, store = [asked(monkeypatch, each) for each in (work, slower)], dist.HashStore()  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ covered: times.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,11 +20,8 @@ from netlayer.workload.schedule import Schedule, bubble_fraction, micro_batches
 from netlayer.workload.schedule_check import check_job, num_actions
 from netlayer.workload.schedule_simulation import flops_costs, simulate
 from netlayer.workload.summary import collective_rows, job_lines, stage_rows
-from trainer.commands.memory import check_memory
 from trainer.commands.preview import notes, size
-
-if TYPE_CHECKING:
-    from trainer.train import Backend
+from trainer.plan import Backend, check_memory
 
 MANY_ACTIONS = 10_000
 """Of a pipeline; to prove them right takes a few seconds."""

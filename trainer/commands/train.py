@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from netlayer.config.tree import Config, JobConfig
     from netlayer.launch.rank import RankEnv
     from netlayer.results import RunRecord
-    from trainer.train import Backend, Progress, Stop, TrainResult
+    from trainer.plan import Draft
+    from trainer.train import Progress, Stop, TrainResult
 
 
 @click.command()
@@ -59,50 +60,31 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
       torchrun --nproc-per-node 2 -m netlayer train examples/laptop.toml
     """
     # Imported here and below, and not at the top: `netlayer --help` has to start without all of it.
-    from netlayer import environ
-    from netlayer.errors import ConfigError
     from netlayer.launch.early_end import ending_at
     from netlayer.launch.launcher import PASSED_ON
     from netlayer.launch.rank import detect
     from netlayer.results import write_text
-    from trainer.commands.memory import check_memory
-    from trainer.commands.preview import lines
-    from trainer.metrics import check_metrics
-    from trainer.train import check_supported
+    from trainer.plan import draft
 
     options = _with_file(options, file)
     config, env = options.load_config(), detect(os.environ)
     if dry_run:
         _dry_run(config, options, env, {"--resume": resume, "--trace": trace})
         return
-    # Ranks on this machine: under a launcher, those of other machines check their own.
-    here = config.cluster.num_gpus if env is None else env.local_world_size
-    if env is None and config.cluster.servers > 1:
-        rule = "only ranks of one machine are started from here"
-        remedy = "start with torchrun, srun or mpirun, or preview with --dry-run"
-        raise ConfigError("cluster.servers", config.cluster.servers, rule, remedy)
+    is_default = click.get_current_context().get_parameter_source("seed") is ParameterSource.DEFAULT
     # Before any rank starts, so that a job that cannot run costs seconds and no rank's traceback.
-    backend = environ.choose_backend(config.job.launch.backend, here, env)
-    check_supported(config.job, here if env is None else env.world_size)
-    memory = check_memory(config.job, here, backend)
+    start = draft(
+        config, env, seed=options.seed, is_default_seed=is_default, out=options.out, resume=resume, trace=trace
+    )
+    options = dataclasses.replace(options, seed=start.seed)
     # Under a launcher every rank comes by here: one of them speaks for all.
-    speaks = env is None or env.rank == 0
-    if speaks:
-        preview = lines(config.job, backend, memory, is_traced=bool(trace))
-        click.echo("\n".join([*preview, *_without_effect(config.job, env)]), err=True)
-        # The sinks are rank 0's: another machine needs neither the port nor the package.
-        check_metrics(config.job.metrics)
-        _check_schedule(config.job)
-    start, options = _start_options(resume, trace, options, config.job, speaks=speaks)
+    if env is None or env.rank == 0:
+        _preview(start, env, is_traced=bool(trace))
     if start.is_done:
         return
-    # Without it rank 0 names a folder of its own, which the other ranks do not know.
-    if env is not None and config.job.checkpoint.every_steps and options.out is None:
-        rule = f"is needed for checkpoints: {env.launcher} started ranks that write to one folder"
-        raise ConfigError("--out", None, rule, "give a folder that all of them see")
     if env is not None and env.rank:
         with ending_at(*PASSED_ON):  # until training takes them over; the first rank says it for all
-            _join(config, options, backend, start, env, options.out or Path())
+            _join(start, options.out or Path(), env)
         return
     with ending_at(*PASSED_ON), open_run(options.out, "train", continues=start.continues) as out:
         # The same command line either starts the ranks or is one of them.
@@ -110,8 +92,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
         with _explain_end(out):
             arguments = options.arguments() | {"resume": str(start.resume or ""), "resumed_step": start.steps_done}
             arguments["trace"] = trace or ""
-            run = functools.partial(train_it, config, options, backend, start, out=out)
-            result, record = _recorded(config, options.seed, arguments, out, run)
+            result, record = _recorded(config, options.seed, arguments, out, functools.partial(train_it, start, out))
     # stdout is for data: where the record goes there, this line does not.
     click.echo(_last_line(result, out), err=str(options.json_file) == "-")
     if result.stop:
@@ -153,15 +134,30 @@ def _dry_run(config: Config, options: RunOptions, env: RankEnv | None, others: M
     click.echo(check_fits(config, here=config.cluster.servers == 1), err=to_stdout)
 
 
-@dataclasses.dataclass(frozen=True)
-class _StartOptions:
-    """Options of a call that are not configuration: a checkpoint, steps to trace, whether to resume in a folder."""
+def _preview(start: Draft, env: RankEnv | None, *, is_traced: bool) -> None:
+    """Print what the job will be, and check on the first rank's machine what all ranks have alike.
 
-    resume: Path | None
-    steps_done: int
-    trace: range
-    continues: bool
-    is_done: bool = False
+    Raises:
+        ConfigError: a sink of the metrics cannot be had here.
+        ValueError: the schedule is wrong.
+    """
+    from netlayer.workload.schedule import micro_batches
+    from netlayer.workload.schedule_check import check_job, num_actions
+    from trainer.commands.dry_run import MANY_ACTIONS
+    from trainer.commands.preview import lines
+    from trainer.metrics import check_metrics
+
+    job = start.job
+    preview = lines(job, start.backend, start.memory, is_traced=is_traced)
+    click.echo("\n".join([*preview, *_without_effect(job, env)]), err=True)
+    # The sinks are rank 0's: another machine needs neither the port nor the package.
+    check_metrics(job.metrics)
+    # Once a job: its ranks have the same schedule, and thousands of micro-batches take a while.
+    if num_actions(job) >= MANY_ACTIONS:
+        click.echo(f"checking the schedule of {micro_batches(job):,} micro-batches ...", err=True)
+    check_job(job)
+    if start.notes:
+        click.echo("\n".join(start.notes), err=True)
 
 
 def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
@@ -171,71 +167,16 @@ def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
     return [f"note: job.store.url has no effect: ranks of {env.launcher} meet at the first one, by MASTER_ADDR"]
 
 
-def _check_schedule(job: JobConfig) -> None:
-    """Check the schedule, once a job: its ranks have the same one, and thousands of micro-batches take a while."""
-    from netlayer.workload.schedule import micro_batches
-    from netlayer.workload.schedule_check import check_job, num_actions
-    from trainer.commands.dry_run import MANY_ACTIONS
-
-    if num_actions(job) >= MANY_ACTIONS:
-        click.echo(f"checking the schedule of {micro_batches(job):,} micro-batches ...", err=True)
-    check_job(job)
-
-
-def _start_options(
-    resume: Path | None, trace: str | None, options: RunOptions, job: JobConfig, *, speaks: bool
-) -> tuple[_StartOptions, RunOptions]:
-    """Resolve `--resume` and `--trace`, print notes on them, and return the options with the checkpoint's seed.
-
-    Raises:
-        ConfigError: there is no such checkpoint, it is of another model or seed, it has taken all steps, or the steps
-            to trace are none of this run.
-    """
-    from trainer.checkpoint.meta import check_model, going_on, seed_of
-    from trainer.checkpoint.resume import check_steps_left, start_of
-    from trainer.trace import parse_steps
-
-    start = start_of(resume, options.out, os.environ)
-    notes, path, steps_done, is_done = list(start.notes), None, 0, False
-    if start.meta:
-        path, steps_done = start.meta.path, start.meta.step
-        # The default seed is no wish of the user's, and gives way to the checkpoint's without a word.
-        is_given = click.get_current_context().get_parameter_source("seed") is not ParameterSource.DEFAULT
-        seed = seed_of(start.meta, options.seed if is_given else None, job)
-        check_model(start.meta, job)
-        options = dataclasses.replace(options, seed=seed)
-        notes += going_on(start.meta, job)
-        if is_done := not check_steps_left(start, job):
-            notes = [f"{path} has taken all {steps_done:,} steps of the job: nothing to do"]
-    traced = range(0)
-    if trace and not is_done:
-        # Of a run that resumes in its folder, an earlier start may have traced them.
-        traced = parse_steps(trace, 1 if start.continues else steps_done + 1, job.optimizer.steps)
-        if traced[0] <= steps_done:
-            notes.append(f"note: --trace {trace} has no effect up to step {steps_done}, from which it resumes")
-            # What an earlier start has traced stays as it is: the range shrinks to what is still to come.
-            traced = range(steps_done + 1, max(traced.stop, steps_done + 1))
-    if speaks and notes:
-        click.echo("\n".join(notes), err=True)
-    return _StartOptions(path, steps_done, traced, start.continues, is_done), options
-
-
-def _start(config: Config, options: RunOptions, backend: Backend, start: _StartOptions, out: Path) -> TrainResult:
+def _start(start: Draft, out: Path) -> TrainResult:
     """Start the ranks on this machine, and train on them."""
-    from netlayer.launch.interrupt import held_interrupt
     from netlayer.progress import Stages
     from netlayer.store.meeting import meeting_place
+    from trainer.train import train as train_plan
 
-    # torch loads for seconds: a Ctrl-C waits until it is whole.
-    with held_interrupt():
-        from trainer import train as training
-
-    job, ranks = config.job, config.cluster.num_gpus
-    with Stages() as stages, meeting_place(job.store.url) as place:
+    with Stages() as stages, meeting_place(start.job.store.url) as place:
         with stages.open("text") as bar:
-            corpus = training.prepare(
-                job, ranks, options.seed, out, lambda stage, done, total: bar(done, total, stage), start.resume
-            )
+            url = place.init_method("training")
+            plan = start.resolve(out, url, lambda stage, done, total: bar(done, total, stage))
         with stages.open("training") as bar:
 
             def show(progress: Progress) -> None:
@@ -245,59 +186,24 @@ def _start(config: Config, options: RunOptions, backend: Backend, start: _StartO
                 else:
                     bar(progress.done, progress.total, words_of(progress))
 
-            return training.train(
-                job,
-                corpus,
-                ranks=ranks,
-                init_method=place.init_method("training"),
-                backend=backend,
-                out=out,
-                seed=options.seed,
-                on_progress=show,
-                resume=start.resume,
-                trace=start.trace,
-                stops_gently=True,
-                continues=start.continues,
-            )
+            return train_plan(plan, show)
 
 
-def _join(
-    config: Config, options: RunOptions, backend: Backend, start: _StartOptions, env: RankEnv, out: Path
-) -> TrainResult:
+def _join(start: Draft, out: Path, env: RankEnv) -> TrainResult:
     """Train as one of the ranks that a launcher has started; rank 0 alone writes files and shows progress."""
-    from netlayer.launch.interrupt import held_interrupt
-    from netlayer.launch.rank import RankContext
-    from netlayer.nccl.environment import as_record, exported, for_ranks
     from netlayer.progress import Stages
     from netlayer.store.meeting import init_method_under
+    from trainer.train import join
 
-    job, nccl, init_method = config.job, for_ranks(backend, config.job.nccl), init_method_under(env)
-    with held_interrupt():  # torch takes two seconds to load
-        from trainer import train as training
-        from trainer.worker import run_rank
-    # NCCL reads its variables when the first communicator is made: they must be there by then.
-    with exported(nccl), contextlib.ExitStack() as stack:
-        corpus = training.prepare(job, env.world_size, options.seed, out, resume=start.resume)
-        context = RankContext(env)
-        if env.rank == 0:
-            bar = stack.enter_context(stack.enter_context(Stages()).open("training"))
+    plan = start.resolve(out, init_method_under(env))
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(stack.enter_context(Stages()).open("training")) if env.rank == 0 else None
 
-            def report(progress: Any) -> None:
-                if not progress.warning:  # that is in the log, which is on this stderr
-                    bar(progress.done, progress.total, words_of(progress))
+        def show(progress: Progress) -> None:
+            if bar and not progress.warning:  # that is in the log, which is on this stderr
+                bar(progress.done, progress.total, words_of(progress))
 
-            context = RankContext(env, report)
-        # Only a folder that the user has named is known to be one for all ranks.
-        is_shared = options.out is not None
-        arguments = (start.resume, start.trace, is_shared, True, start.continues)
-        work = training.Work(job, corpus, init_method, backend, out, options.seed, *arguments)
-        outcome = run_rank(context, work)
-    # This process knows its own device alone, and takes it for all.
-    devices = (outcome.device,) * env.world_size
-    settings = as_record(nccl)
-    return training.TrainResult(
-        outcome.steps, outcome.evaluations, corpus.facts, outcome.num_parameters, devices, settings, outcome.stop
-    )
+        return join(plan, env, show)
 
 
 def _recorded(

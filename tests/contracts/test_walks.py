@@ -1,0 +1,48 @@
+"""How many modules a reader opens who follows one thing through the project, and that the architecture names these."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import walks
+
+# As measured by `python -m tests.walks`: who adds a module to a walk folds one, or says here why not.
+MOST = {"gradient": 0, "packet": 0, "flow": 0, "nic apply": 18, "nccl-tests row": 0, "job file": 0}
+MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 0, 8
+_PARAGRAPHS = {
+    "gradient": "**A gradient**",
+    "packet": "**A packet**",
+    "flow": "**A flow**",
+    "nic apply": "**`nic apply`**",
+    "nccl-tests row": "**A row of `all_reduce_perf`**",
+    "job file": "**A job file**",
+}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_walk_stays_as_short_and_goes_as_the_architecture_says(name: str, tmp_path: Path) -> None:
+    outcome = walks.follow(name, tmp_path)
+    assert len(outcome.entered) <= MOST[name], outcome.entered
+    if name == "job file":
+        assert len(outcome.to_via) <= MOST_UP_TO_THE_LOOP, outcome.to_via
+        *path, last = outcome.path
+        assert len(path) <= MOST_ON_THE_PATH_TO_THE_LOOP, path
+        assert last == "trainer.loop"
+    page = (walks.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    [paragraph] = [each for each in page.split("\n\n") if each.startswith(_PARAGRAPHS[name])]
+    # What comes after that is for other hardware, or for other questions.
+    named = re.findall(r"`((?:\w+\.)+\w+)`", paragraph.partition("Else:")[0])
+    compiled = walks.compiled_modules() if name == "packet" else []
+    assert named
+    assert not set(named) - {*outcome.entered, *compiled}
+
+
+def test_a_walk_without_an_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = walks.WALKS["nic apply"]
+    endless = walks.Walk(apply.thing, apply.starts, ["return congestion.nic.commands.shown:no_such_function"])
+    monkeypatch.setitem(walks.WALKS, "nic apply", endless)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="nic apply: exit code 0"):
+        walks.follow("nic apply", tmp_path)
