@@ -53,7 +53,7 @@ LIBRARY_MISSING = Failure(
 
 
 class _Rule(NamedTuple):
-    """How a failure shows: a line on stderr, and the exit code beside it; None: any but 0, or none yet."""
+    """Signs of a failure: a line on stderr, and the exit code with it; None: any but 0, or none yet."""
 
     failure: Failure
     pattern: str
@@ -104,12 +104,12 @@ def ssh_command(ssh: str, host: str, line: str, *, batch: bool = False) -> list[
         ConfigError: `ssh` is no command.
     """
     try:
-        words = shlex.split(ssh)
+        reach = shlex.split(ssh)
     except ValueError as exc:
         raise ConfigError("--ssh-command", ssh, f"is no command ({exc})", "close its quotes") from exc
-    if not words:
+    if not reach:
         raise ConfigError("--ssh-command", ssh, "is no command", "give its name or path, such as ssh")
-    return [*words, *(["-o", "BatchMode=yes", "--"] if batch else []), host, line]
+    return [*reach, *(["-o", "BatchMode=yes", "--"] if batch else []), host, line]
 
 
 class Connection:
