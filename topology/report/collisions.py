@@ -11,17 +11,18 @@ from netlayer.report import Axis, Chart, Report, Threshold, charts
 from netlayer.report.theme import ON_BRIGHT
 from topology.ecmp.distribution import USES
 from topology.ecmp.split_verdict import DEFINITIONS, LOADS, verdict
-from topology.fabric.clos import Tier
 from topology.report.data import HASH, Findings, uplink_rows, use_rows
 
 _DESIGNS = {True: "with split", False: "without"}
 _EITHER = "with split or without"
 _SHOWN_SETS = 48
+_REPEAT = "# {}\n"
 
 
 def write(report: Report, findings: Findings) -> None:
     """Write the sections on the split, collisions and loads."""
-    _split(report, findings)
+    if findings.clos is not None:
+        _split(report, findings)
     _distributions(report, findings)
     _loads(report, findings)
 
@@ -29,7 +30,8 @@ def write(report: Report, findings: Findings) -> None:
 def _split(report: Report, findings: Findings) -> None:
     repeat = "# split.csv, claims.csv\n" + findings.command("report", "--seeds", findings.seeds)
     if not findings.split_has_effect:
-        section = report.section("The ToR split", verdict(findings.claims, findings.ratios, findings.fabric.design)[1])
+        assert findings.clos is not None
+        section = report.section("The ToR split", verdict(findings.claims, findings.ratios, findings.clos.design)[1])
         section.code(repeat)
         return
     section = report.section(
@@ -93,7 +95,8 @@ def _distributions(report: Report, findings: Findings) -> None:
         caption=f"The ToRs of all seeds; on average {_mean_collisions(tors)}.",
     )
     links = _designs(findings, findings.link_use)
-    links = links[links["tier"] == Tier.TOR_SPINE.label]
+    fabric = findings.fabric
+    links = links[links["tier"] == fabric.tier_labels[fabric.hashed_tiers[0]]]
     used = [use for use in USES if links.loc[links["use"] == use, "links"].any()]
     section.chart(
         charts.bars(
@@ -105,6 +108,9 @@ def _distributions(report: Report, findings: Findings) -> None:
         name="uplink_use",
         caption=f"Uplinks by demand over capacity; above 100%: {_over(links)}.",
     )
+    if findings.clos is None:  # `ecmp --fabric` draws its permutation among hosts of one ToR too
+        section.code(_REPEAT.format("link_use.csv, tor_collisions.csv") + findings.repeat())
+        return
     options = ("--traffic", "permutation", "--hash", HASH, "--seeds", findings.seeds)
     section.code("# tables tor_collisions and link_use of the record\n" + findings.command("ecmp", *options))
 
@@ -128,8 +134,11 @@ def _loads(report: Report, findings: Findings) -> None:
             name=f"tiers_{traffic}",
             caption=f"{traffic.capitalize()}: a link above 100% has flows in collision.",
         )
+    if findings.clos is None:
+        section.code(_REPEAT.format("tiers.csv") + findings.repeat())
+        return
     busiest = "pipeline" if "pipeline" in findings.loads else "permutation"
-    uplinks = pd.DataFrame(uplink_rows(findings.loads[busiest]))
+    uplinks = pd.DataFrame(uplink_rows(findings.clos, findings.loads[busiest]))
     first_sets = uplinks[uplinks["tor_set"] < _SHOWN_SETS]
     least, most = uplinks["utilisation"].min(), uplinks["utilisation"].max()
     section.chart(
@@ -171,6 +180,8 @@ def _uplink_chart(rows: pd.DataFrame) -> Chart:
 def _designs(findings: Findings, rows: list[dict[str, Any]]) -> pd.DataFrame:
     """The rows with a column `design`: those of one alone where both are the same fabric."""
     frame = pd.DataFrame(rows)
+    if findings.clos is None:
+        return frame.assign(design="as cabled")
     if findings.split_has_effect:
         return frame.assign(design=frame["split"].map(_DESIGNS))
     return frame[frame["split"]].assign(design=_EITHER)

@@ -18,7 +18,8 @@ _FLATTENS = 4
 
 def write(report: Report, findings: Findings) -> None:
     """Write the sections on placements, failures and remedies."""
-    _placements(report, findings)
+    if findings.placements:
+        _placements(report, findings)
     _failures(report, findings)
     _cures(report, findings)
 
@@ -231,6 +232,8 @@ def _cures(report: Report, findings: Findings) -> None:
         "ring_collision_share": "ring colliding",
         "pipeline_collision_share": "pipeline colliding",
         "pipeline_core_links_used": "core links used",
+        "permutation_collision_share": "colliding",
+        "permutation_core_links_used": "core links used",
         "time_ms": "time ms, at most",
     }
     knobs = pd.DataFrame(findings.knobs).assign(time_ms=lambda rows: rows["time_bound_s"] * 1e3)

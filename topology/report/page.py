@@ -11,20 +11,22 @@ from netlayer.report import Figure, Report
 from netlayer.units import format_rate
 from topology.ecmp.split_verdict import verdict
 from topology.fabric import picture as fabric_picture
+from topology.fabric.graph import describe
+from topology.fabric.imported import ImportedFabric
+from topology.fabric.interface import Fabric
 from topology.report import collisions as report_collisions
 from topology.report import costs as report_costs
 from topology.report.data import HASH, Findings
 
+LEFT_OUT = (
+    "An imported fabric, its tiers inferred from heights over the hosts. Left out are what only a plan has: the ToR "
+    "split, bisection, optics that fail, the picture of the fabric and of its uplinks."
+)
+
 
 def build_page(findings: Findings) -> Report:
     """The report; `Report.write` puts it into a folder."""
-    cluster = findings.config.cluster
-    rails = "1 rail" if cluster.rails == 1 else f"{cluster.rails} rails"
-    report = Report(
-        f"Fabric {cluster.name}",
-        f"{cluster.num_gpus:,} GPUs, {cluster.servers:,} servers, {rails}; job "
-        f"{findings.config.job.name}; seed {findings.seed}",
-    )
+    report = Report(f"Fabric {findings.name}", f"{_size(findings)}; seed {findings.seed}")
     _overview(report, findings)
     _fabric(report, findings)
     report_collisions.write(report, findings)
@@ -33,25 +35,34 @@ def build_page(findings: Findings) -> Report:
     return report
 
 
+def _size(findings: Findings) -> str:
+    config, fabric = findings.config, findings.fabric
+    job = f"; job {config.job.name}" if config else ""
+    if isinstance(fabric, ImportedFabric):
+        return fabric.describe() + job
+    assert config is not None
+    cluster = config.cluster
+    rails = "1 rail" if cluster.rails == 1 else f"{cluster.rails} rails"
+    return f"{cluster.num_gpus:,} GPUs, {cluster.servers:,} servers, {rails}{job}"
+
+
 def _overview(report: Report, findings: Findings) -> None:
-    design, summary = findings.fabric.design, findings.fabric.summary()
-    section = report.section("At a glance", verdict(findings.claims, findings.ratios, design)[1])
-    cores = f", {design.num_cores} core" if design.num_cores else ""
+    fabric, clos = findings.fabric, findings.clos
+    tors, spines, cores = (fabric.count(kind) for kind in ("tor", "spine", "core"))
+    first = verdict(findings.claims, findings.ratios, clos.design)[1] if clos else LEFT_OUT
+    section = report.section("At a glance", first)
+    kinds = f"{tors} ToRs, {spines} spines" + (f", {cores} core" if cores else "")
     section.figures(
-        Figure("Switches", summary["switches"], "", f"{design.num_tors} ToRs, {design.num_spines} spines{cores}"),
-        Figure("Directed links", summary["links"], "", "a cable is two"),
-        Figure("Bisection", format_rate(summary["bisection_bps"]), "", "each way"),
+        Figure("Switches", tors + spines + cores, "", kinds),
+        Figure("Directed links", fabric.num_links, "", "a cable is two"),
+        *([Figure("Bisection", format_rate(clos.bisection_bps), "", "each way")] if clos else []),
         source="predicted",
     )
-    rank_order = next(row for row in findings.placements if row["placement"] == "given")
-    figures = [
-        Figure(
-            "Communication of a step",
-            f"{rank_order['time_s']:.3f}",
-            "s",
-            f"median of {rank_order['seeds']} seeds, nothing hidden",
-        )
-    ]
+    rank_order = next((row for row in findings.placements if row["placement"] == "given"), {})
+    figures = []
+    if rank_order:
+        hint = f"median of {rank_order['seeds']} seeds, nothing hidden"
+        figures.append(Figure("Communication of a step", f"{rank_order['time_s']:.3f}", "s", hint))
     if "pipeline_collision_share" in rank_order:
         share = f"{rank_order['pipeline_collision_share']:.1%}"
         hint = f"on any tier; excess {rank_order['pipeline_excess']:.1%}, {HASH}"
@@ -62,15 +73,22 @@ def _overview(report: Report, findings: Findings) -> None:
         figures.append(Figure("Excess with planned UDP ports", f"{best['excess_after']:.1%}", "", hint))
     section.figures(*figures, source="simulated")
     commands = [
-        findings.command("describe"),
-        findings.command("place", "--strategy", "given", "--no-optimise", "--hash", HASH),
+        *([findings.command("describe")] if clos else []),
+        *(
+            [findings.command("place", "--strategy", "given", "--no-optimise", "--hash", HASH)]
+            if findings.placements
+            else []
+        ),
         *([findings.command("cure ports", "--traffic", best["traffic"], "--hash", HASH)] if findings.cures else []),
     ]
     section.code("\n".join(commands))
 
 
 def _fabric(report: Report, findings: Findings) -> None:
-    fabric = findings.fabric
+    fabric = findings.clos
+    if fabric is None:
+        _levels(report, findings.fabric)
+        return
     traffic = "pipeline" if "pipeline" in findings.loads else "permutation"
     section = report.section("The fabric", f"Coloured by the load of one traffic: {traffic}.", source="simulated")
     section.chart(
@@ -88,6 +106,17 @@ def _fabric(report: Report, findings: Findings) -> None:
     section.code(f"# links.csv\n{ecmp}\n{findings.command('describe')}")
 
 
+def _levels(report: Report, fabric: Fabric) -> None:
+    """The levels of an imported fabric."""
+    assert isinstance(fabric, ImportedFabric)
+    section = report.section("The fabric", f"{fabric.describe()}.", source="predicted")
+    levels = pd.DataFrame(describe(fabric.graph)).drop(columns=["ports_min", "ports_max"])
+    for column in ("up_link_bps_min", "up_link_bps_max", "up_bps"):
+        levels[column] = [format_rate(value) if value else "-" for value in levels[column]]
+    named = {"up_links": "uplinks", "up_link_bps_min": "slowest", "up_link_bps_max": "fastest", "up_bps": "capacity up"}
+    section.table(levels.rename(columns=named), caption="Heights over the hosts; links of the level upwards.")
+
+
 def _definitions(report: Report, findings: Findings) -> None:
     section = report.section("Definitions and limits")
     section.text(
@@ -99,5 +128,6 @@ def _definitions(report: Report, findings: Findings) -> None:
         "Nothing here is measured. The hash of real switches is not public in all parts, times leave out what "
         "computation hides, congestion control and latency. Where a time is `at most`, no rate rises as others end."
     )
-    section.keyvalues({"cluster": findings.config.cluster.model_dump(mode="json"), "seed": findings.seed})
+    cluster = {"cluster": findings.config.cluster.model_dump(mode="json")} if findings.config and findings.clos else {}
+    section.keyvalues({**cluster, "seed": findings.seed})
     section.code(findings.command("report", "--seeds", findings.seeds))
