@@ -412,6 +412,36 @@ def test_what_cannot_be_ends_in_one_line(files: tuple[str, str], words: list[str
     assert "\n" not in str(caught.value)
 
 
+def test_ranks_on_a_server_that_lacks_a_nic_end_in_one_line(files: tuple[str, str], tmp_path: Path) -> None:
+    # Servers 0 to 128 of two NICs, but server 128 has one: a copy of the fabric with another host on a ToR.
+    whole = read_fabric([Path(files[1])])
+    tor = whole.node_ids["tor-s00-r0"]
+    more = Graph(
+        names=(*whole.names, "srv0128/nic0"),
+        is_switch=np.append(whole.is_switch, False),
+        a=np.append(whole.a, whole.num_nodes),
+        b=np.append(whole.b, tor),
+        bps=np.append(whole.bps, 1e11),
+        latency_ns=np.append(whole.latency_ns, 1000.0),
+        a_port=(*whole.a_port, ""),
+        b_port=(*whole.b_port, ""),
+    )
+    write_graphml(more, tmp_path / "more.graphml")
+    rows = [f"{rank},{128 - rank // 2}" for rank in range(256)]
+    placement = write(tmp_path / "placement.csv", "\n".join(["rank,server", *rows]) + "\n")
+    words = ["place", "--config", files[0], "--fabric", str(tmp_path / "more.graphml"), "--strategy", "given"]
+    with pytest.raises(ConfigError, match="puts ranks on server 128, which has fewer than 2 NICs") as caught:
+        _run(*words, "--from", str(placement), "--out", str(tmp_path / "out"))
+    assert "\n" not in str(caught.value)
+
+
+def test_flows_of_a_host_without_a_nic_end_in_one_line(tmp_path: Path) -> None:
+    topo = write(tmp_path / "topo", SIMAI.replace("8 2 2 2 9", "8 2 2 2 8").replace("3 7 400Gbps 0.0005ms 0\n", ""))
+    flows = write(tmp_path / "flows.csv", "src,dst,bytes\n0,3,1e9\n")
+    with pytest.raises(ConfigError, match="host host3 has no cable but to an NVSwitch"):
+        _run("whatif", "--fabric", str(topo), "--flows", str(flows), "--out", str(tmp_path / "out"))
+
+
 @pytest.mark.parametrize("command", [["whatif"], ["place"], ["cure", "ports"], ["cure", "knobs"], ["report"]])
 def test_a_damaged_file_or_a_fabric_of_one_switch_ends_in_one_line(command: list[str], tmp_path: Path) -> None:
     damaged = write(tmp_path / "damaged.graphml", "<graphml")

@@ -43,7 +43,7 @@ class World(NamedTuple):
         return self.config
 
     def subject(self, flows: Flows | None = None) -> Subject:
-        """What a sweep runs on: these flows, or the job's, or else a permutation."""
+        """Return what a sweep runs on: these flows, or the job's, or else a permutation."""
         from topology.fabric.imported import ImportedFabric
         from topology.sweep import Subject
 
@@ -88,6 +88,10 @@ def read_file_flows(path: Path, fabric: Fabric) -> Flows:
     if flows.start_s is not None:
         click.echo(f"{path}: starts have no effect here, all flows run together", err=True)
     ends = [fabric.nic_of_node[node] for node in (flows.src_nic, flows.dst_nic)]
+    for nodes, nics in zip((flows.src_nic, flows.dst_nic), ends, strict=True):
+        if (nics < 0).any():
+            host = fabric.graph.names[int(nodes[nics < 0][0])]
+            raise ConfigError("--flows", path, f"host {host} has no cable but to an NVSwitch", "leave its flows out")
     return dataclasses.replace(flows, src_nic=ends[0], dst_nic=ends[1], start_s=None)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from netlayer.command import RunOptions, run_options
+from netlayer.errors import ConfigError
 from topology.commands.fabrics import fabric_option
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def command(
         for name in cast("tuple[StrategyName, ...]", strategies):
             if name == "given" and file:
                 placements.append(read_csv(file, slots, cluster))
+                _check_full(file, placements[-1], fabric)
             else:
                 placements.append(place_slots(name, fabric, config.job.parallel, slots, usable, options.seed))
         hashed = cast("HashName", hash_name)
@@ -160,6 +162,14 @@ def _servers(lists: tuple[str, ...], option: str, cluster: ClusterConfig, names:
             [number[part.strip()]] if part.strip() in number else numbers_in(part, 0, cluster.servers - 1, option)
         )
     ]
+
+
+def _check_full(file: Path, placement: Placement, fabric: Fabric) -> None:
+    """Refuse ranks on servers of an imported fabric that lack NICs."""
+    partly = placement.server[~fabric.full_servers[placement.server]]
+    if len(partly):
+        rule = f"puts ranks on server {partly[0]}, which has fewer than {fabric.nics_per_server} NICs"
+        raise ConfigError("placement file", file, rule, "name servers with all NICs")
 
 
 def _print(rows: list[dict[str, Any]], optimised: list[dict[str, Any]], hash_name: str, seed: int) -> None:

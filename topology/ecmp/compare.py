@@ -193,8 +193,10 @@ def check_crossed(fabric: Fabric, field: str = "cluster.servers") -> None:
         of_a_rail = " of a rail" if num_networks > 1 else ""
         alone = fabric.num_servers == 1
         rule = "all traffic stays in one server" if alone else f"all NICs{of_a_rail} hang on one ToR"
-        larger = "cluster, such as examples/megascale-12288.toml" if field == "cluster.servers" else "fabric"
-        raise ConfigError(field, fabric.num_servers, rule, f"no flow is hashed: take a larger {larger}")
+        planned = field == "cluster.servers"
+        larger = "cluster, such as examples/megascale-12288.toml" if planned else "fabric"
+        value = fabric.num_servers if planned else None
+        raise ConfigError(field, value, rule, f"no flow is hashed: take a larger {larger}")
 
 
 def _together(fabric: Clos, flows: Flows) -> Flows:

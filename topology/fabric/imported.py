@@ -36,6 +36,7 @@ _HOLE = -1
 # do not join two rails.
 _RAIL_SHARE = 0.25
 _PAIRS_AT_ONCE = 1 << 22
+_NAMED = 2  # ToRs of a rail
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,7 +345,9 @@ class ImportedFabric:
         part = int(self._parts[kind][number])
         if kind.endswith("-link"):
             return self.graph.link_name(part).replace(" -> ", " - ")
-        return f"{len(self._tors_of_rail(part))} ToRs" if kind == "rail" else self.graph.names[part]
+        nodes = self._tors_of_rail(part).tolist() if kind == "rail" else [part]
+        more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
+        return ", ".join(self.graph.names[node] for node in nodes[:_NAMED]) + more
 
     def find_part(self, name: str, field: str) -> list[tuple[PartKind, int]]:
         """Return the part that a device's name means, or the cables between two devices, given as A,B.

@@ -1,4 +1,4 @@
-"""What the commands ask of a fabric, whether it is a `Clos` by arithmetic or a `Graph` that somebody has wired.
+"""The interface of a fabric, be it a `Clos` by arithmetic or a `Graph` that somebody has wired.
 
 Failure analysis, placement, port plans and reports are written against `Fabric` alone. Two classes have it:
 `clos.Clos`, where all of it is closed form, and `imported.ImportedFabric`, which infers tiers, ToR sets, pods, rails.
