@@ -33,8 +33,11 @@ from topology.fabric.interface import Fabric, PartKind
 from topology.fabric.plant import Plant
 from topology.failures.faults import alive_links, lost_capacity, parse_failures, random_failures, single_failures
 from topology.importers import read_fabric
+from topology.placement.strategies import Placement
+from topology.placement.swaps import improve
 from topology.sweep import Case, Subject, run_case
 from topology.traffic.job import Flows, Kind, headers, permutation
+from topology.traffic.step import placement_row
 
 SHARED: tuple[PartKind, ...] = ("nic-link", "tor-link", "core-link", "tor", "spine", "core", "rail")
 CLUSTERS = st.one_of(clusters(), clusters(rail_only=True))
@@ -176,6 +179,20 @@ def test_a_ring_of_switches_by_hand() -> None:
     assert both["file_collision_share"] == 0.0, "both leave by host 0 at 50 Gb/s, so s3 - s5 carries what it can"
     cut = run_case(apart, Case(failures=_failed(ring, "s3,s4", "s3,s5")))
     assert (cut["stopped_flows"], cut["unreachable_pairs"]) == (2, 4)
+
+
+def test_the_optimiser_goes_by_the_links_of_a_fabric_without_pods() -> None:
+    ring = graph(6, 6, [*((host, host + 6) for host in range(6)), *((6 + one, 6 + (one + 1) % 6) for one in range(6))])
+    fabric = ImportedFabric.of(ring)
+    assert fabric.set_distance[0, 0].tolist() == [0, 1, 2, 3, 2, 1]
+    kinds = np.zeros(1, dtype=np.int8)
+    flows = Flows(np.array([0]), np.array([1]), np.array([1e9]), kinds)
+    start = Placement("given", np.array([0, 3]))
+    found = improve(fabric, flows, start, fabric.full_servers)
+    # Across the ring three links, side by side one.
+    assert (found.cost_before, found.cost_after) == (3e9, 1e9)
+    assert abs(int(np.subtract(*found.placement.server))) in (1, 5)
+    assert placement_row(fabric, flows, found.placement, "crc16", 0)["mean_hops"] == 3.0
 
 
 def test_no_path_rises_again_unless_the_whole_fabric_needs_it() -> None:
