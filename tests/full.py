@@ -92,6 +92,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(".venv/bin/netlayer topology report --config my-fabric.toml"),
     Command(".venv/bin/netlayer topology import configs/ --out fabric/"),
     Command(".venv/bin/netlayer topology ecmp --fabric fabric/fabric.graphml --flows flows.csv --hash crc16"),
+    Command(".venv/bin/netlayer topology whatif --fabric fabric/fabric.graphml --flows flows.csv --fail spine"),
+    Command(".venv/bin/netlayer topology report --fabric fabric/fabric.graphml"),
     Command(".venv/bin/netlayer simulate --list"),
     Command(".venv/bin/netlayer simulate incast --cc dcqcn,swift,nscc,hybrid --html incast.html"),
     Command(

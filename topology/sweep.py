@@ -7,9 +7,12 @@ sweeps over designs, which a shell loop over `--set` does.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import itertools
 import logging
+import pickle
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +24,12 @@ from numpy.typing import NDArray
 from netlayer.config.tree import Config
 from topology.ecmp.hashing import HashName
 from topology.fabric.clos import Clos
+from topology.fabric.graph import Graph
+from topology.fabric.imported import ImportedFabric
+from topology.fabric.interface import Fabric
 from topology.failures.faults import Failure, alive_links, lost_capacity
-from topology.failures.survivors import unreachable_pairs
-from topology.placement.strategies import StrategyName, num_slots, place_slots, usable_servers
-from topology.traffic.job import Flows
+from topology.placement.strategies import StrategyName, num_slots, place_slots
+from topology.traffic.job import Flows, permutation
 from topology.traffic.step import Step, run_step, slot_flows
 from topology.workers import in_order_of_end
 
@@ -34,6 +39,40 @@ Row = dict[str, Any]
 Progress = Callable[[int, int, str], None]
 # Cases a task: a task's cost is some tens of milliseconds of transport.
 _BATCH = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The fabric of a sweep and the traffic on it: pickles, and is equal to another of the same content.
+
+    Args:
+        config: cluster and job as JSON; empty where there is no job.
+        graph: an imported fabric, in place of the cluster's.
+        flows: the traffic where there is no job; without either a random permutation for each seed.
+        nics_per_server: of an imported fabric, see `ImportedFabric.of`.
+    """
+
+    config: str
+    graph: Graph | None = None
+    flows: Flows | None = None
+    nics_per_server: int = 1
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        parts = [part for part in (self.graph, self.flows) if part is not None]
+        content = [[getattr(part, field.name) for field in dataclasses.fields(part)] for part in parts]
+        return hashlib.sha256(pickle.dumps((self.config, content, self.nics_per_server))).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Subject) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @classmethod
+    def of(cls, config: Config) -> Subject:
+        """A cluster file's fabric and job."""
+        return cls(config.model_dump_json())
 
 
 @dataclass(frozen=True)
@@ -58,7 +97,7 @@ def cases(
     return [Case(*point, hash_name, qps) for point in itertools.product(seeds, placements, failures)]
 
 
-def run_case(config: Config, case: Case) -> Row:
+def run_case(subject: Config | Subject, case: Case) -> Row:
     """Return one row: what failed, what it cost the fabric, and the step before and after.
 
     With a flow that has no path left the job `stops`. Else `slowdown` is the bound of the step's communication over
@@ -66,20 +105,21 @@ def run_case(config: Config, case: Case) -> Row:
     lie below 1: a smaller group hashes every flow anew, and at times better; the step hangs on its unluckiest flow, so
     that `slowdown` says little for one seed.
     """
-    text = config.model_dump_json()
-    fabric, flows = _prepared(text, case.placement, case.seed, case.qps)
-    healthy = _healthy(text, case.placement, case.seed, case.hash_name, case.qps)
+    subject = _subject(subject)
+    fabric, flows = _prepared(subject, case.placement, case.seed, case.qps)
+    healthy = _healthy(subject, case.placement, case.seed, case.hash_name, case.qps)
     alive = alive_links(fabric, case.failures)
     step = run_step(fabric, flows, case.hash_name, case.seed, alive=alive)
     stops = step.num_stopped > 0
     lost_bps, lost_share = lost_capacity(fabric, alive)
-    pairs, all_pairs = unreachable_pairs(fabric, alive)
+    pairs, all_pairs = fabric.unreachable_pairs(alive)
     row: Row = {
         "seed": case.seed,
         "placement": case.placement,
         "hash": case.hash_name,
         "kind": "+".join(dict.fromkeys(failure.kind for failure in case.failures)) or "none",
         "failed": " ".join(map(str, case.failures)),
+        **_names(fabric, case.failures),
         "lost_bps": lost_bps,
         "lost_share": lost_share,
         "unreachable_pairs": pairs,
@@ -97,7 +137,7 @@ def run_case(config: Config, case: Case) -> Row:
 
 
 def run_sweep(
-    config: Config,
+    subject: Config | Subject,
     points: Sequence[Case],
     *,
     processes: int | None = None,
@@ -107,7 +147,7 @@ def run_sweep(
     """Return the rows of all cases, in their order.
 
     Args:
-        config: cluster and job.
+        subject: cluster and job, or an imported fabric and its traffic.
         points: the cases.
         processes: workers here; the cores of this machine where None; 1 runs all in this process.
         dask: address of a Dask scheduler, whose workers have netlayer; `processes` has no effect then.
@@ -118,8 +158,9 @@ def run_sweep(
     """
     if dask and processes:
         logger.warning("the number of processes has no effect: the sweep runs on %s", dask)
-    text = config.model_dump_json()
-    batches = [(text, tuple(points[first : first + _BATCH])) for first in range(0, len(points), _BATCH)]
+    subject = _subject(subject)
+    hash(subject)  # it is kept, and goes along to the workers
+    batches = [(subject, tuple(points[first : first + _BATCH])) for first in range(0, len(points), _BATCH)]
     results = in_order_of_end(_run_batch, batches, processes=processes, dask=dask)
     rows: dict[int, list[Row]] = {}
     with contextlib.closing(results):
@@ -151,7 +192,7 @@ def _worst_of(placement: str, kind: str, rows: Sequence[Row]) -> Row:
         "stops_share": statistics.fmean(row["stops"] for row in rows),
         **_spread("slowdown", rows),
         **_spread("flow_slowdown", rows),
-        "worst": f"{last['failed'][:60] or 'none'}, seed {last['seed']}",
+        "worst": f"{str(last.get('names', last['failed']))[:60] or 'none'}, seed {last['seed']}",
     }
 
 
@@ -172,26 +213,41 @@ def _flow_slowdown(step: Step, healthy: _Healthy) -> float:
     return float(np.concatenate(ratios).mean()) if ratios else 1.0
 
 
-def _run_batch(task: tuple[str, Sequence[Case]]) -> list[Row]:
-    text, batch = task
-    config = Config.model_validate_json(text)
-    return [run_case(config, case) for case in batch]
+def _run_batch(task: tuple[Subject, Sequence[Case]]) -> list[Row]:
+    subject, batch = task
+    return [run_case(subject, case) for case in batch]
+
+
+def _subject(subject: Config | Subject) -> Subject:
+    return subject if isinstance(subject, Subject) else Subject.of(subject)
+
+
+def _names(fabric: Fabric, failures: Sequence[Failure]) -> Row:
+    """Return a column of the parts' own names, where they have any."""
+    names = [fabric.part_name(*failure) for failure in failures]
+    return {"names": "; ".join(names)} if any(names) else {}
 
 
 @functools.lru_cache(maxsize=2)
-def _fabric(text: str) -> Clos:
-    return Clos.build(Config.model_validate_json(text).cluster)
+def _fabric(subject: Subject) -> Fabric:
+    if subject.graph is not None:
+        return ImportedFabric.of(subject.graph, subject.nics_per_server)
+    return Clos.build(Config.model_validate_json(subject.config).cluster)
 
 
 # Cases come seed by seed and placement by placement, so few of these are in use at a time; they are large.
 @functools.lru_cache(maxsize=4)
-def _prepared(text: str, placement: StrategyName, seed: int, qps: int) -> tuple[Clos, Flows]:
-    """The fabric, and the job's flows between the servers that hold its ranks."""
-    config, fabric = Config.model_validate_json(text), _fabric(text)
+def _prepared(subject: Subject, placement: StrategyName, seed: int, qps: int) -> tuple[Fabric, Flows]:
+    """The fabric, and the flows on it: the job's between the servers that hold its ranks, or those without a job."""
+    fabric = _fabric(subject)
+    if subject.flows is not None:
+        return fabric, subject.flows
+    if not subject.config:
+        return fabric, permutation(fabric, seed, qps)
+    config = Config.model_validate_json(subject.config)
     slots = num_slots(config.cluster, config.job.parallel)
-    usable = usable_servers(fabric.design.num_servers)
-    placed = place_slots(placement, fabric, config.job.parallel, slots, usable, seed)
-    return fabric, placed.apply(slot_flows(config.job, config.cluster, qps), fabric.design.nics_per_server)
+    placed = place_slots(placement, fabric, config.job.parallel, slots, fabric.full_servers, seed)
+    return fabric, placed.apply(slot_flows(config.job, config.cluster, qps), fabric.nics_per_server)
 
 
 class _Healthy(NamedTuple):
@@ -202,7 +258,7 @@ class _Healthy(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def _healthy(text: str, placement: StrategyName, seed: int, hash_name: HashName, qps: int) -> _Healthy:
-    fabric, flows = _prepared(text, placement, seed, qps)
+def _healthy(subject: Subject, placement: StrategyName, seed: int, hash_name: HashName, qps: int) -> _Healthy:
+    fabric, flows = _prepared(subject, placement, seed, qps)
     step = run_step(fabric, flows, hash_name, seed)
     return _Healthy(step.time_bound_s, tuple(phase.seconds for phase in step.phases))

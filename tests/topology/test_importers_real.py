@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from click.testing import CliRunner
 
 from netlayer.errors import ConfigError
 from tests.topology.graphs import write
 from tests.topology.reports import ends
-from topology import cli
 from topology.fabric.addressing import cables_csv
 from topology.fabric.graph import Graph
 from topology.importers import read_fabric
@@ -237,10 +235,3 @@ class TestServers:
         lines = list(find_servers(read_fabric([write_lldp(tmp_path / "bad", missing)])).asymmetries())
         assert lines[0].startswith("gpu2: ib0 ends at leaf1, not leaf0")
         assert lines[1] == "5 of 6 servers have 3 NICs; gpu5 2"
-
-
-@pytest.mark.parametrize("command", ["whatif", "place", "report"])
-def test_commands_say_what_they_cannot_do_with_an_imported_fabric(command: str) -> None:
-    result = CliRunner().invoke(cli.topology, [command, "--fabric", "fabric.graphml"])
-    assert isinstance(result.exception, ConfigError | SystemExit)
-    assert "imported ones have no tiers and no job yet" in f"{result.exception} {result.output}"

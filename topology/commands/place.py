@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from netlayer.command import RunOptions, run_options
-from topology.commands.records import not_on_imported_fabrics
+from netlayer.errors import ConfigError
+from topology.commands.fabrics import fabric_option
 
 if TYPE_CHECKING:
     from netlayer.config.tree import ClusterConfig
     from topology.ecmp.hashing import HashName
+    from topology.fabric.interface import Fabric
     from topology.placement.strategies import Placement, StrategyName
 
 _STRATEGIES = ("given", "random", "packed", "paper", "pipeline-first")
@@ -44,7 +46,7 @@ _LEAST_GAIN = 1e-3  # of the communication's time
 )
 @click.option("--hash", "hash_name", type=click.Choice(_HASHES), default="crc16", show_default=True, help="ECMP hash.")
 @click.option("--seeds", type=click.IntRange(min=1), default=4, show_default=True, help="Hash seeds, from --seed.")
-@not_on_imported_fabrics("placement")
+@fabric_option
 @run_options
 def command(
     options: RunOptions,
@@ -57,23 +59,27 @@ def command(
     seconds: float,
     hash_name: str,
     seeds: int,
+    fabric_file: Path | None,
 ) -> None:
     """Place the job's ranks on servers and print what each way costs: hops, bytes between pods, collisions.
 
     Failed servers need spares: --spares N grows the fabric by whole pods and lets the job use N servers of them. The
     optimiser starts from the way with fewest bytes x links and moves few ranks, none where communication would get
-    longer. Exit 2 where there is no room.
+    longer. On an imported fabric the job's ranks may use every server with all its NICs. Exit 2 where there is no room.
 
     \b
     Examples:
       netlayer topology place --config examples/megascale-12288.toml
       netlayer topology place --config examples/megascale-12288.toml --spares 32 --failed 5,77,400-407 --out placed
+      netlayer topology place --config my-job.toml --fabric fabric/fabric.graphml --failed srv5,srv77
     """
     from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
+    from topology.commands.fabrics import open_world
     from topology.commands.records import keep, load_cluster, refuse_without_effect, was_given
     from topology.fabric.clos import Clos
+    from topology.fabric.imported import ImportedFabric
     from topology.placement.strategies import num_slots, place_slots, read_csv, usable_servers
     from topology.placement.swaps import cheapest, improve
     from topology.traffic.step import grown, placement_row, slot_flows
@@ -83,15 +89,29 @@ def command(
         [
             ("--from", file is not None and "given" not in strategies, "without --strategy given"),
             ("--seconds", was_given("seconds") and not optimise, "with --no-optimise"),
+            (
+                "--spares",
+                bool(spares) and fabric_file is not None,
+                "on an imported fabric: all servers are free",
+            ),
         ]
     )
-    started, config = utc_now(), load_cluster(options)
-    config.check_world()
-    cluster, not_ours = grown(config, spares)
-    fabric, slots = Clos.build(cluster), num_slots(cluster, config.job.parallel)
-    gone = (_servers(failed, "--failed", cluster), _servers(busy, "--busy", cluster))
-    usable = usable_servers(cluster.servers, not_ours, *gone)
+    started, names = utc_now(), None
+    if fabric_file is None:
+        config = load_cluster(options)
+        config.check_world()
+        cluster, not_ours = grown(config, spares)
+        fabric: Fabric = Clos.build(cluster)
+    else:
+        world = open_world(options, fabric_file)
+        fabric, config = world.fabric, world.job_config("placement")
+        cluster, not_ours = config.cluster.model_copy(update={"servers": fabric.num_servers}), []
+        names = fabric.server_names if isinstance(fabric, ImportedFabric) else None
+    slots = num_slots(cluster, config.job.parallel)
+    gone = (_servers(failed, "--failed", cluster, names), _servers(busy, "--busy", cluster, names))
+    usable = usable_servers(cluster.servers, not_ours, *gone) & fabric.full_servers
     arguments: dict[str, Any] = {"strategy": strategies, "from": file, "spares": spares, "failed": failed, "busy": busy}
+    arguments |= {"fabric": fabric_file} if fabric_file is not None else {}
     arguments |= {"hash": hash_name, "seeds": seeds, "optimise": optimise, "seconds": seconds}
     with open_output(options.out, "topology-place") as out:
         flows = slot_flows(config.job, cluster)
@@ -99,6 +119,7 @@ def command(
         for name in cast("tuple[StrategyName, ...]", strategies):
             if name == "given" and file:
                 placements.append(read_csv(file, slots, cluster))
+                _check_full(file, placements[-1], fabric)
             else:
                 placements.append(place_slots(name, fabric, config.job.parallel, slots, usable, options.seed))
         hashed = cast("HashName", hash_name)
@@ -120,7 +141,7 @@ def command(
         for placement, row in zip(placements, rows, strict=True):
             row["unusable_servers"] = int((~usable[placement.server]).sum())
             row["over_best_share"] = _over(row["time_s"], min(float(each["time_s"]) for each in rows))
-            placement.write_csv(out.part / f"placement-{placement.name}.csv", cluster.gpus_per_server)
+            placement.write_csv(out.part / f"placement-{placement.name}.csv", cluster.gpus_per_server, names)
         tables = {"placements": rows, "optimised": optimised}
         prints_tables = keep("place", tables, out, started, options, config, source="simulated", **arguments)
     if prints_tables:
@@ -128,10 +149,27 @@ def command(
         click.echo(f"placements: {out.folder}/placement-*.csv", err=True)
 
 
-def _servers(lists: tuple[str, ...], option: str, cluster: ClusterConfig) -> list[int]:
+def _servers(lists: tuple[str, ...], option: str, cluster: ClusterConfig, names: list[str] | None = None) -> list[int]:
+    """Numbers of the servers in lists; of an imported fabric a part may be a server's name."""
     from topology.ranges import numbers_in
 
-    return [server for text in lists for server in numbers_in(text, 0, cluster.servers - 1, option)]
+    number = {name: server for server, name in enumerate(names or [])}
+    parts = [part for text in lists for part in ([text] if names is None else text.split(","))]
+    return [
+        server
+        for part in parts
+        for server in (
+            [number[part.strip()]] if part.strip() in number else numbers_in(part, 0, cluster.servers - 1, option)
+        )
+    ]
+
+
+def _check_full(file: Path, placement: Placement, fabric: Fabric) -> None:
+    """Refuse ranks on servers of an imported fabric that lack NICs."""
+    partly = placement.server[~fabric.full_servers[placement.server]]
+    if len(partly):
+        rule = f"puts ranks on server {partly[0]}, which has fewer than {fabric.nics_per_server} NICs"
+        raise ConfigError("placement file", file, rule, "name servers with all NICs")
 
 
 def _print(rows: list[dict[str, Any]], optimised: list[dict[str, Any]], hash_name: str, seed: int) -> None:

@@ -7,7 +7,7 @@ that `--json` names holds all rows in one document, each with its source.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,22 +42,6 @@ def refuse_without_effect(options: Iterable[tuple[str, bool, str]]) -> None:
     for option, was_given, reason in options:
         if was_given:
             raise ConfigError(option, None, f"has no effect {reason}", "leave it out")
-
-
-def not_on_imported_fabrics(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a click decorator: the command knows `--fabric`, and says what it cannot do with an imported one yet.
-
-    Args:
-        what: the command's subject, as in `failure analysis`.
-    """
-
-    def refuse(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            rule = f"{what} needs the fabric of a cluster file (--config); imported ones have no tiers and no job yet"
-            remedy = "take netlayer topology ecmp --fabric for hashed flows on it, or describe it in [cluster]"
-            raise ConfigError("--fabric", value, rule, remedy)
-
-    return click.option("--fabric", hidden=True, expose_value=False, callback=refuse)
 
 
 def was_given(name: str) -> bool:

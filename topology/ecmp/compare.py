@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
+
 from netlayer.config.tree import ClusterConfig, Config
 from netlayer.errors import ConfigError
 from topology.ecmp.balance import BalanceName, balance
@@ -19,7 +21,8 @@ from topology.ecmp.hashing import FIVE_TUPLE, Field
 from topology.ecmp.load import Collisions, Load
 from topology.fabric.clos import Clos, Tier
 from topology.fabric.design import Design, plan
-from topology.placement.strategies import StrategyName, num_slots, place_slots, usable_servers
+from topology.fabric.interface import Fabric
+from topology.placement.strategies import StrategyName, num_slots, place_slots
 from topology.rates.contention import busiest, contend, uncongested
 from topology.traffic.job import Algorithm, Flows, Kind, headers, job_flows, permutation
 
@@ -145,23 +148,25 @@ def split_by_load(cluster: ClusterConfig, loads: Sequence[float] = LOADS) -> lis
 
 
 def traffic_flows(
-    config: Config,
-    fabric: Clos,
+    config: Config | None,
+    fabric: Fabric,
     traffic: str,
     seed: int,
     qps_per_connection: int = 1,
     num_channels: int | None = None,
     placement: StrategyName = "given",
 ) -> Flows:
-    """The flows of one phase; the permutation takes `seed`, and no channels and no placement.
+    """The flows of one phase; the permutation takes `seed`, and no job, channels or placement.
 
     Raises:
-        ValueError: the traffic or the placement is unknown.
+        ValueError: the traffic or the placement is unknown, or there is no job.
     """
     if traffic == "permutation":
         return permutation(fabric, seed, qps_per_connection)
     if traffic not in _PHASES:
         raise ValueError(f"traffic {traffic!r}: one of {', '.join(TRAFFICS)}")
+    if config is None:
+        raise ValueError(f"traffic {traffic!r} is of a job, and there is none")
     flows = job_flows(
         config.job,
         config.cluster,
@@ -170,26 +175,28 @@ def traffic_flows(
         algorithm=_ALGORITHMS.get(traffic, "ring"),
     )
     chosen = flows.select(*_PHASES[traffic])
-    if placement == "given":
+    slots, usable = num_slots(config.cluster, config.job.parallel), fabric.full_servers
+    if placement == "given" and usable[:slots].all():
         return chosen
-    slots, usable = num_slots(config.cluster, config.job.parallel), usable_servers(config.cluster.servers)
     placed = place_slots(placement, fabric, config.job.parallel, slots, usable, seed)
     return placed.apply(chosen, config.cluster.nics_per_server)
 
 
-def check_crossed(fabric: Clos) -> None:
-    """Refuse a fabric that no flow can cross.
+def check_crossed(fabric: Fabric, field: str = "cluster.servers") -> None:
+    """Refuse a fabric that no flow can cross; `field` is what errors name.
 
     Raises:
         ConfigError: there is one server, whose traffic stays on NVLink, or one ToR, below every hash.
     """
-    design = fabric.design
-    if design.num_servers == 1 or design.num_tors == design.num_networks:
-        of_a_rail = " of a rail" if design.num_networks > 1 else ""
-        alone = design.num_servers == 1
+    num_tors, num_networks = (len(np.unique(kind(fabric.nics))) for kind in (fabric.tor_of, fabric.network_of))
+    if fabric.num_servers == 1 or num_tors == num_networks:
+        of_a_rail = " of a rail" if num_networks > 1 else ""
+        alone = fabric.num_servers == 1
         rule = "all traffic stays in one server" if alone else f"all NICs{of_a_rail} hang on one ToR"
-        remedy = "no flow is hashed: take a larger cluster, such as examples/megascale-12288.toml"
-        raise ConfigError("cluster.servers", design.num_servers, rule, remedy)
+        planned = field == "cluster.servers"
+        larger = "cluster, such as examples/megascale-12288.toml" if planned else "fabric"
+        value = fabric.num_servers if planned else None
+        raise ConfigError(field, value, rule, f"no flow is hashed: take a larger {larger}")
 
 
 def _together(fabric: Clos, flows: Flows) -> Flows:

@@ -6,6 +6,7 @@ Counted over several loads (seeds), apart for each design, traffic and hash. Not
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from topology.ecmp.load import TOLERANCE, Load
 from topology.ecmp.routing import NO_LINK
-from topology.fabric.clos import Ints, Tier
+from topology.fabric.clos import Ints
 from topology.traffic.job import Flows
 
 Rows = list[dict[str, Any]]
@@ -35,6 +36,7 @@ class Distribution:
     """Add the loads of all seeds, then take the rows."""
 
     def __init__(self) -> None:
+        self._labels: dict[Case, Sequence[str]] = {}
         self._links: dict[Case, NDArray[np.int64]] = {}
         self._tors: defaultdict[Case, list[Ints]] = defaultdict(list)
 
@@ -47,20 +49,21 @@ class Distribution:
     def add_links(self, split: bool, traffic: str, hash_name: str, loaded: Load) -> None:
         """Count the links of one load alone."""
         case = Case(split, traffic, hash_name)
-        self._links[case] = self._links.get(case, np.zeros((len(Tier), len(USES)), dtype=np.int64)) + link_uses(loaded)
+        self._labels[case] = loaded.fabric.tier_labels
+        self._links[case] = self._links.get(case, 0) + link_uses(loaded)
 
     def link_rows(self) -> Rows:
         """Links of each tier by demand over capacity, of all seeds together; `share` of the tier's."""
         return [
             {
                 **case._asdict(),
-                "tier": tier.label,
+                "tier": label,
                 "use": use,
                 "links": int(number),
                 "share": number / counts[tier].sum(),
             }
             for case, counts in self._links.items()
-            for tier in Tier
+            for tier, label in enumerate(self._labels[case])
             if counts[tier].any()
             for use, number in zip(USES, counts[tier].tolist(), strict=True)
         ]
@@ -80,18 +83,19 @@ class Distribution:
 
 def link_uses(loaded: Load) -> NDArray[np.int64]:
     """Count the links of each tier (rows) by how much they are used (columns, `USES`)."""
-    counts = np.zeros((len(Tier), len(USES)), dtype=np.int64)
-    for tier in Tier:
-        span = loaded.fabric.tier_links(tier)
-        use = loaded.link_bps[span] / loaded.fabric.link_bps[span]
+    counts = np.zeros((len(loaded.fabric.tier_labels), len(USES)), dtype=np.int64)
+    for tier in range(len(counts)):
+        links = loaded.fabric.tier_links(tier)
+        use = loaded.link_bps[links] / loaded.fabric.link_bps[links]
         counts[tier] = np.bincount(np.searchsorted(_EDGES, use), minlength=len(USES))
     return counts
 
 
 def colliding_of_tors(flows: Flows, loaded: Load) -> Ints:
     """Count, for each ToR that sends flows to others, those on an uplink with more demand than capacity."""
-    link = loaded.paths[:, Tier.TOR_SPINE]
-    leaves = link != NO_LINK
+    # The second link of a path is that by which it leaves its ToR, where it does.
+    link = loaded.paths[:, 1]
+    leaves = (link != NO_LINK) & np.isin(loaded.fabric.link_tier[link], loaded.fabric.hashed_tiers)
     tor = loaded.fabric.tor_of(flows.src_nic)[leaves]
     over = loaded.link_bps > loaded.fabric.link_bps * (1 + TOLERANCE)
     sent = np.bincount(tor)

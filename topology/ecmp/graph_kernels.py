@@ -14,7 +14,7 @@ FAR = 32_767
 
 @numba.njit(cache=True)
 def search(start, links, link_dst, is_switch, roots, distance):  # type: ignore[no-untyped-def]
-    """Breadth first from `roots` over switches; every cable has two directions, so links out serve as links in."""
+    """Breadth first from `roots` over switches, backwards: `links` lead into each node, `link_dst` says where from."""
     queue = np.empty(len(is_switch), np.int64)
     queue[: len(roots)] = roots
     head, tail = 0, len(roots)

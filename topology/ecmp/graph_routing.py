@@ -1,8 +1,10 @@
 """Shortest-path ECMP over any fabric: next-hop sets, the links of each flow, and the load of an even spread.
 
 Every node forwards towards the destination over all links that lie on a shortest path; a hash picks one of them, in
-order of the next nodes' ids. Distances are kept once a place where destinations hang (a ToR), not once a host. Not
-covered: weighted groups, routing policy (no valleys), failures that the routing protocol has not yet seen.
+order of the next nodes' ids. Distances are kept once a place where destinations hang (a ToR), not once a host. With
+`up_down` a path that has gone down never rises again, as BGP's AS numbers have it in a CLOS (RFC 7938): after failures
+a ToR then relays nothing for others. Not covered: weighted groups, failures that the routing protocol has not yet
+seen.
 """
 
 from __future__ import annotations
@@ -39,34 +41,80 @@ class Step(NamedTuple):
 Choose = Callable[[Step], Ints]
 
 
+class _Ways(NamedTuple):
+    """Directed links as the kernels walk them; `back_*` are the same links from their far ends.
+
+    With `up_down` every node is two states: n while a path may still rise, n + num_nodes once it has gone down; and
+    every link two: k from the first state, k + num_links from the second.
+    """
+
+    start: Ints
+    links: Ints
+    link_dst: Ints
+    is_switch: NDArray[np.bool_]
+    back_start: Ints
+    back_links: Ints
+    link_src: Ints
+
+
 class Routes:
     """Next hops of a graph towards a set of destinations.
 
     Args:
         graph: the fabric.
         dst: the destinations, node ids of hosts; may repeat.
+        alive: a mask over links, both directions of a cable alike; None: all.
+        up_down: no path rises again once it has gone down; heights are those of the whole graph.
     """
 
-    def __init__(self, graph: Graph, dst: Ints) -> None:
+    def __init__(
+        self, graph: Graph, dst: Ints, *, alive: NDArray[np.bool_] | None = None, up_down: bool = False
+    ) -> None:
         self.graph = graph
-        self._start, self._links = graph.out_links
-        self.key, self._anchors = _anchors(graph, dst)
-        self._switch = graph.is_switch
-        self._distance = _distances(self._start, self._links, graph.link_dst, graph.is_switch, self._anchors)
+        ways = _up_down(graph, alive) if up_down else _any_way(graph, alive)
+        self._start, self._links, self._link_dst, self._switch = ways[:4]
+        # What lies between the two states of a node, and between those of a link.
+        self._lower_node, self._lower_link = (graph.num_nodes, graph.num_links) if up_down else (0, 0)
+        self.key, self._anchors = _anchors(graph, dst, self._start, self._links)
+        self._distance = _distances(ways, self._anchors, self._lower_node)
+
+    @property
+    def reach(self) -> Distances:
+        """Links from each node to the nearest anchor of a key, shape (num_keys, num_nodes); FAR: none reached."""
+        return self._distance[:, : self.graph.num_nodes]
+
+    @property
+    def anchors(self) -> list[Ints]:
+        """The switches that the destinations of each key hang on."""
+        return self._anchors
 
     def hops(self, src: Ints, dst: Ints) -> Ints:
         """Return the links of each shortest path, 0 from a host to itself, UNREACHABLE where there is none."""
         hops = kernels.hops(
-            self._start, self._links, self.graph.link_dst, self._switch, self._distance, self.key[dst], src, dst
+            self._start,
+            self._links,
+            self._link_dst,
+            self._switch,
+            self._distance,
+            self.key[dst],
+            src,
+            dst + self._lower_node,
         )
-        return np.asarray(hops)
+        return np.where(src == dst, 0, hops)
 
     def groups(self, node: Ints, dst: Ints) -> tuple[Ints, Ints]:
         """Return the size of each flow's next-hop set at `node`, and the node that its first leads to (or -1)."""
         sizes, first = kernels.groups(
-            self._start, self._links, self.graph.link_dst, self._switch, self._distance, self.key[dst], node, dst
+            self._start,
+            self._links,
+            self._link_dst,
+            self._switch,
+            self._distance,
+            self.key[dst],
+            node,
+            dst + self._lower_node,
         )
-        return np.asarray(sizes), np.asarray(first)
+        return np.asarray(sizes), np.where(first < 0, -1, first % self.graph.num_nodes)
 
     def members(self, node: int, dst: int) -> Ints:
         """The links of one next-hop set, in the order in which a choice counts them."""
@@ -94,24 +142,30 @@ class Routes:
         pick = _from_values(choose) if isinstance(choose, np.ndarray) else choose
         hops = self.hops(src, dst)
         paths = np.full((len(src), max(int(hops.max(initial=0)), 1)), NO_LINK, dtype=np.int64)
-        node = np.where(hops == UNREACHABLE, dst, src).astype(np.int64)
+        arrived = dst + self._lower_node
+        state = np.where(hops == UNREACHABLE, arrived, src).astype(np.int64)
         level = self.graph.level
         for hop in range(paths.shape[1]):
-            sizes, first = self.groups(node, dst)
-            moving = node != dst
+            sizes, first = self.groups(state, dst)
+            moving, node = state != arrived, state % self.graph.num_nodes
             group = np.where(moving, sizes, 1)
             upward = moving & (level[first] > level[node])
             choice = np.asarray(pick(Step(hop, node, level[node], upward, group))) % group
-            links = self._pick(node, dst, choice)
-            paths[moving, hop] = links[moving]
-            node[moving] = self.graph.link_dst[links[moving]]
+            links = self._pick(state, dst, choice)[moving]
+            paths[moving, hop] = links % self.graph.num_links
+            state[moving] = self._link_dst[links]
         return paths
 
     def spread(self, src: Ints, dst: Ints, amounts: Floats) -> Floats:
         """Sum of `amounts` a link, shape (num_links,), if each next-hop set shared every flow evenly.
 
         What ECMP does on average over hashes. A flow without a path adds nothing.
+
+        Raises:
+            ValueError: the routes are `up_down`.
         """
+        if self._lower_node:
+            raise ValueError("an even spread is known for plain shortest paths alone")
         graph = self.graph
         totals = np.zeros(graph.num_links)
         # Destinations on one and the same switch share their way there; those on several differ in it.
@@ -144,12 +198,12 @@ class Routes:
             kernels.pick(
                 self._start,
                 self._links,
-                self.graph.link_dst,
+                self._link_dst,
                 self._switch,
                 self._distance,
                 self.key[dst],
                 node,
-                dst,
+                dst + self._lower_node,
                 choice,
             )
         )
@@ -185,29 +239,76 @@ def _from_values(values: Ints) -> Choose:
     return choose
 
 
-def _anchors(graph: Graph, dst: Ints) -> tuple[Ints, list[Ints]]:
-    """Key of each destination (-1 for other nodes), and for each key the switches that its destinations hang on."""
+def _any_way(graph: Graph, alive: NDArray[np.bool_] | None) -> _Ways:
+    """Every living link; a cable has two directions, so links out serve as links in."""
     start, links = graph.out_links
+    if alive is not None:
+        links = links[alive[links]]
+        start = _starts(graph.link_src[links], graph.num_nodes)
+    return _Ways(start, links, graph.link_dst, graph.is_switch, start, links, graph.link_dst)
+
+
+def _up_down(graph: Graph, alive: NDArray[np.bool_] | None) -> _Ways:
+    """Living links between states, see `_Ways`: from the second state of a node none leads up."""
+    nodes, level = graph.num_nodes, graph.level
+    src, dst = graph.link_src, graph.link_dst
+    falls = (level[dst] < level[src]) | ~graph.is_switch[dst]  # a host ends a path, whatever it hangs on
+    state_src = np.concatenate([src, src + nodes])
+    state_dst = np.concatenate([np.where(falls, dst + nodes, dst), dst + nodes])
+    usable = np.concatenate([np.ones(len(src), dtype=np.bool_), falls | (level[dst] == level[src])])
+    if alive is not None:
+        usable &= np.tile(alive, 2)
+    kept = np.flatnonzero(usable)
+    # Members of a group stand in order of the next node, whatever its state, then of the link: as in `Graph.out_links`.
+    out = kept[np.lexsort((kept, state_dst[kept] % nodes, state_src[kept]))]
+    back = kept[np.argsort(state_dst[kept], kind="stable")]
+    return _Ways(
+        _starts(state_src[out], 2 * nodes),
+        out,
+        state_dst,
+        np.tile(graph.is_switch, 2),
+        _starts(state_dst[back], 2 * nodes),
+        back,
+        state_src,
+    )
+
+
+def _starts(sorted_nodes: Ints, num_nodes: int) -> Ints:
+    """Begin of each node's run in an array of nodes that is sorted; one entry more than nodes."""
+    return np.concatenate([[0], np.cumsum(np.bincount(sorted_nodes, minlength=num_nodes))]).astype(np.int64)
+
+
+def _anchors(graph: Graph, dst: Ints, start: Ints, links: Ints) -> tuple[Ints, list[Ints]]:
+    """Key of each destination (-1 for other nodes), and for each key the switches that its destinations hang on."""
     key = np.full(graph.num_nodes, -1, dtype=np.int64)
     known: dict[tuple[int, ...], int] = {}
     anchors: list[Ints] = []
-    for node in np.unique(dst).tolist():
-        near = np.unique(graph.link_dst[links[start[node] : start[node + 1]]])
+    nodes = np.unique(dst)
+    count = start[nodes + 1] - start[nodes]
+    neighbour = graph.link_dst[links % graph.num_links]
+    if len(nodes) and (count == 1).all() and graph.is_switch[near := neighbour[start[nodes]]].all():
+        # One cable a host: the same as below, at once. Keys count in the order in which nodes come upon them.
+        switches, first, place = np.unique(near, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        key[nodes] = np.argsort(order)[place]
+        return key, [switches[one : one + 1] for one in order.tolist()]
+    for node in nodes.tolist():
+        near = np.unique(neighbour[start[node] : start[node + 1]])
         near = near[graph.is_switch[near]]
-        place = tuple(near.tolist())
-        if place not in known:
-            known[place] = len(anchors)
+        hangs_on = tuple(near.tolist())
+        if hangs_on not in known:
+            known[hangs_on] = len(anchors)
             anchors.append(near)
-        key[node] = known[place]
+        key[node] = known[hangs_on]
     return key, anchors
 
 
-def _distances(
-    start: Ints, links: Ints, link_dst: Ints, is_switch: NDArray[np.bool_], anchors: list[Ints]
-) -> Distances:
-    """Links from each switch to the nearest anchor of a key, shape (num_keys, num_nodes); FAR: none reached."""
-    distance = np.full((len(anchors), len(is_switch)), kernels.FAR, dtype=np.int16)
+def _distances(ways: _Ways, anchors: list[Ints], lower_node: int) -> Distances:
+    """Links from each switch to the nearest anchor of a key, shape (num_keys, num_states); FAR: none reached."""
+    distance = np.full((len(anchors), len(ways.is_switch)), kernels.FAR, dtype=np.int16)
     for key, roots in enumerate(anchors):
-        distance[key, roots] = 0
-        kernels.search(start, links, link_dst, is_switch, roots, distance[key])
+        # A path may end at its last switch in either state.
+        ends = np.concatenate([roots, roots + lower_node]) if lower_node else roots
+        distance[key, ends] = 0
+        kernels.search(ways.back_start, ways.back_links, ways.link_src, ways.is_switch, ends, distance[key])
     return distance

@@ -18,14 +18,12 @@ from numpy.typing import NDArray
 
 from topology.ecmp.hashing import Ecmp
 from topology.ecmp.routing import NO_LINK, route
-from topology.fabric.clos import Clos, Ints, Tier
+from topology.fabric.clos import HASHED_TIERS, Clos
+from topology.fabric.interface import Fabric, Floats, Ints
 from topology.rates.max_min import sum_over_links
 from topology.traffic.job import Flows
 
-Floats = NDArray[np.float64]
-
-# Tiers whose links a hash chooses.
-ECMP_TIERS = (Tier.TOR_SPINE, Tier.SPINE_CORE, Tier.CORE_SPINE, Tier.SPINE_TOR)
+ECMP_TIERS = HASHED_TIERS
 # Rates are sums of fractions of a NIC; a link is over only where rounding cannot have made it so.
 TOLERANCE = 1e-9
 
@@ -58,12 +56,12 @@ class Collisions:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Flows on their paths: `paths` as `routing.route` gives them, `flow_bps` a flow's demand, `link_bps` a link's.
+    """Flows on their paths: `paths` as `Fabric.route` gives them, `flow_bps` a flow's demand, `link_bps` a link's.
 
     Where packets are sprayed a path names one link for its whole group, and `pool_bps` is what all the group carries.
     """
 
-    fabric: Clos
+    fabric: Fabric
     paths: Ints
     flow_bps: Floats
     link_bps: Floats
@@ -74,15 +72,18 @@ class Load:
         """Capacity that a path finds at each of its links."""
         return self.fabric.link_bps if self.pool_bps is None else self.pool_bps
 
-    def collisions(self, tiers: Sequence[Tier] = ECMP_TIERS) -> Collisions:
-        """Count and size over the links of these tiers together."""
+    def collisions(self, tiers: Sequence[int] | None = None) -> Collisions:
+        """Count and size over the links of these tiers together; of all that a hash chooses where None."""
+        tiers = self.fabric.hashed_tiers if tiers is None else tiers
+        if not tiers:  # no two switches are cabled to each other
+            return Collisions(0, 0, 0, 0, 0.0, 0.0, 0.0)
         spans = [self.fabric.tier_links(tier) for tier in tiers]
         demand = np.concatenate([self.link_bps[span] for span in spans])
         capacity = np.concatenate([self.fabric.link_bps[span] for span in spans])
         over = np.maximum(demand - capacity, 0.0)
         # The same bound as in `_overloaded`, or a link would have excess and no colliding flow.
         over[over <= TOLERANCE * capacity] = 0.0
-        paths = self.paths[:, list(tiers)]
+        paths = self.fabric.links_on(self.paths, tiers)
         total = float(demand.sum())
         return Collisions(
             num_links=len(demand),
@@ -107,31 +108,33 @@ def load(fabric: Clos, flows: Flows, ecmp: Ecmp) -> Load:
     return place(fabric, flows, route(fabric, flows.src_nic, flows.dst_nic, ecmp))
 
 
-def place(fabric: Clos, flows: Flows, paths: Ints) -> Load:
-    """Add up the demand of flows whose paths are known, shape (num_flows, 6) as `routing.route` gives them."""
+def place(fabric: Fabric, flows: Flows, paths: Ints) -> Load:
+    """Add up the demand of flows whose paths are known, shape (num_flows, width) as `Fabric.route` gives them."""
     flow_bps = demand_bps(fabric, flows)
     return Load(fabric, paths, flow_bps, link_demand(fabric, flows, paths, flow_bps))
 
 
-def demand_bps(fabric: Clos, flows: Flows) -> Floats:
+def demand_bps(fabric: Fabric, flows: Flows) -> Floats:
     """Return each flow's demand between switches: its NIC's rate over the flows there, at its fuller end."""
-    sending = np.bincount(flows.src_nic, minlength=fabric.design.num_nics)
-    receiving = np.bincount(flows.dst_nic, minlength=fabric.design.num_nics)
     # Eight that send to one NIC ask for an eighth each: at full rate the fabric would be blamed for their incast.
-    return fabric.design.nic_bps / np.maximum(sending[flows.src_nic], receiving[flows.dst_nic])
+    shares = [
+        fabric.nic_bps[nic] / np.bincount(nic, minlength=fabric.num_nics)[nic] for nic in (flows.src_nic, flows.dst_nic)
+    ]
+    return np.minimum(*shares)
 
 
-def link_demand(fabric: Clos, flows: Flows, paths: Ints, flow_bps: Floats) -> Floats:
+def link_demand(fabric: Fabric, flows: Flows, paths: Ints, flow_bps: Floats) -> Floats:
     """Demand of every link: `flow_bps` between switches; on the NICs' own links what the senders offer."""
-    demand, num_nics = sum_per_link(fabric, paths, flow_bps), fabric.design.num_nics
-    offered = fabric.design.nic_bps / np.bincount(flows.src_nic, minlength=num_nics)[flows.src_nic]
-    # Links of both tiers are in the order of their NICs, so a count by NIC is one by link. The receiver's bound is left
-    # out here, so that its downlink shows the incast.
-    for tier, nic in ((Tier.NIC_TOR, flows.src_nic), (Tier.TOR_NIC, flows.dst_nic)):
-        demand[fabric.tier_links(tier)] = np.bincount(nic, weights=offered, minlength=num_nics)
+    demand = sum_per_link(fabric, paths, flow_bps)
+    sending = np.bincount(flows.src_nic, minlength=fabric.num_nics)
+    offered = fabric.nic_bps[flows.src_nic] / sending[flows.src_nic]
+    # The receiver's bound is left out here, so that its downlink shows the incast.
+    for tier in fabric.nic_tiers:
+        links = fabric.tier_links(tier)
+        demand[links] = sum_per_link(fabric, fabric.links_on(paths, [tier]), offered)[links]
     return demand
 
 
-def sum_per_link(fabric: Clos, paths: Ints, amounts: Floats) -> Floats:
+def sum_per_link(fabric: Fabric, paths: Ints, amounts: Floats) -> Floats:
     """Sum of `amounts`, one a flow, over the flows on each link: shape (num_links,)."""
     return sum_over_links(paths, amounts, fabric.num_links)

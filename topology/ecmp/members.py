@@ -62,16 +62,19 @@ class Members:
 
 
 def members(loaded: Load) -> list[Members]:
-    """Return tiers whose links are chosen, but those with groups of one member; none where packets are sprayed."""
-    if loaded.pool_bps is not None:
+    """Return tiers whose links are chosen, but those with groups of one member; none where packets are sprayed.
+
+    None either on an imported fabric, whose groups of one tier have no one size.
+    """
+    fabric = loaded.fabric
+    if loaded.pool_bps is not None or not isinstance(fabric, Clos):
         return []
-    tiers = [_tier_members(loaded, tier) for tier in ECMP_TIERS]
+    tiers = [_tier_members(fabric, loaded, tier) for tier in ECMP_TIERS]
     return [each for each in tiers if each.share.shape[1] > 1]
 
 
-def _tier_members(loaded: Load, tier: Tier) -> Members:
+def _tier_members(fabric: Clos, loaded: Load, tier: Tier) -> Members:
     """Return the ECMP groups of one tier that carry flows: each member's share of its group's demand, and the flows."""
-    fabric = loaded.fabric
     span, size = fabric.tier_links(tier), _group_size(fabric, tier)
     demand = loaded.link_bps[span].reshape(-1, size)
     column = loaded.paths[:, tier]

@@ -9,8 +9,7 @@ import numpy as np
 
 from netlayer.config.tree import ClusterConfig
 from topology.ecmp.search import PortPlan
-from topology.fabric.clos import Clos, Ints
-from topology.fabric.wires import Wires
+from topology.fabric.interface import Fabric, Ints
 from topology.placement.strategies import Placement
 from topology.traffic.job import Kind
 
@@ -18,25 +17,28 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def port_table(plan: PortPlan, fabric: Clos, cluster: ClusterConfig, placement: Placement) -> pd.DataFrame:
+def port_table(
+    plan: PortPlan, fabric: Fabric, cluster: ClusterConfig | None, placement: Placement | None
+) -> pd.DataFrame:
     """One row a queue pair: rank, server, device and address of both ends, bytes, its port now and planned.
 
     `ecmp --flows` reads it back, to check the plan.
 
-    `src_rank` is the first rank that uses the NIC; where ranks share one, they follow it.
+    `src_rank` is the first rank that uses the NIC; where ranks share one, they follow it. Without a job it is -1.
     """
     import pandas as pd
 
-    names = Wires.of_clos(fabric, cluster).host
+    each = fabric.nics_per_server
     columns = plan.rows()
     table: dict[str, Any] = {}
     for end in ("src", "dst"):
         nic = columns[f"{end}_nic"]
-        server = nic // cluster.nics_per_server
+        used, place = np.unique(nic, return_inverse=True)
+        names = [fabric.nic_name(one) for one in used.tolist()]
         table |= {
-            f"{end}_rank": _rank_of(nic, cluster, placement),
-            f"{end}_server": server,
-            f"{end}_device": names[nic],
+            f"{end}_rank": _rank_of(nic, fabric, cluster, placement),
+            f"{end}_server": nic // each,
+            f"{end}_device": np.array(names, dtype=object)[place],
             f"{end}_ip": [str(ipaddress.IPv4Address(int(address))) for address in columns[f"{end}_ip"]],
         }
     return pd.DataFrame(
@@ -51,10 +53,12 @@ def port_table(plan: PortPlan, fabric: Clos, cluster: ClusterConfig, placement: 
     )
 
 
-def _rank_of(nic: Ints, cluster: ClusterConfig, placement: Placement) -> Ints:
+def _rank_of(nic: Ints, fabric: Fabric, cluster: ClusterConfig | None, placement: Placement | None) -> Ints:
     """The first rank on each NIC; -1 where its server holds none."""
-    server, local = np.divmod(nic, cluster.nics_per_server)
-    slot_of = np.full(cluster.servers, -1, dtype=np.int64)
+    if cluster is None or placement is None:
+        return np.full(len(nic), -1, dtype=np.int64)
+    server, local = np.divmod(nic, fabric.nics_per_server)
+    slot_of = np.full(fabric.num_servers, -1, dtype=np.int64)
     slot_of[placement.server] = np.arange(len(placement.server))
-    gpu = -(-local * cluster.gpus_per_server // cluster.nics_per_server)
+    gpu = -(-local * cluster.gpus_per_server // fabric.nics_per_server)
     return np.where(slot_of[server] < 0, -1, slot_of[server] * cluster.gpus_per_server + gpu)

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from topology.ecmp.hashing import Ecmp, HashName, Headers, Stage, hash_bits, usual_offsets
-from topology.ecmp.load import ECMP_TIERS, Collisions, Load, demand_bps, place
-from topology.ecmp.routing import route
+from topology.ecmp.load import Collisions, Load, demand_bps, place
 from topology.ecmp.source_port import FIRST_PORT
-from topology.fabric.clos import Clos, Ints, Tier
+from topology.fabric.interface import Fabric, Ints
 from topology.placement.strategies import Placement
 from topology.traffic.job import Flows, headers
 from topology.traffic.step import run_step
@@ -65,7 +64,7 @@ class PortPlan:
 
 
 def plan_ports(
-    fabric: Clos,
+    fabric: Fabric,
     flows: Flows,
     name: HashName,
     seed: int,
@@ -93,15 +92,17 @@ def plan_ports(
     drawn = np.random.default_rng(seed).integers(FIRST_PORT, FIRST_PORT + _NUM_PORTS, (len(flows), candidates))
     ports = drawn.astype(np.uint16)
     ports[:, 0] = own.udp_sport
-    paths = np.empty((len(flows), candidates, len(Tier)), dtype=np.int64)
+    of_column = []
     for column in range(candidates):
         tried = dataclasses.replace(own, udp_sport=ports[:, column])
-        paths[:, column] = route(fabric, flows.src_nic, flows.dst_nic, Ecmp(name, tried, seed))
+        of_column.append(fabric.route(flows.src_nic, flows.dst_nic, Ecmp(name, tried, seed))[0])
         if progress:
             progress(column + 1, candidates, "ports routed")
     order = np.random.default_rng([seed, 1]).permutation(len(flows))
     demand = demand_bps(fabric, flows)
-    chosen = _spread(paths[:, :, list(ECMP_TIERS)], demand, fabric.link_bps, order, rounds)
+    paths = np.stack(of_column, axis=1)  # all paths between two NICs are as long, so columns are as wide
+    hashed = fabric.links_on(paths, fabric.hashed_tiers)
+    chosen = _spread(hashed, demand, fabric.link_bps, order, rounds)
     picked = np.arange(len(flows)), chosen
     planned = dataclasses.replace(own, udp_sport=ports[picked])
     before, after = place(fabric, flows, paths[:, 0]), place(fabric, flows, paths[picked])
@@ -109,9 +110,9 @@ def plan_ports(
 
 
 def search_knobs(
-    fabric: Clos,
+    fabric: Fabric,
     flows_of: Callable[[int], Flows],
-    placement: Placement,
+    placement: Placement | None,
     name: HashName,
     *,
     seeds: Sequence[int],
@@ -126,7 +127,7 @@ def search_knobs(
     Args:
         fabric: the fabric.
         flows_of: flows between slots for a number of queue pairs.
-        placement: of the slots.
+        placement: of the slots; None where `flows_of` gives flows between NICs.
         name: the switches' hash.
         offsets: bits to rotate by, one for each `hashing.Stage`; `offset_vectors` where None.
         progress: called with (done, total, words).
@@ -136,7 +137,9 @@ def search_knobs(
     """
     vectors = offset_vectors(name, min(seeds, default=0)) if offsets is None else list(offsets)
     points = list(itertools.product(qps, vectors, seeds))
-    placed = {pairs: placement.apply(flows_of(pairs), fabric.design.nics_per_server) for pairs in qps}
+    placed = {pairs: flows_of(pairs) for pairs in qps}
+    if placement is not None:
+        placed = {pairs: placement.apply(flows, fabric.nics_per_server) for pairs, flows in placed.items()}
     rows: list[dict[str, Any]] = []
     for done, (pairs, vector, seed) in enumerate(points, start=1):
         step = run_step(fabric, placed[pairs], name, seed, offsets=vector or None)
@@ -145,7 +148,7 @@ def search_knobs(
         for phase in step.phases:
             collisions = phase.collisions
             row[f"{phase.name}_collision_share"], row[f"{phase.name}_excess"] = collisions.share, collisions.excess
-            row[f"{phase.name}_core_links_used"] = members_used(fabric, phase.load, Tier.SPINE_CORE)
+            row[f"{phase.name}_core_links_used"] = members_used(fabric, phase.load, fabric.core_tier)
         row["excess"] = max((phase.collisions.excess for phase in step.phases), default=0.0)
         rows.append(row)
         if progress:
@@ -163,14 +166,16 @@ def offset_vectors(name: HashName, seed: int, drawn: int = 2) -> list[tuple[int,
     return [usual_offsets(name), (0,) * len(Stage), *others]
 
 
-def members_used(fabric: Clos, load: Load, tier: Tier) -> float:
-    """Links that carry flows, of all links of the tier's groups that do; far below 1 at load, the hash polarises."""
-    design = fabric.design
-    width = design.tor_uplinks if tier in (Tier.TOR_SPINE, Tier.SPINE_TOR) else design.spine_uplinks
-    if not width:
+def members_used(fabric: Fabric, load: Load, tier: int | None) -> float:
+    """Links that carry flows, of all uplinks of switches that send any over this tier; 0 without such links.
+
+    Far below 1 at load, the hash polarises.
+    """
+    if tier is None:
         return 0.0
-    used = (load.link_bps[fabric.tier_links(tier)] > 0).reshape(-1, width)
-    groups = used[used.any(axis=1)]
+    links = fabric.tier_links(tier)
+    used, switch = load.link_bps[links] > 0, fabric.link_src[links]
+    groups = used[np.isin(switch, switch[used])]
     return float(groups.mean()) if groups.size else 0.0
 
 

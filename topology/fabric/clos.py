@@ -8,9 +8,11 @@ flow takes (routing), and links inside a server.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,10 @@ from numpy.typing import NDArray
 from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from topology.fabric.design import Design, plan
+from topology.fabric.interface import Bools, Floats, PartKind
+
+if TYPE_CHECKING:
+    from topology.ecmp.hashing import Ecmp
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +46,18 @@ class Tier(IntEnum):
         return self.name.lower().replace("_", "-")
 
 
+# Tiers whose links a hash chooses.
+HASHED_TIERS = (Tier.TOR_SPINE, Tier.SPINE_CORE, Tier.CORE_SPINE, Tier.SPINE_TOR)
+_CABLES: dict[PartKind, tuple[Tier, Tier]] = {
+    "nic-link": (Tier.NIC_TOR, Tier.TOR_NIC),
+    "tor-link": (Tier.TOR_SPINE, Tier.SPINE_TOR),
+    "core-link": (Tier.SPINE_CORE, Tier.CORE_SPINE),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Clos:
-    """A fabric. Arrays over links are indexed by link id; `link_src` and `link_dst` hold node ids.
+    """A planned fabric, a `Fabric`. Arrays over links are indexed by link id; `link_src` and `link_dst` hold node ids.
 
     NIC n of server s is node s * nics_per_server + n; ToRs, spines and core switches follow. ToRs count by set, then
     rail; spines by pod, then plane; core switches by plane; in a rail-only network all of them by rail first. The
@@ -52,7 +67,7 @@ class Clos:
     design: Design
     link_src: Ints
     link_dst: Ints
-    link_bps: NDArray[np.float64]
+    link_bps: Floats
     link_tier: NDArray[np.int8]
     tier_start: Ints
 
@@ -111,11 +126,88 @@ class Clos:
         share = 0.5 if servers == 1 else servers // 2 / servers
         return self.tier_bps(Tier.NIC_TOR) * share
 
-    def tier_links(self, tier: Tier) -> slice:
+    @property
+    def num_nics(self) -> int:
+        return self.design.num_nics
+
+    @property
+    def num_servers(self) -> int:
+        return self.design.num_servers
+
+    @property
+    def nics_per_server(self) -> int:
+        return self.design.nics_per_server
+
+    @property
+    def tier_labels(self) -> list[str]:
+        return [tier.label for tier in Tier]
+
+    @property
+    def nic_tiers(self) -> tuple[Tier, ...]:
+        return Tier.NIC_TOR, Tier.TOR_NIC
+
+    @property
+    def hashed_tiers(self) -> tuple[Tier, ...]:
+        return HASHED_TIERS
+
+    @property
+    def core_tier(self) -> Tier:
+        return Tier.SPINE_CORE
+
+    @property
+    def cable_links(self) -> list[slice | Ints]:
+        """The upward links, tier by tier."""
+        return [self.tier_links(tier) for tier in (Tier.NIC_TOR, Tier.TOR_SPINE, Tier.SPINE_CORE)]
+
+    def tier_links(self, tier: int) -> slice:
         """The links of one tier."""
         return slice(int(self.tier_start[tier]), int(self.tier_start[tier + 1]))
 
-    def tier_bps(self, tier: Tier) -> float:
+    def links_on(self, paths: Ints, tiers: Sequence[int]) -> Ints:
+        """The columns of these tiers: `route` gives every tier its own."""
+        return paths[..., list(tiers)]
+
+    @property
+    def nics(self) -> Ints:
+        return np.arange(self.design.num_nics, dtype=np.int64)
+
+    @cached_property
+    def nic_bps(self) -> Floats:
+        return np.full(self.design.num_nics, self.design.nic_bps, dtype=np.float64)
+
+    @property
+    def rail_of(self) -> Ints:
+        return np.arange(self.design.nics_per_server, dtype=np.int64) % self.design.rails
+
+    def nic_nodes(self, nic: Ints) -> Ints:
+        """The NICs themselves: nodes begin with them."""
+        return nic
+
+    def nic_name(self, nic: int) -> str:
+        return nic_name(nic, self.design.nics_per_server)
+
+    @property
+    def full_servers(self) -> Bools:
+        return np.ones(self.design.num_servers, dtype=np.bool_)
+
+    @cached_property
+    def tor_set(self) -> Ints:
+        return np.arange(self.design.num_servers, dtype=np.int64) // self.design.servers_per_tor_set
+
+    @cached_property
+    def pod(self) -> Ints:
+        """Pod of each server, in each of the networks."""
+        return self.tor_set // self.design.tor_sets_per_pod
+
+    @property
+    def tor_set_width(self) -> int:
+        return self.design.servers_per_tor_set
+
+    @property
+    def set_distance(self) -> Floats:
+        return np.empty((2, 0, 0))
+
+    def tier_bps(self, tier: int) -> float:
         """Capacity of one tier, all its links together."""
         return float(self.link_bps[self.tier_links(tier)].sum())
 
@@ -169,6 +261,63 @@ class Clos:
         # Each level at which the ends differ (NIC, ToR, pod) costs a link up and one down.
         turns = (src_nic != dst_nic).astype(np.int64) + (src_tor != dst_tor)
         return np.asarray(2 * joined * (turns + (src_pod != dst_pod)))
+
+    def leaves_pod(self, src_nic: Ints, dst_nic: Ints) -> Bools:
+        """Whether the path goes through the core."""
+        return np.asarray(self.hops(src_nic, dst_nic) == len(Tier))
+
+    def route(self, src_nic: Ints, dst_nic: Ints, ecmp: Ecmp, alive: Bools | None = None) -> tuple[Ints, Bools]:
+        """Paths as `Fabric.route` gives them: column t is the flow's link of `Tier` t."""
+        # Imported on use: both modules compute with this one.
+        from topology.ecmp.routing import route
+        from topology.failures.survivors import route_around
+
+        if alive is None or alive.all():
+            return route(self, src_nic, dst_nic, ecmp), np.ones(len(src_nic), dtype=np.bool_)
+        return route_around(self, src_nic, dst_nic, ecmp, alive)
+
+    def unreachable_pairs(self, alive: Bools) -> tuple[int, int]:
+        """Ordered pairs of NICs of different servers with no path, and all that the whole fabric joins."""
+        from topology.failures.survivors import unreachable_pairs
+
+        return unreachable_pairs(self, alive)
+
+    def count(self, kind: PartKind) -> int:
+        """Return the number of parts of a kind."""
+        design = self.design
+        if kind in _CABLES:
+            return self._count_links(_CABLES[kind][0])
+        counts: dict[PartKind, int] = {
+            "optic-down": int(_filled_ports(self).sum()),
+            "optic-up": design.num_tors * design.tor_ports_up,
+            "tor": design.num_tors,
+            "spine": design.num_spines,
+            "core": design.num_cores,
+            "rail": design.rails,
+            "peer-link": 0,
+        }
+        return counts[kind]
+
+    def part_links(self, kind: PartKind, number: int) -> Ints:
+        """Directed links that die with a part; an optic is one port of a ToR, with every lane of it."""
+        if kind == "optic-down":
+            return self._cables("nic-link", _port_nics(self, number))
+        if kind == "optic-up":
+            return self._cables("tor-link", _port_uplinks(self, number))
+        if kind in _CABLES:
+            return self._cables(kind, np.array([number]))
+        if kind == "rail":
+            nodes = self.tor_nodes(self.tors_of_rail(number))
+        else:
+            by_kind = {"tor": self.tor_nodes, "spine": self.spine_nodes, "core": self.core_nodes}
+            nodes = by_kind[kind](np.array([number]))
+        dead = np.zeros(self.num_nodes, dtype=np.bool_)
+        dead[nodes] = True
+        return np.flatnonzero(dead[self.link_src] | dead[self.link_dst])
+
+    def part_name(self, _kind: PartKind, _number: int, /) -> str:
+        """Empty: its kind and number are what a part of a plan is known by."""
+        return ""
 
     def tor_nodes(self, tor: Ints) -> Ints:
         return tor + self.design.num_nics
@@ -236,12 +385,22 @@ class Clos:
             "bisection_bps": self.bisection_bps,
         }
 
+    def _cables(self, kind: PartKind, index: Ints) -> Ints:
+        """Both links of the cables at these places of their tier."""
+        return np.concatenate([index + int(self.tier_start[tier]) for tier in _CABLES[kind]])
+
     def _count_links(self, tier: Tier | None) -> int:
         return 0 if tier is None else int(self.tier_start[tier + 1] - self.tier_start[tier])
 
     def _link_rate(self, tier: Tier | None) -> float:
         # A tier has one rate, so its first link stands for all; in two tiers the core's tiers have no first link.
         return 0.0 if tier is None or not self._count_links(tier) else float(self.link_bps[self.tier_start[tier]])
+
+
+def nic_name(nic: int, nics_per_server: int) -> str:
+    """`srv0007/nic3`."""
+    server, local = divmod(nic, nics_per_server)
+    return f"srv{server:04d}/nic{local}"
 
 
 def _first_spine(design: Design) -> int:
@@ -269,6 +428,28 @@ def _core_of(design: Design, spine: Ints, core: Ints) -> Ints:
     # switches, so its planes count on.
     plane = network * design.spines_per_pod + spine % design.spines_per_pod
     return np.asarray(plane * design.cores_per_plane + core)
+
+
+def _filled_ports(fabric: Clos) -> Ints:
+    """Downlink ports of each ToR that have a NIC: fewer where its ToR set is partly filled."""
+    nics = np.bincount(fabric.tor_of(np.arange(fabric.design.num_nics)), minlength=fabric.design.num_tors)
+    return -(-nics // fabric.design.lanes_per_port)
+
+
+def _port_nics(fabric: Clos, port: int) -> Ints:
+    """NICs on one of all filled downlink ports, ToR after ToR: filled in order of server, then of the NIC in it."""
+    design, ends = fabric.design, np.cumsum(_filled_ports(fabric))
+    tor = int(np.searchsorted(ends, port, side="right"))
+    inside = port - (int(ends[tor - 1]) if tor else 0)
+    nics = np.flatnonzero(fabric.tor_of(np.arange(design.num_nics)) == tor)
+    return nics[inside * design.lanes_per_port : (inside + 1) * design.lanes_per_port]
+
+
+def _port_uplinks(fabric: Clos, port: int) -> Ints:
+    """Uplinks on an uplink port: one with the split, as many as there are lanes without."""
+    design = fabric.design
+    links = design.tor_uplinks // design.tor_ports_up
+    return port * links + np.arange(links)
 
 
 def _nic_links(design: Design) -> tuple[Ints, Ints]:

@@ -115,6 +115,10 @@ class Graph:
         """The addresses of nodes, as `Clos.address_of` gives them of NICs."""
         return np.asarray(self.addresses[node])
 
+    def nic_nodes(self, nic: Ints) -> Ints:
+        """The nodes themselves, by which flows over a graph name their hosts."""
+        return nic
+
     def link_name(self, link: int) -> str:
         """`leaf1:Ethernet0 -> spine2:Ethernet8`; ports only where they are known."""
         cable = link % self.num_cables

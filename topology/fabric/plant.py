@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from netlayer.config.tree import ClusterConfig
-from topology.fabric.clos import Clos, Ints, Tier
+from topology.fabric.clos import Clos, Ints, Tier, nic_name
 from topology.fabric.graph import Graph
+
+__all__ = ["LATENCY_NS", "Plant", "nic_name", "ports"]
 
 # Propagation and forwarding of one link where nothing is known: what HPCC and htsim take.
 LATENCY_NS = 1000.0
@@ -81,12 +83,6 @@ class Plant:
             for plane in range(design.spines_per_pod):
                 cores += [f"{prefix}core-{plane:02d}-{core}" for core in range(design.cores_per_plane)]
         return [*nics, *tors, *spines, *cores]
-
-
-def nic_name(nic: int, nics_per_server: int) -> str:
-    """`srv0007/nic3`."""
-    server, local = divmod(nic, nics_per_server)
-    return f"srv{server:04d}/nic{local}"
 
 
 def ports(fabric: Clos) -> tuple[list[str], list[str]]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from netlayer.config.tree import ClusterConfig, ParallelConfig
 from netlayer.errors import ConfigError
-from topology.fabric.clos import Clos, Ints
+from topology.fabric.interface import Fabric, Ints
 from topology.traffic.job import Flows
 
 StrategyName = Literal["given", "random", "packed", "paper", "pipeline-first"]
@@ -41,9 +41,18 @@ class Placement:
         src, dst = (self._moved(nic, nics_per_server) for nic in (flows.src_nic, flows.dst_nic))
         return dataclasses.replace(flows, src_nic=src, dst_nic=dst)
 
-    def write_csv(self, path: Path, gpus_per_server: int) -> None:
-        """`rank,server`, a line a rank: what `read_csv` reads, and what a launcher's host list is made from."""
+    def write_csv(self, path: Path, gpus_per_server: int, names: Sequence[str] | None = None) -> None:
+        """`rank,server`, a line a rank: what `read_csv` reads, and what a launcher's host list is made from.
+
+        With the servers' `names` also `host`.
+        """
         ranks = np.arange(len(self.server) * gpus_per_server)
+        if names is not None:
+            servers = self.server.repeat(gpus_per_server).tolist()
+            rows = [(rank, server, names[server]) for rank, server in enumerate(servers)]
+            with path.open("w", newline="", encoding="utf-8") as file:
+                csv.writer(file, lineterminator="\n").writerows([(*_COLUMNS, "host"), *rows])
+            return
         table = np.column_stack([ranks, self.server.repeat(gpus_per_server)])
         np.savetxt(path, table, fmt="%d", delimiter=",", header=",".join(_COLUMNS), comments="")
 
@@ -80,7 +89,12 @@ def usable_servers(num_servers: int, *lost: Sequence[int]) -> NDArray[np.bool_]:
 
 
 def place_slots(
-    strategy: StrategyName, fabric: Clos, parallel: ParallelConfig, slots: int, usable: NDArray[np.bool_], seed: int = 0
+    strategy: StrategyName,
+    fabric: Fabric,
+    parallel: ParallelConfig,
+    slots: int,
+    usable: NDArray[np.bool_],
+    seed: int = 0,
 ) -> Placement:
     """One placement of `slots` slots on the usable servers.
 
@@ -164,27 +178,26 @@ def group_slots(parallel: ParallelConfig, slots: int) -> int:
     return slots // parallel.pp if slots % parallel.pp == 0 else slots
 
 
-def _by_room(fabric: Clos, usable: NDArray[np.bool_]) -> Ints:
+def _by_room(fabric: Fabric, usable: NDArray[np.bool_]) -> Ints:
     """Usable servers, ToR set after ToR set, those with most usable servers first."""
     servers = np.flatnonzero(usable)
-    tor_set = servers // fabric.design.servers_per_tor_set
-    room = np.bincount(tor_set, minlength=fabric.design.num_tor_sets)
+    tor_set = fabric.tor_set[servers]
+    room = np.bincount(tor_set)
     return servers[np.lexsort((servers, tor_set, -room[tor_set]))]
 
 
-def _blocks(fabric: Clos, block: int, slots: int, usable: NDArray[np.bool_]) -> Ints:
+def _blocks(fabric: Fabric, block: int, slots: int, usable: NDArray[np.bool_]) -> Ints:
     """Put each block of slots into the tightest pod that holds it whole, else into the roomiest; ToR sets alike."""
-    design = fabric.design
     free = usable.copy()
-    tor_set = np.arange(design.num_servers) // design.servers_per_tor_set
-    pod = tor_set // design.tor_sets_per_pod
+    tor_set, pod = fabric.tor_set, fabric.pod
+    num_sets, num_pods = int(tor_set.max()) + 1, int(pod.max()) + 1
     placed: list[Ints] = []
     for first in range(0, slots, block):
         remaining = min(block, slots - first)
         while remaining:
-            home = _best_fit(np.bincount(pod[free], minlength=design.num_pods), remaining)
+            home = _best_fit(np.bincount(pod[free], minlength=num_pods), remaining)
             while remaining and (free & (pod == home)).any():
-                room = np.bincount(tor_set[free & (pod == home)], minlength=design.num_tor_sets)
+                room = np.bincount(tor_set[free & (pod == home)], minlength=num_sets)
                 servers = np.flatnonzero(free & (tor_set == _best_fit(room, remaining)))[:remaining]
                 free[servers] = False
                 placed.append(servers)

@@ -1,10 +1,11 @@
 """An optimiser that improves a placement by moving slots: local search over swaps, bounded in moves and time.
 
 The cost is bytes times links above the NIC's own two (0 under one ToR, 2 inside a pod, 4 through the core), summed over
-the step's flows: the bytes' mean hops, but for a constant. A move takes one slot to another usable server, whose slot
-(if any) takes its place; half of the targets are drawn under the ToR set of a slot that it talks to. A slot away from
-the server where it began weighs as much as a hundredth of a slot's mean cost, so that a rank leaves its place for a
-gain alone, and the cost never rises. Not covered: collisions, which a hash decides after placement.
+the step's flows: the bytes' mean hops, but for a constant. Where ToR sets are not so equally far apart the search goes
+by their mean distances, and what is reported by every flow's own. A move takes one slot to another usable server, whose
+slot (if any) takes its place; half of the targets are drawn under the ToR set of a slot that it talks to. A slot away
+from the server where it began weighs as much as a hundredth of a slot's mean cost, so that a rank leaves its place for
+a gain alone, and the cost never rises. Not covered: collisions, which a hash decides after placement.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from topology.fabric.clos import Clos, Ints
+from topology.fabric.interface import Fabric, Ints
 from topology.placement.strategies import Placement, check_room, move_off_unusable
 from topology.traffic.job import Flows
 
@@ -80,7 +81,7 @@ class Improved:
 
 
 def improve(
-    fabric: Clos,
+    fabric: Fabric,
     flows: Flows,
     placement: Placement,
     usable: NDArray[np.bool_],
@@ -109,18 +110,20 @@ def improve(
     """
     check_room(len(placement.server), usable)
     beyond = max(int(nic.max(initial=-1)) for nic in (flows.src_nic, flows.dst_nic))
-    if beyond >= len(placement.server) * fabric.design.nics_per_server:
+    if beyond >= len(placement.server) * fabric.nics_per_server:
         raise ValueError(f"flows reach NIC {beyond}: the placement has {len(placement.server)} slots")
     server = move_off_unusable(placement.server, usable)
-    near = neighbours(flows, len(server), fabric.design.nics_per_server, fabric.design.rails)
-    tor_set = np.arange(fabric.design.num_servers, dtype=np.int64) // fabric.design.servers_per_tor_set
-    pod = tor_set // fabric.design.tor_sets_per_pod
-    slot_of = np.full(fabric.design.num_servers, _FREE, dtype=np.int64)
+    near = neighbours(flows, len(server), fabric.rail_of)
+    slot_of = np.full(fabric.num_servers, _FREE, dtype=np.int64)
     slot_of[server] = np.arange(len(server))
-    graph = (near.start, near.slot, near.rail_bytes, near.cross_bytes)
+    # Where servers stand, and the traffic between slots, as the compiled loops take them.
+    where = (fabric.tor_set, fabric.pod, fabric.set_distance)
+    graph = (*where, near.start, near.slot, near.rail_bytes, near.cross_bytes)
+    set_servers = np.argsort(fabric.tor_set, kind="stable")
+    set_start = np.searchsorted(fabric.tor_set[set_servers], np.arange(int(fabric.tor_set.max()) + 2))
     # A slot that must move is away from its place wherever it goes.
     home = np.where(usable[placement.server], placement.server, _FREE)
-    before = cost = _total(server, tor_set, pod, *graph)
+    before = cost = _total(server, *graph)
     move_cost = _MOVE_SHARE * before / len(server)
     tried = num_taken = idle = 0
     until, cut_short = time.monotonic() + max_seconds, False
@@ -129,37 +132,42 @@ def improve(
         if cut_short:
             break
         moves = min(_CHUNK, max_moves - tried)
-        width = fabric.design.servers_per_tor_set
+        width, seed_now = fabric.tor_set_width, (seed + tried) & 0xFFFF_FFFF
         accepted, gain = _search(
-            server, slot_of, home, move_cost, usable, tor_set, pod, *graph, width, moves, (seed + tried) & 0xFFFF_FFFF
+            server, slot_of, home, move_cost, usable, *graph, set_start, set_servers, width, moves, seed_now
         )
         tried, num_taken, cost = tried + moves, num_taken + accepted, cost - gain
         idle = idle + 1 if gain <= 1e-9 * before else 0
         if progress:
             progress(tried, max_moves, f"cost {cost / (before or 1.0):.1%} of the start")
-    after = _total(server, tor_set, pod, *graph)
+    after = _total(server, *graph)
+    if fabric.set_distance.size:
+        start = move_off_unusable(placement.server, usable)
+        before, after = (placement_cost(fabric, flows, Placement("", one)) for one in (start, server))
+        if after > before:  # means say nothing of single flows
+            server, after = start, before
     moved = int((server != placement.server).sum())
     return Improved(Placement("optimised", server), before, after, moved, cut_short, tried, num_taken)
 
 
-def cheapest(fabric: Clos, flows: Flows, placements: Sequence[Placement]) -> Placement:
+def cheapest(fabric: Fabric, flows: Flows, placements: Sequence[Placement]) -> Placement:
     """The placement with the least of `OBJECTIVE`, the first of equals; `flows` are between slots."""
     costs = [placement_cost(fabric, flows, placement) for placement in placements]
     return next(one for one, cost in zip(placements, costs, strict=True) if cost <= min(costs) * (1 + 1e-9))
 
 
-def placement_cost(fabric: Clos, flows: Flows, placement: Placement) -> float:
+def placement_cost(fabric: Fabric, flows: Flows, placement: Placement) -> float:
     """`OBJECTIVE` of the placed flows."""
-    placed = placement.apply(flows, fabric.design.nics_per_server)
+    placed = placement.apply(flows, fabric.nics_per_server)
     above = np.maximum(fabric.hops(placed.src_nic, placed.dst_nic) - 2, 0)
     return float((placed.num_bytes * above).sum())
 
 
-def neighbours(flows: Flows, slots: int, nics_per_server: int, rails: int) -> Neighbours:
-    """The flows' bytes between slots as a sparse symmetric matrix."""
-    ends = [np.divmod(nic, nics_per_server) for nic in (flows.src_nic, flows.dst_nic)]
+def neighbours(flows: Flows, slots: int, rail_of: Ints) -> Neighbours:
+    """The flows' bytes between slots as a sparse symmetric matrix; `rail_of` is of each NIC of a server."""
+    ends = [np.divmod(nic, len(rail_of)) for nic in (flows.src_nic, flows.dst_nic)]
     (src, src_local), (dst, dst_local) = ends
-    crosses = src_local % rails != dst_local % rails
+    crosses = rail_of[src_local] != rail_of[dst_local]
     keys = np.concatenate([src * slots + dst, dst * slots + src])
     cells, where = np.unique(keys, return_inverse=True)
     both = np.concatenate([flows.num_bytes, flows.num_bytes])
@@ -178,8 +186,11 @@ def _sums(where: Ints, amounts: Floats, size: int) -> Floats:
 
 
 @numba.njit(cache=True)
-def _links(a: int, b: int, tor_set: Ints, pod: Ints, rail_bytes: float, cross_bytes: float) -> float:
+def _links(a: int, b: int, tor_set: Ints, pod: Ints, distance: Floats, rail_bytes: float, cross_bytes: float) -> float:
     """Bytes x links above the NICs between two servers."""
+    if distance.shape[1]:  # no pods: each pair of ToR sets has its own
+        rail, cross = distance[0, tor_set[a], tor_set[b]], distance[1, tor_set[a], tor_set[b]]
+        return float(rail * rail_bytes + cross * cross_bytes)
     if pod[a] != pod[b]:
         return 4.0 * (rail_bytes + cross_bytes)
     if tor_set[a] != tor_set[b]:
@@ -196,6 +207,7 @@ def _slot_cost(
     server: Ints,
     tor_set: Ints,
     pod: Ints,
+    distance: Floats,
     start: Ints,
     slot: Ints,
     rail_bytes: Floats,
@@ -206,7 +218,7 @@ def _slot_cost(
     for edge in range(start[moved], start[moved + 1]):
         to = slot[edge]
         there = other_at if to == other else server[to]
-        cost += _links(at, there, tor_set, pod, rail_bytes[edge], cross_bytes[edge])
+        cost += _links(at, there, tor_set, pod, distance, rail_bytes[edge], cross_bytes[edge])
     return cost
 
 
@@ -219,10 +231,13 @@ def _search(
     usable: NDArray[np.bool_],
     tor_set: Ints,
     pod: Ints,
+    distance: Floats,
     start: Ints,
     slot: Ints,
     rail_bytes: Floats,
     cross_bytes: Floats,
+    set_start: Ints,
+    set_servers: Ints,
     set_width: int,
     moves: int,
     seed: int,
@@ -240,18 +255,25 @@ def _search(
         degree = start[moved + 1] - start[moved]
         if degree and np.random.random() < 0.5:
             friend = server[slot[start[moved] + np.random.randint(degree)]]
-            there = tor_set[friend] * set_width + np.random.randint(set_width)
+            place = set_start[tor_set[friend]] + np.random.randint(set_width)
+            if place >= set_start[tor_set[friend] + 1]:
+                continue  # a set that is partly filled
+            there = set_servers[place]
         else:
             there = np.random.randint(len(slot_of))
-        if there >= len(slot_of) or there == here or not usable[there]:
+        if there == here or not usable[there]:
             continue
         other = slot_of[there]
-        now = _slot_cost(here, moved, other, there, server, tor_set, pod, *graph) + move_cost * (here != home[moved])
-        then = _slot_cost(there, moved, other, here, server, tor_set, pod, *graph) + move_cost * (there != home[moved])
+        now = _slot_cost(here, moved, other, there, server, tor_set, pod, distance, *graph) + move_cost * (
+            here != home[moved]
+        )
+        then = _slot_cost(there, moved, other, here, server, tor_set, pod, distance, *graph) + move_cost * (
+            there != home[moved]
+        )
         if other >= 0:
-            now += _slot_cost(there, other, moved, here, server, tor_set, pod, *graph)
+            now += _slot_cost(there, other, moved, here, server, tor_set, pod, distance, *graph)
             now += move_cost * (there != home[other])
-            then += _slot_cost(here, other, moved, there, server, tor_set, pod, *graph)
+            then += _slot_cost(here, other, moved, there, server, tor_set, pod, distance, *graph)
             then += move_cost * (here != home[other])
         if then <= now:
             server[moved], slot_of[there], slot_of[here] = there, moved, other
@@ -264,12 +286,19 @@ def _search(
 
 @numba.njit(cache=True)
 def _total(
-    server: Ints, tor_set: Ints, pod: Ints, start: Ints, slot: Ints, rail_bytes: Floats, cross_bytes: Floats
+    server: Ints,
+    tor_set: Ints,
+    pod: Ints,
+    distance: Floats,
+    start: Ints,
+    slot: Ints,
+    rail_bytes: Floats,
+    cross_bytes: Floats,
 ) -> float:
     """Return the cost of the whole placement; each pair is in the matrix twice."""
     cost = 0.0
     for index in range(len(server)):
         for edge in range(start[index], start[index + 1]):
             there = server[slot[edge]]
-            cost += _links(server[index], there, tor_set, pod, rail_bytes[edge], cross_bytes[edge])
+            cost += _links(server[index], there, tor_set, pod, distance, rail_bytes[edge], cross_bytes[edge])
     return cost / 2

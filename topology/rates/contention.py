@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topology.ecmp.load import ECMP_TIERS, Load
+from topology.ecmp.load import Load
 from topology.ecmp.routing import NO_LINK
 from topology.fabric.clos import Clos, Ints, Tier
+from topology.fabric.interface import Fabric
 from topology.rates.kernels import most_crowded
 from topology.rates.max_min import Rates, completion_bound_s, completion_s, flows_on_links, max_min
 from topology.traffic.job import Flows
 
 Floats = NDArray[np.float64]
 
-_NIC_TIERS = (Tier.NIC_TOR, Tier.TOR_NIC)
 _SHOWN_FLOWS = 32  # of a link, so that a row stays short where thousands share it; `flows` counts all
 
 
@@ -40,10 +40,15 @@ class Contention:
         """Uncongested rate over rate, a flow."""
         return self.free.flow_bps / self.rates.flow_bps
 
-    def slowdowns(self, tiers: Sequence[Tier] = ECMP_TIERS) -> tuple[float, float]:
-        """Mean and worst slowdown of the flows that cross one of these tiers; (1, 1) where none does."""
+    def slowdowns(self, tiers: Sequence[int] | None = None) -> tuple[float, float]:
+        """Mean and worst slowdown of the flows that cross one of these tiers, by default of all that a hash chooses.
+
+        (1, 1) where none does.
+        """
         # Flows under one ToR meet no hash: counted in, they would make it look better than it is.
-        crosses = (self.loaded.paths[:, list(tiers)] != NO_LINK).any(axis=1)
+        fabric = self.loaded.fabric
+        tiers = fabric.hashed_tiers if tiers is None else tiers
+        crosses = (fabric.links_on(self.loaded.paths, tiers) != NO_LINK).any(axis=1)
         slowdown = self.slowdown[crosses]
         return (float(slowdown.mean()), float(slowdown.max())) if len(slowdown) else (1.0, 1.0)
 
@@ -62,7 +67,7 @@ class Contention:
         fabric = self.loaded.fabric
         num_held_back = np.bincount(self.rates.bottleneck, minlength=fabric.num_links)
         # What a NIC holds back would be held back in any fabric: that is its uncongested rate, and no link to blame.
-        for tier in _NIC_TIERS:
+        for tier in fabric.nic_tiers:
             num_held_back[fabric.tier_links(tier)] = 0
         # Stable: of links that are equally bad the lowest id comes first, in every run.
         order = np.argsort(-num_held_back, kind="stable")[:most]
@@ -76,7 +81,7 @@ class Contention:
             "link": link,
             # A sprayed group's first link stands for all with the capacity of all, so the quotient is their number.
             "links": round(float(self.loaded.capacity_bps[link] / fabric.link_bps[link])),
-            "tier": Tier(int(fabric.link_tier[link])).label,
+            "tier": fabric.tier_labels[int(fabric.link_tier[link])],
             "src_node": int(fabric.link_src[link]),
             "dst_node": int(fabric.link_dst[link]),
             "flows": len(flows),
@@ -133,9 +138,9 @@ def contend(loaded: Load, free: Rates | None = None) -> Contention:
     return Contention(loaded, rates, free or uncongested(loaded.fabric, loaded.paths))
 
 
-def uncongested(fabric: Clos, paths: Ints) -> Rates:
+def uncongested(fabric: Fabric, paths: Ints) -> Rates:
     """The rates that flows would have over a fabric whose NICs alone bound them."""
-    return max_min(paths[:, list(_NIC_TIERS)], fabric.link_bps)
+    return max_min(fabric.links_on(paths, fabric.nic_tiers), fabric.link_bps)
 
 
 def _nic_rates(fabric: Clos, flows: Flows) -> Rates:

@@ -7,7 +7,7 @@ measured.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,18 @@ from netlayer.progress import Stages
 from topology.ecmp.compare import check_crossed, traffic_flows
 from topology.ecmp.distribution import Distribution
 from topology.ecmp.hashing import Ecmp, HashName
-from topology.ecmp.load import Load, load
+from topology.ecmp.load import Load, place
 from topology.ecmp.search import plan_ports, plan_summary, search_knobs
 from topology.ecmp.split_verdict import Claim, claims, closed_form, ratios, simulated
 from topology.fabric.clos import Clos, Tier
+from topology.fabric.imported import ImportedFabric
+from topology.fabric.interface import Fabric
 from topology.failures.faults import KINDS, Failure, FailureKind, count, random_failures, single_failures
-from topology.placement.strategies import STRATEGIES, Placement, num_slots, place_slots, usable_servers
+from topology.placement.strategies import STRATEGIES, Placement, num_slots, place_slots
 from topology.placement.swaps import improve
 from topology.single_run import RunRequest, run_once
-from topology.sweep import cases, run_sweep, worst
-from topology.traffic.job import headers, permutation
+from topology.sweep import Subject, cases, run_sweep, worst
+from topology.traffic.job import Flows, headers, permutation
 from topology.traffic.step import placement_row, slot_flows
 
 Row = dict[str, Any]
@@ -50,10 +52,14 @@ TOGETHER: tuple[tuple[FailureKind, tuple[int, ...]], ...] = (
 class Findings:
     """All rows of one report, and the loads that its pictures show.
 
-    `config_options` are the options that name the configuration: `--config FILE --set A.B=VALUE`.
+    `config_options` are the options that name the configuration: `--config FILE --set A.B=VALUE --fabric FILE`. Of an
+    imported fabric `fabrics`, `by_load`, `ratios` and `claims` are empty, and without a job `config` is None and
+    `placements` empty.
     """
 
-    config: Config
+    name: str
+    fabric: Fabric
+    config: Config | None
     seed: int
     seeds: int
     config_options: tuple[str, ...]
@@ -71,14 +77,18 @@ class Findings:
     knobs: list[Row]
 
     @property
-    def fabric(self) -> Clos:
-        """Fabric as configured."""
-        return self.fabrics[self.config.cluster.aoc_split]
+    def clos(self) -> Clos | None:
+        """The fabric if it was planned, None if it is imported."""
+        return self.fabric if isinstance(self.fabric, Clos) else None
 
     @property
     def split_has_effect(self) -> bool:
         """Whether any share on ToR uplinks differs with the split, at any load."""
         return any(claim.has_effect for claim in self.claims)
+
+    def repeat(self) -> str:
+        """Return the command line of the whole report."""
+        return self.command("report", "--seeds", self.seeds)
 
     def command(self, name: str, *options: object) -> str:
         """Return the command line that repeats a figure: `netlayer topology place --seed 0 --config FILE`."""
@@ -89,7 +99,7 @@ class Findings:
 def find(
     config: Config, seed: int, seeds: int, config_options: Sequence[str], stages: Stages, **workers: Any
 ) -> Findings:
-    """Run all of it.
+    """Run all of it on a cluster's fabric.
 
     Args:
         config: cluster and job.
@@ -114,23 +124,9 @@ def find(
     # The first to call the kernels of rates: an interruption that lands while numba loads them may end in a fault.
     with stages.open("loads"), held_interrupt():
         runs = {name: run_once(RunRequest(config, HASH, name, seed)) for name in TRAFFICS}
-    with stages.open("placement") as bar:
-        placements = _placements(config, fabric, seed, bar)
-    with stages.open("failures") as bar:
-        points = cases(seed_range, ["given"], _failures(fabric, seed), HASH)
-        failures = run_sweep(config, points, progress=bar, **workers)
-    with stages.open("cures") as bar:
-        cures = _cures(config, fabric, seed)
-        rank_order = place_slots("given", fabric, config.job.parallel, *_room(config), seed)
-        knobs = search_knobs(
-            fabric,
-            lambda qps: slot_flows(config.job, cluster, qps),
-            rank_order,
-            HASH,
-            seeds=range(seed, seed + KNOB_SEEDS),
-            progress=bar,
-        )
     return Findings(
+        name=cluster.name,
+        fabric=fabric,
         config=config,
         seed=seed,
         seeds=seeds,
@@ -142,12 +138,86 @@ def find(
         link_use=counted.link_rows(),
         tor_collisions=counted.tor_rows(),
         loads={name: run.loaded for name, run in runs.items() if len(run.flows)},
-        placements=placements,
-        failures=failures,
-        worst=worst_by_number(failures),
-        cures=cures,
-        knobs=knobs,
+        **_costs(Subject.of(config), fabric, config, seed, seed_range, stages, workers),
     )
+
+
+def find_imported(
+    fabric: ImportedFabric,
+    config: Config | None,
+    subject: Subject,
+    seed: int,
+    seeds: int,
+    config_options: Sequence[str],
+    stages: Stages,
+    **workers: Any,
+) -> Findings:
+    """Run what an imported fabric has: all but the ToR split, and without a job without placements.
+
+    Args:
+        fabric, config, subject: as `commands.fabrics.World` has them.
+        seed, seeds, config_options, stages, workers: as for `find`.
+
+    Raises:
+        ConfigError: a flow has no path.
+    """
+    seed_range = range(seed, seed + seeds)
+    with stages.open("loads"), held_interrupt():
+        counted = _distribution({True: fabric}, seed_range)
+        flows = {name: traffic_flows(config, fabric, name, seed) for name in _traffics(config)}
+        loads = {name: _loaded(fabric, one, seed) for name, one in flows.items() if len(one)}
+    return Findings(
+        name=config.cluster.name if config else "imported",
+        fabric=fabric,
+        config=config,
+        seed=seed,
+        seeds=seeds,
+        config_options=tuple(config_options),
+        fabrics={},
+        by_load=[],
+        ratios=[],
+        claims=[],
+        link_use=counted.link_rows(),
+        tor_collisions=counted.tor_rows(),
+        loads=loads,
+        **_costs(subject, fabric, config, seed, seed_range, stages, workers),
+    )
+
+
+def _costs(
+    subject: Subject,
+    fabric: Fabric,
+    config: Config | None,
+    seed: int,
+    seeds: range,
+    stages: Stages,
+    workers: dict[str, Any],
+) -> dict[str, list[Row]]:
+    """Rows of placements, failures and cures."""
+    placements: list[Row] = []
+    if config is not None:
+        with stages.open("placement") as bar:
+            placements = _placements(config, fabric, seed, bar)
+    with stages.open("failures") as bar:
+        points = cases(seeds, ["given"], _failures(fabric, seed), HASH)
+        failures = run_sweep(subject, points, progress=bar, **workers)
+    with stages.open("cures") as bar:
+        cures = _cures(config, fabric, seed)
+        knobs = search_knobs(
+            fabric,
+            lambda qps: slot_flows(config.job, config.cluster, qps) if config else permutation(fabric, seed, qps),
+            place_slots("given", fabric, config.job.parallel, *_room(config, fabric), seed) if config else None,
+            HASH,
+            seeds=range(seed, seed + KNOB_SEEDS),
+            progress=bar,
+        )
+    return {
+        "placements": placements,
+        "failures": failures,
+        "worst": worst_by_number(failures),
+        "cures": cures,
+        "knobs": knobs,
+    }
 
 
 def use_rows(loads: dict[str, Load]) -> list[Row]:
@@ -158,12 +228,12 @@ def use_rows(loads: dict[str, Load]) -> list[Row]:
     return [{key: value for key, value in row.items() if key not in ("split", "hash")} for row in counted.link_rows()]
 
 
-def uplink_rows(loaded: Load) -> list[Row]:
+def uplink_rows(fabric: Clos, loaded: Load) -> list[Row]:
     """Return the utilisation of the fullest of a ToR set's rails, uplink by uplink."""
-    design = loaded.fabric.design
-    span = loaded.fabric.tier_links(Tier.TOR_SPINE)
-    use = (loaded.link_bps[span] / loaded.fabric.link_bps[span]).reshape(design.num_tors, design.tor_uplinks)
-    by_rail = [use[loaded.fabric.tors_of_rail(rail)] for rail in range(design.rails)]
+    design = fabric.design
+    span = fabric.tier_links(Tier.TOR_SPINE)
+    use = (loaded.link_bps[span] / fabric.link_bps[span]).reshape(design.num_tors, design.tor_uplinks)
+    by_rail = [use[fabric.tors_of_rail(rail)] for rail in range(design.rails)]
     return [
         {"tor_set": row, "uplink": column, "utilisation": max(float(rail[row, column]) for rail in by_rail)}
         for row in range(design.num_tor_sets)
@@ -179,13 +249,22 @@ def worst_by_number(failures: Sequence[Row]) -> list[Row]:
     return [{"together": number, **row} for number, rows in groups.items() for row in worst(rows)]
 
 
-def _room(config: Config) -> tuple[int, Any]:
-    return num_slots(config.cluster, config.job.parallel), usable_servers(config.cluster.servers)
+def _traffics(config: Config | None) -> tuple[str, ...]:
+    return TRAFFICS if config is not None else TRAFFICS[2:]
 
 
-def _placements(config: Config, fabric: Clos, seed: int, progress: Any) -> list[Row]:
+def _loaded(fabric: Fabric, flows: Flows, seed: int) -> Load:
+    paths, _ = fabric.route(flows.src_nic, flows.dst_nic, Ecmp(HASH, headers(fabric, flows, seed), seed))
+    return place(fabric, flows, paths)
+
+
+def _room(config: Config, fabric: Fabric) -> tuple[int, Any]:
+    return num_slots(config.cluster, config.job.parallel), fabric.full_servers
+
+
+def _placements(config: Config, fabric: Fabric, seed: int, progress: Any) -> list[Row]:
     """Cost each strategy, and the random one improved: an optimiser shows on a bad start what it can do."""
-    slots, usable = _room(config)
+    slots, usable = _room(config, fabric)
     flows = slot_flows(config.job, config.cluster)
     placements = [place_slots(name, fabric, config.job.parallel, slots, usable, seed) for name in STRATEGIES]
     scattered = placements[STRATEGIES.index("random")]
@@ -194,7 +273,7 @@ def _placements(config: Config, fabric: Clos, seed: int, progress: Any) -> list[
     return [placement_row(fabric, flows, placement, HASH, seed) for placement in placements]
 
 
-def _failures(fabric: Clos, seed: int) -> list[tuple[Failure, ...]]:
+def _failures(fabric: Fabric, seed: int) -> list[tuple[Failure, ...]]:
     """Some parts of each kind alone, then several at random."""
     single = [(one,) for kind in KINDS for one in single_failures(fabric, kind, SINGLES, seed)]
     several = [
@@ -207,20 +286,21 @@ def _failures(fabric: Clos, seed: int) -> list[tuple[Failure, ...]]:
     return single + several
 
 
-def _distribution(fabrics: dict[bool, Clos], seeds: Sequence[int]) -> Distribution:
+def _distribution(fabrics: Mapping[bool, Fabric], seeds: Sequence[int]) -> Distribution:
     """Count the links and collisions of a permutation at full load."""
     counted = Distribution()
     for seed in seeds:
         flows = permutation(fabrics[True], seed)
         ecmp = Ecmp(HASH, headers(fabrics[True], flows, seed), seed)
         for split, fabric in fabrics.items():
-            counted.add(split, "permutation", HASH, flows, load(fabric, flows, ecmp))
+            loaded = place(fabric, flows, fabric.route(flows.src_nic, flows.dst_nic, ecmp)[0])
+            counted.add(split, "permutation", HASH, flows, loaded)
     return counted
 
 
-def _cures(config: Config, fabric: Clos, seed: int) -> list[Row]:
+def _cures(config: Config | None, fabric: Fabric, seed: int) -> list[Row]:
     """Planned UDP ports for each traffic."""
-    chosen = {name: traffic_flows(config, fabric, name, seed) for name in TRAFFICS}
+    chosen = {name: traffic_flows(config, fabric, name, seed) for name in _traffics(config)}
     return [
         {"traffic": name, "hash": HASH, "seed": seed, **plan_summary(plan_ports(fabric, flows, HASH, seed))}
         for name, flows in chosen.items()

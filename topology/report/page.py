@@ -18,7 +18,9 @@ from netlayer.units import format_rate
 from topology.ecmp.distribution import USES
 from topology.ecmp.split_verdict import DEFINITIONS, LOADS, verdict
 from topology.fabric import picture as fabric_picture
-from topology.fabric.clos import Tier
+from topology.fabric.graph import describe
+from topology.fabric.imported import ImportedFabric
+from topology.fabric.interface import Fabric
 from topology.report.data import (
     DRAWS,
     HASH,
@@ -34,44 +36,54 @@ from topology.report.data import (
 _DESIGNS = {True: "with split", False: "without"}
 _EITHER = "with split or without"
 _SHOWN_SETS = 48
+_REPEAT = "# {}\n"
 # Placements with more than this times the median of the bytes between pods would flatten the picture of the rest.
 _FLATTENS = 4
 _FAILURE_FORMATS = {"stops the job": ".0%"}
 
 
+LEFT_OUT = (
+    "An imported fabric, its tiers inferred from heights over the hosts. Left out are what only a plan has: the ToR "
+    "split, bisection, optics that fail, the picture of the fabric and of its uplinks."
+)
+
+
 def build_page(findings: Findings) -> Report:
     """The report; `Report.write` puts it into a folder."""
-    cluster = findings.config.cluster
-    rails = "1 rail" if cluster.rails == 1 else f"{cluster.rails} rails"
-    report = Report(
-        f"Fabric {cluster.name}",
-        f"{cluster.num_gpus:,} GPUs, {cluster.servers:,} servers, {rails}; job "
-        f"{findings.config.job.name}; seed {findings.seed}",
-    )
-    about_collisions = [_split, _distributions, _loads]
-    about_costs = [_placements, _failures, _cures]
+    report = Report(f"Fabric {findings.name}", f"{_size(findings)}; seed {findings.seed}")
+    about_collisions = [*([_split] if findings.clos is not None else []), _distributions, _loads]
+    about_costs = [*([_placements] if findings.placements else []), _failures, _cures]
     return report.fill(findings, [_overview, _fabric, *about_collisions, *about_costs, _definitions])
 
 
+def _size(findings: Findings) -> str:
+    config, fabric = findings.config, findings.fabric
+    job = f"; job {config.job.name}" if config else ""
+    if isinstance(fabric, ImportedFabric):
+        return fabric.describe() + job
+    assert config is not None
+    cluster = config.cluster
+    rails = "1 rail" if cluster.rails == 1 else f"{cluster.rails} rails"
+    return f"{cluster.num_gpus:,} GPUs, {cluster.servers:,} servers, {rails}{job}"
+
+
 def _overview(report: Report, findings: Findings) -> None:
-    design, summary = findings.fabric.design, findings.fabric.summary()
-    section = report.section("At a glance", verdict(findings.claims, findings.ratios, design)[1])
-    cores = f", {design.num_cores} core" if design.num_cores else ""
+    fabric, clos = findings.fabric, findings.clos
+    tors, spines, cores = (fabric.count(kind) for kind in ("tor", "spine", "core"))
+    first = verdict(findings.claims, findings.ratios, clos.design)[1] if clos else LEFT_OUT
+    section = report.section("At a glance", first)
+    kinds = f"{tors} ToRs, {spines} spines" + (f", {cores} core" if cores else "")
     section.figures(
-        Figure("Switches", summary["switches"], "", f"{design.num_tors} ToRs, {design.num_spines} spines{cores}"),
-        Figure("Directed links", summary["links"], "", "a cable is two"),
-        Figure("Bisection", format_rate(summary["bisection_bps"]), "", "each way"),
+        Figure("Switches", tors + spines + cores, "", kinds),
+        Figure("Directed links", fabric.num_links, "", "a cable is two"),
+        *([Figure("Bisection", format_rate(clos.bisection_bps), "", "each way")] if clos else []),
         source="predicted",
     )
-    rank_order = next(row for row in findings.placements if row["placement"] == "given")
-    figures = [
-        Figure(
-            "Communication of a step",
-            f"{rank_order['time_s']:.3f}",
-            "s",
-            f"median of {rank_order['seeds']} seeds, nothing hidden",
-        )
-    ]
+    rank_order = next((row for row in findings.placements if row["placement"] == "given"), {})
+    figures = []
+    if rank_order:
+        hint = f"median of {rank_order['seeds']} seeds, nothing hidden"
+        figures.append(Figure("Communication of a step", f"{rank_order['time_s']:.3f}", "s", hint))
     if "pipeline_collision_share" in rank_order:
         share = f"{rank_order['pipeline_collision_share']:.1%}"
         hint = f"on any tier; excess {rank_order['pipeline_excess']:.1%}, {HASH}"
@@ -82,15 +94,22 @@ def _overview(report: Report, findings: Findings) -> None:
         figures.append(Figure("Excess with planned UDP ports", f"{best['excess_after']:.1%}", "", hint))
     section.figures(*figures, source="simulated")
     commands = [
-        findings.command("describe"),
-        findings.command("place", "--strategy", "given", "--no-optimise", "--hash", HASH),
+        *([findings.command("describe")] if clos else []),
+        *(
+            [findings.command("place", "--strategy", "given", "--no-optimise", "--hash", HASH)]
+            if findings.placements
+            else []
+        ),
         *([findings.command("cure ports", "--traffic", best["traffic"], "--hash", HASH)] if findings.cures else []),
     ]
     section.code("\n".join(commands))
 
 
 def _fabric(report: Report, findings: Findings) -> None:
-    fabric = findings.fabric
+    fabric = findings.clos
+    if fabric is None:
+        _levels(report, findings.fabric)
+        return
     traffic = "pipeline" if "pipeline" in findings.loads else "permutation"
     section = report.section("The fabric", f"Coloured by the load of one traffic: {traffic}.", source="simulated")
     section.chart(
@@ -111,7 +130,8 @@ def _fabric(report: Report, findings: Findings) -> None:
 def _split(report: Report, findings: Findings) -> None:
     repeat = "# split.csv, claims.csv\n" + findings.command("report", "--seeds", findings.seeds)
     if not findings.split_has_effect:
-        section = report.section("The ToR split", verdict(findings.claims, findings.ratios, findings.fabric.design)[1])
+        assert findings.clos is not None
+        section = report.section("The ToR split", verdict(findings.claims, findings.ratios, findings.clos.design)[1])
         section.code(repeat)
         return
     section = report.section(
@@ -175,7 +195,8 @@ def _distributions(report: Report, findings: Findings) -> None:
         caption=f"The ToRs of all seeds; on average {_mean_collisions(tors)}.",
     )
     links = _designs(findings, findings.link_use)
-    links = links[links["tier"] == Tier.TOR_SPINE.label]
+    fabric = findings.fabric
+    links = links[links["tier"] == fabric.tier_labels[fabric.hashed_tiers[0]]]
     used = [use for use in USES if links.loc[links["use"] == use, "links"].any()]
     section.chart(
         charts.bars(
@@ -187,6 +208,9 @@ def _distributions(report: Report, findings: Findings) -> None:
         name="uplink_use",
         caption=f"Uplinks by demand over capacity; above 100%: {_over(links)}.",
     )
+    if findings.clos is None:  # `ecmp --fabric` draws its permutation among hosts of one ToR too
+        section.code(_REPEAT.format("link_use.csv, tor_collisions.csv") + findings.repeat())
+        return
     options = ("--traffic", "permutation", "--hash", HASH, "--seeds", findings.seeds)
     section.code("# tables tor_collisions and link_use of the record\n" + findings.command("ecmp", *options))
 
@@ -210,8 +234,11 @@ def _loads(report: Report, findings: Findings) -> None:
             name=f"tiers_{traffic}",
             caption=f"{traffic.capitalize()}: a link above 100% has flows in collision.",
         )
+    if findings.clos is None:
+        section.code(_REPEAT.format("tiers.csv") + findings.repeat())
+        return
     busiest = "pipeline" if "pipeline" in findings.loads else "permutation"
-    uplinks = pd.DataFrame(uplink_rows(findings.loads[busiest]))
+    uplinks = pd.DataFrame(uplink_rows(findings.clos, findings.loads[busiest]))
     first_sets = uplinks[uplinks["tor_set"] < _SHOWN_SETS]
     least, most = uplinks["utilisation"].min(), uplinks["utilisation"].max()
     section.chart(
@@ -253,6 +280,8 @@ def _uplink_chart(rows: pd.DataFrame) -> Chart:
 def _designs(findings: Findings, rows: list[dict[str, Any]]) -> pd.DataFrame:
     """The rows with a column `design`: those of one alone where both are the same fabric."""
     frame = pd.DataFrame(rows)
+    if findings.clos is None:
+        return frame.assign(design="as cabled")
     if findings.split_has_effect:
         return frame.assign(design=frame["split"].map(_DESIGNS))
     return frame[frame["split"]].assign(design=_EITHER)
@@ -475,6 +504,8 @@ def _cures(report: Report, findings: Findings) -> None:
         "ring_collision_share": "ring colliding",
         "pipeline_collision_share": "pipeline colliding",
         "pipeline_core_links_used": "core links used",
+        "permutation_collision_share": "colliding",
+        "permutation_core_links_used": "core links used",
         "time_ms": "time ms, at most",
     }
     knobs = pd.DataFrame(findings.knobs).assign(time_ms=lambda rows: rows["time_bound_s"] * 1e3)
@@ -503,6 +534,17 @@ def _polarisation(findings: Findings) -> str:
     )
 
 
+def _levels(report: Report, fabric: Fabric) -> None:
+    """The levels of an imported fabric."""
+    assert isinstance(fabric, ImportedFabric)
+    section = report.section("The fabric", f"{fabric.describe()}.", source="predicted")
+    levels = pd.DataFrame(describe(fabric.graph)).drop(columns=["ports_min", "ports_max"])
+    for column in ("up_link_bps_min", "up_link_bps_max", "up_bps"):
+        levels[column] = [format_rate(value) if value else "-" for value in levels[column]]
+    named = {"up_links": "uplinks", "up_link_bps_min": "slowest", "up_link_bps_max": "fastest", "up_bps": "capacity up"}
+    section.table(levels.rename(columns=named), caption="Heights over the hosts; links of the level upwards.")
+
+
 def _definitions(report: Report, findings: Findings) -> None:
     section = report.section("Definitions and limits")
     section.text(
@@ -514,5 +556,6 @@ def _definitions(report: Report, findings: Findings) -> None:
         "Nothing here is measured. The hash of real switches is not public in all parts, times leave out what "
         "computation hides, congestion control and latency. Where a time is `at most`, no rate rises as others end."
     )
-    section.keyvalues({"cluster": findings.config.cluster.model_dump(mode="json"), "seed": findings.seed})
+    cluster = {"cluster": findings.config.cluster.model_dump(mode="json")} if findings.config and findings.clos else {}
+    section.keyvalues({**cluster, "seed": findings.seed})
     section.code(findings.command("report", "--seeds", findings.seeds))

@@ -24,8 +24,9 @@ from netlayer.workload.model_size import stage_elements
 from topology.ecmp.hashes import mix64
 from topology.ecmp.hashing import Headers
 from topology.ecmp.source_port import udp_source_port
-from topology.fabric.clos import Clos, Ints
+from topology.fabric.clos import Ints
 from topology.fabric.graph import Graph
+from topology.fabric.interface import Fabric
 from topology.traffic.rings import Edges, Segments, all_pairs, ring, tree
 
 Algorithm = Literal["ring", "tree", "all_pairs"]
@@ -189,7 +190,7 @@ def traffic_rows(job: JobConfig, flows: Flows) -> list[dict[str, Any]]:
     return [*rows, {"kind": "tp", "where": "inside servers", "flows": 0, "bytes": inside}]
 
 
-def permutation(fabric: Clos, seed: int, qps_per_connection: int = 1) -> Flows:
+def permutation(fabric: Fabric, seed: int, qps_per_connection: int = 1) -> Flows:
     """Every NIC sends to a random NIC under another ToR, and receives from one; bytes are a second at line rate.
 
     Each pair is `qps_per_connection` flows that share the rate.
@@ -197,10 +198,10 @@ def permutation(fabric: Clos, seed: int, qps_per_connection: int = 1) -> Flows:
     their rail.
     """
     rng = np.random.default_rng(seed)
-    src = np.arange(fabric.design.num_nics, dtype=np.int64)
+    src = fabric.nics
     dst, network = np.empty_like(src), fabric.network_of(src)
     # Network by network, for no switch joins two.
-    for one in range(fabric.design.num_networks):
+    for one in np.unique(network).tolist():
         dst[network == one] = rng.permutation(src[network == one])
     src_tor, dst_tor = fabric.tor_of(src), fabric.tor_of(dst)
     idle = np.zeros(len(src), dtype=np.bool_)
@@ -217,19 +218,20 @@ def permutation(fabric: Clos, seed: int, qps_per_connection: int = 1) -> Flows:
         else:
             # No partner: more than half of the network's NICs are under this ToR.
             idle[flow] = True
-    flows = Flows(src, dst, np.full(len(src), fabric.design.nic_bps / 8), np.full(len(src), Kind.PERMUTATION, np.int8))
+    flows = Flows(src, dst, fabric.nic_bps[src] / 8, np.full(len(src), Kind.PERMUTATION, np.int8))
     return flows.where(~idle).over_queue_pairs(qps_per_connection)
 
 
-def headers(fabric: Clos | Graph, flows: Flows, seed: int) -> Headers:
+def headers(fabric: Fabric | Graph, flows: Flows, seed: int) -> Headers:
     """The flows' 5-tuples; queue pairs of a NIC are numbered in order from a seeded first, as drivers hand them out.
 
     UDP source ports follow from the queue pairs, unless the flows have their own.
     """
+    src, dst = fabric.nic_nodes(flows.src_nic), fabric.nic_nodes(flows.dst_nic)
     # A NIC sends from even numbers and receives at odd ones, counted from its first, so that no two of its queue pairs
     # are one.
-    local = _queue_pair(flows.src_nic, 2 * _occurrence(flows.src_nic), seed)
-    remote = _queue_pair(flows.dst_nic, 2 * _occurrence(flows.dst_nic) + 1, seed)
+    local = _queue_pair(src, 2 * _occurrence(src), seed)
+    remote = _queue_pair(dst, 2 * _occurrence(dst) + 1, seed)
     source, target = (fabric.address_of(nic) for nic in (flows.src_nic, flows.dst_nic))
     sport = udp_source_port(local, remote) if flows.udp_sport is None else flows.udp_sport
     return Headers(source, target, sport, remote.astype(np.uint32))

@@ -22,9 +22,7 @@ from numpy.typing import NDArray
 from netlayer.config.tree import ClusterConfig, Config, JobConfig
 from topology.ecmp.hashing import Ecmp, HashName
 from topology.ecmp.load import Collisions, Load, place
-from topology.ecmp.routing import route
-from topology.fabric.clos import Clos, Tier
-from topology.failures.survivors import Bools, route_around
+from topology.fabric.interface import Bools, Fabric
 from topology.placement.strategies import Placement
 from topology.rates.max_min import Rates, completion_s, max_min
 from topology.traffic.job import Flows, Kind, headers, job_flows
@@ -36,6 +34,9 @@ PHASES: tuple[tuple[str, tuple[Kind, ...], tuple[Kind, ...]], ...] = (
     ("ring", (Kind.DP_REDUCE_SCATTER,), (Kind.DP_ALL_GATHER,)),
     ("pipeline", (Kind.PP_FORWARD, Kind.PP_BACKWARD), ()),
     ("tied", (Kind.TIED_ALL_REDUCE,), ()),
+    # Where there is no job: the traffic itself is the one phase.
+    ("permutation", (Kind.PERMUTATION,), ()),
+    ("file", (Kind.FILE,), ()),
 )
 # Of `time_s`: ends within a hundredth of a flow's own time are taken together.
 _RESOLUTION = 1e-2
@@ -101,7 +102,7 @@ def slot_flows(job: JobConfig, cluster: ClusterConfig, qps: int = 1) -> Flows:
 
 
 def run_step(
-    fabric: Clos,
+    fabric: Fabric,
     flows: Flows,
     name: HashName,
     seed: int,
@@ -126,23 +127,20 @@ def run_step(
     return Step(tuple(phases))
 
 
-def run_phase(fabric: Clos, name: str, flows: Flows, ecmp: Ecmp, *, alive: Bools | None = None) -> Phase:
+def run_phase(fabric: Fabric, name: str, flows: Flows, ecmp: Ecmp, *, alive: Bools | None = None) -> Phase:
     """One phase: the flows run at one time, with the bytes of all its turns."""
-    if alive is None or alive.all():
-        paths, reached = route(fabric, flows.src_nic, flows.dst_nic, ecmp), np.ones(len(flows), dtype=np.bool_)
-    else:
-        paths, reached = route_around(fabric, flows.src_nic, flows.dst_nic, ecmp, alive)
+    paths, reached = fabric.route(flows.src_nic, flows.dst_nic, ecmp, alive)
     left = flows.where(reached)  # the others ask for nothing
     load = place(fabric, left, paths[reached])
     return Phase(name, reached, load, max_min(load.paths, fabric.link_bps), left.num_bytes)
 
 
-def traffic_cost(fabric: Clos, flows: Flows) -> dict[str, float]:
+def traffic_cost(fabric: Fabric, flows: Flows) -> dict[str, float]:
     """Return the load of placed flows on the fabric: hops weighted by bytes, and bytes that leave a ToR, and a pod."""
     hops = fabric.hops(flows.src_nic, flows.dst_nic)
     ring = np.isin(flows.kind, (Kind.DP_ALL_GATHER, Kind.DP_REDUCE_SCATTER))
     total = float(flows.num_bytes.sum())
-    across = hops == len(Tier)
+    across = fabric.leaves_pod(flows.src_nic, flows.dst_nic)
     return {
         "mean_hops": float((flows.num_bytes * hops).sum()) / total if total else 0.0,
         "cross_tor_bytes": float(flows.num_bytes[hops > 2].sum()),
@@ -154,14 +152,14 @@ def traffic_cost(fabric: Clos, flows: Flows) -> dict[str, float]:
 
 
 def placement_row(
-    fabric: Clos, flows: Flows, placement: Placement, name: HashName, seed: int, *, seeds: int = 4
+    fabric: Fabric, flows: Flows, placement: Placement, name: HashName, seed: int, *, seeds: int = 4
 ) -> dict[str, Any]:
     """Return one placement's cost: its traffic, its collisions and the step's communication. `flows` are between slots.
 
     A phase ends with its unluckiest flow, so one draw of the hash says little: times are medians over the seeds seed,
     seed + 1, ... with the least and the most, collisions are means.
     """
-    placed = placement.apply(flows, fabric.design.nics_per_server)
+    placed = placement.apply(flows, fabric.nics_per_server)
     steps = [run_step(fabric, placed, name, seed + turn) for turn in range(seeds)]
     row: dict[str, Any] = {"placement": placement.name, "hash": name, "seed": seed, "seeds": seeds}
     row |= traffic_cost(fabric, placed)
