@@ -133,7 +133,7 @@ def prepare(
             out,
             workers=workers,
             dask=dask,
-            on_stage=lambda stage, done, total, words: bar(done, total, f"{stage} {words}".strip()),
+            on_stage=lambda stage, done, total, text: bar(done, total, f"{stage} {text}".strip()),
         )
     for line in notes(prepared):
         click.echo(line, err=True)
