@@ -12,6 +12,7 @@ EXAMPLES = {
     "h200x8.toml": "job and cluster: eight H200",
     "megascale-12288.toml": "job and cluster: the paper's 175B on 12,288 GPUs",
     "megascale-530b-11200.toml": "job and cluster: the paper's 530B on 11,200 GPUs",
+    "documents.jsonl": "twelve short texts for `data prepare`",
     "profiles": "NIC profiles for `netlayer nic`: lossless DCQCN, its tuned values, lossy with NVIDIA's ZTR",
     "hosts.txt": "host file for `--hosts` and `--ssh`",
     "configs": "SONiC config_db.json of a fabric's switches for `topology import`",

@@ -148,6 +148,15 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(".venv/bin/netlayer train --dry-run examples/megascale-12288.toml"),
     Command('.venv/bin/netlayer sample runs/a --prompt "def " --tokens 100 --temperature 0.8'),
+    Command(".venv/bin/netlayer data prepare documents.jsonl --out tokens/mine --tokenizer train --vocab-size 512"),
+    Command(".venv/bin/netlayer data inspect tokens/mine --verify"),
+    Command(".venv/bin/netlayer data export tokens/mine web_text_document"),
+    Command(".venv/bin/netlayer data import web_text_document --out tokens/web --tokenizer tokens/mine"),
+    _only_parsed(
+        ".venv/bin/netlayer data prepare corpus/ --out tokens/corpus --tokenizer tokenizer.json --on-error skip "
+        "--dask tcp://10.0.0.1:8786",
+        "needs a Dask cluster",
+    ),
     _gpus(".venv/bin/torchrun --nproc-per-node 8 .venv/bin/netlayer train job.toml", 8),
     _gpus(
         ".venv/bin/torchrun --max-restarts 3 --nproc-per-node 8 .venv/bin/netlayer train job.toml --resume auto "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from netlayer.config.tree import ClusterConfig
@@ -24,8 +24,13 @@ def _wiring(graph: Graph) -> list[Any]:
     return sorted(ends(graph))
 
 
+# Two ToRs that neighbour nine of the ten other devices: all hosts and the spine, and no management switch.
+SMALL = ClusterConfig(servers=8, gpus_per_server=1, nics_per_server=2, rails=2, tiers=2, servers_per_tor_set=8, pods=1)
+
+
 @settings(deadline=None, max_examples=25)
 @given(tree=clusters(), form=st.sampled_from(["sonic", "lldp", "json0"]))
+@example(tree=SMALL, form="lldp")
 def test_reports_of_a_fabric_give_the_fabric(
     tmp_path_factory: pytest.TempPathFactory, tree: ClusterConfig, form: str
 ) -> None:

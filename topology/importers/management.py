@@ -75,7 +75,10 @@ def without_management(
 
 
 def _refuse_unclear(sightings: Sequence[Sighting], forwarding: Mapping[str, bool], keep: Sequence[str]) -> None:
-    """Raise where one of three and more switches neighbours nearly every device, hosts and switches alike."""
+    """Raise where one of three and more switches neighbours nearly every device, hosts and their switches alike.
+
+    A ToR of a small fabric neighbours all hosts and spines, but no switch that has hosts itself.
+    """
     near: dict[str, set[str]] = defaultdict(set)
     for one in _both(sightings):
         near[one.device].add(one.neighbour)
@@ -85,7 +88,8 @@ def _refuse_unclear(sightings: Sequence[Sighting], forwarding: Mapping[str, bool
         return
     for name in sorted(switches):
         enough = len(near[name]) >= _NEARLY_ALL * (len(near) - 1)
-        if enough and near[name] & hosts and near[name] & switches and not _matches(name, keep):
+        is_above_tors = any(near[switch] & hosts for switch in near[name] & switches)
+        if enough and near[name] & hosts and is_above_tors and not _matches(name, keep):
             rule = f"neighbours {len(near[name])} of {len(near) - 1} other devices: an out-of-band management switch?"
             remedy = f"pass --exclude '{show(name)}' if it is, --keep '{show(name)}' if it carries the fabric's traffic"
             raise ConfigError("device", show(name), rule, remedy)

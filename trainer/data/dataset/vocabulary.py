@@ -1,0 +1,102 @@
+"""Tokenizer of a dataset: any `tokenizer.json`, used so that every text comes back whole, and its end of document."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from netlayer.errors import ConfigError
+from trainer.data.dataset.manifest import TOKENIZER_FILE, TokenDtype, dtype_for
+from trainer.data.tokenizer import END_OF_DOCUMENT
+
+TOKENIZER_FIELD = "--tokenizer"
+END_FIELD = "--eod"
+_CONFIG_FILE = "tokenizer_config.json"
+# Of GPT-2 and its kind, Llama 3, Llama 2 and Mistral, Gemma, and ours. `<|end|>` last: in others it ends a turn.
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", END_OF_DOCUMENT)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Facts about a tokenizer: `size` bounds its ids, `end_of_document` is the id that ends each document."""
+
+    size: int
+    end_of_document: int
+    end_token: str
+
+    @property
+    def dtype(self) -> TokenDtype:
+        """Narrowest dtype of all ids."""
+        return dtype_for(self.size)
+
+
+def tokenizer_path(path: Path) -> Path:
+    """Return the file of a tokenizer: `path`, or the `tokenizer.json` in it where it is a folder."""
+    return path / TOKENIZER_FILE if path.is_dir() else path
+
+
+def open_tokenizer(file: Path, field: str = TOKENIZER_FIELD) -> Tokenizer:
+    """Load a tokenizer so that it encodes all of every text, and text alone.
+
+    A saved tokenizer carries how it was used last: one with a maximum length cuts every document there, one with
+    padding fills them up. Names of special tokens in a text are read as their characters.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as exc:  # the library raises nothing narrower
+        rule = f"cannot be read ({exc})"
+        raise ConfigError(field, file, rule, "give a tokenizer.json of the tokenizers library") from exc
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def read_vocabulary(tokenizer: Tokenizer, file: Path, end_token: str | None) -> Vocabulary:
+    """Return the facts of a tokenizer.
+
+    Args:
+        tokenizer: the tokenizer.
+        file: its file; a `tokenizer_config.json` beside it may name its end.
+        end_token: token that ends each document; None: the one that the file beside it names, else one of the usual.
+
+    Raises:
+        ConfigError: it has no such token, or none of the usual.
+    """
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    if not ids:
+        raise ConfigError(TOKENIZER_FIELD, file, "has an empty vocabulary", "give another tokenizer")
+    candidates = [end_token] if end_token else [_configured_end(file), *_USUAL_ENDS]
+    end = next((token for token in candidates if token in ids), None)
+    if end is None and end_token:
+        raise ConfigError(END_FIELD, end_token, f"is no token of {file}", f"give one of its own{_examples(tokenizer)}")
+    if end is None:
+        rule = "has none of the usual tokens that end a document"
+        raise ConfigError(TOKENIZER_FIELD, file, rule, f"name it with {END_FIELD}{_examples(tokenizer)}")
+    # Not the number of tokens: published vocabularies have gaps, and the largest id is what an embedding must hold.
+    return Vocabulary(max(ids.values()) + 1, ids[end], end)
+
+
+def _configured_end(file: Path) -> str | None:
+    """Return `eos_token` of the configuration that transformers saves beside a tokenizer; None where it has none."""
+    try:
+        token = json.loads((file.parent / _CONFIG_FILE).read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _examples(tokenizer: Tokenizer) -> str:
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    return f", such as {', '.join(special[:4])}" if special else ""
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, with an escape in place of every character that a terminal would not show."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
