@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from congestion.control import dcqcn
 from congestion.control.laws import DCQCN, NONE
@@ -53,6 +54,19 @@ _PORT = np.dtype(
 _TALLY = np.dtype([("events", "i8"), ("free", "i8"), ("hops", "i8"), ("marks", "i8")])
 
 
+class Tables(NamedTuple):
+    """Tables of a run that the heap reads: each that a kernel is handed is code to compile at each of its calls."""
+
+    run: Rows
+    node: Rows
+    port: Rows
+    kind: Rows
+    flow: Rows
+    path: NDArray[np.uint32]
+    dcqcn: Rows
+    dcqcn_flow: Rows
+
+
 class Heap(NamedTuple):
     """event: the heap; port: what a port knows; word, behind: packets that wait, and the next in line of each or of
     the free ones; tally: (1,) events in the heap, first free place, and what is counted."""
@@ -76,7 +90,7 @@ def simulate_by_heap(s: State) -> Rows:
     if s.node["num_flows"].max() > 1:
         raise ValueError("the heap engine has one flow a host")
     heap = _heap_of(s)
-    _run(s, heap)
+    _run(Tables(*(getattr(s, name) for name in Tables._fields)), heap)
     return heap.tally
 
 

@@ -20,7 +20,7 @@ from congestion.engine.build import build
 from congestion.engine.build_ports import port_order
 from congestion.engine.looks import Looks, look_at, looks_of
 from congestion.engine.run import run
-from congestion.engine.tables import LOOKED, NEVER, Ints, Rows, State
+from congestion.engine.tables import LOOKED, NEVER, Ints, Rows, State, aligned
 from congestion.simulation.deadlock import deadlocked_ports
 from congestion.simulation.files import Flap, FlowSet, with_starts_of_ns3
 from congestion.simulation.run_checks import check_bound, law_fault, lossless_drops, open_flows
@@ -450,9 +450,13 @@ class Simulation:
         if str(tables.pop("digest")) != self._digest:
             rule = "is of a run with other inputs, threads or version"
             raise ConfigError("--resume", path, rule, "give the same fabric, flows, settings, law, seed and threads")
-        self.time_ps, completed = (int(value) for value in tables.pop("clock"))
+        clock = tables.pop("clock")
+        try:
+            self.state = State(**{name: _rows_like(getattr(self.state, name), rows) for name, rows in tables.items()})
+        except ValueError as exc:
+            raise ConfigError("--resume", path, f"is damaged ({exc})", "give a file that --checkpoint wrote") from exc
+        self.time_ps, completed = (int(value) for value in clock)
         self.completed = bool(completed)
-        self.state = State(**tables)
         self._before = Baseline(**{**before, "time_ps": int(before["time_ps"])}) if before else None
         self._check_warm_up(path)
         # A GPU still has the tables of the state that was replaced.
@@ -605,6 +609,24 @@ def _since(state: State, before: Baseline) -> State:
     flow["resent"] -= before.resent
     receiver["cnps"] -= before.cnps
     return state._replace(port=port, flow=flow, receiver=receiver, cause=state.cause - before.cause)
+
+
+def _rows_like(like: Rows, rows: Rows) -> Rows:
+    """`rows` as a fresh run has them: of records whose type says that they are aligned, from a cache line on.
+
+    A file keeps neither, and to kernels records of another alignment are another type: all of them would be compiled
+    again, for minutes.
+
+    Raises:
+        ValueError: they are no records of that type.
+    """
+    if like.dtype.names is None:
+        return rows
+    if rows.dtype.names != like.dtype.names:
+        raise ValueError(f"fields {rows.dtype.names} in place of {like.dtype.names}")
+    like_rows = aligned(rows.size, like.dtype).reshape(rows.shape)
+    like_rows[...] = rows.view(like.dtype)
+    return like_rows
 
 
 def _digest(state: State) -> str:

@@ -1,6 +1,7 @@
 import contextlib
 import signal
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from congestion.engine.build import LAWS, build
 from congestion.engine.tables import State
 from congestion.simulation.files import FlowSet, with_starts_of_ns3
 from congestion.simulation.samples import Samples
-from congestion.simulation.settings import DcqcnSettings, Settings
+from congestion.simulation.settings import ClassSettings, DcqcnSettings, Settings
 from congestion.simulation.simulate import Progress, Simulation, simulate
 from netlayer.errors import ConfigError
 from tests.congestion.heap_engine import HeapEngine
@@ -178,6 +179,23 @@ def test_neighbours_share_a_worker_and_workers_share_each_tier(workers, leaves, 
         assert (owner[:num_hosts] == np.repeat(owner[num_hosts : num_hosts + leaves], hosts)).all()
         assert np.ptp(np.bincount(owner[num_hosts : num_hosts + leaves], minlength=workers)) == 0
         assert np.ptp(np.bincount(owner[num_hosts + leaves :], minlength=workers)) <= 1
+
+
+@pytest.mark.parametrize("more", [{}, {"timeout_us": 100}, {"classes": {0: ClassSettings(), 1: ClassSettings()}}])
+def test_a_run_that_is_resumed_needs_no_other_kernels(more, tmp_path, monkeypatch):
+    """Kernels are compiled for the types of tables: a file keeps no alignment, by which numba tells types apart."""
+    monkeypatch.setattr(Simulation, "_compile", lambda _: None)
+    inputs = (*_crowd(), Settings(**more), "none")
+    fresh = Simulation(*inputs, seed=3)
+    fresh.save(tmp_path / "kept.npz")
+    resumed = Simulation(*inputs, seed=3)
+    resumed.restore(tmp_path / "kept.npz")
+    for name, rows in fresh.state._asdict().items():
+        kept = getattr(resumed.state, name)
+        assert numba.typeof(kept) == numba.typeof(rows), name
+        np.testing.assert_array_equal(kept, rows, err_msg=name)
+        if rows.ctypes.data % 64 == 0 and name in ("came", "entry", "port", "worker"):
+            assert kept.ctypes.data % 64 == 0, name
 
 
 def test_a_kept_run_of_other_inputs_is_refused(tmp_path):
