@@ -62,9 +62,9 @@ class BackwardStep:
         stream: torch.cuda.Stream | None,
     ) -> None:
         self._buckets, self._gather, self._step, self._lag, self._stream = buckets, gather, step, lag, stream
-        self._early = choose_early([bucket.plan for bucket in buckets], share)
+        self._early_buckets = choose_early([bucket.plan for bucket in buckets], share)
         self._behind: deque[tuple[int, Flight]] = deque()
-        self._after: dict[int, torch.cuda.Event] = {}
+        self._updated_events: dict[int, torch.cuda.Event] = {}
 
     def begin(self) -> None:
         """Begin a backward pass, at its first gradient: wait for all gathers, then take over what users wrote.
@@ -83,23 +83,27 @@ class BackwardStep:
         self._behind.append((index, flight))
         # A gather right after its own reduction would hold up the wire until the update is through.
         while len(self._behind) > self._lag:
-            self._pass_on(*self._behind.popleft())
+            self._gather_or_defer(*self._behind.popleft())
 
     def complete(self) -> None:
         """End the pass: gather the last early buckets, and start the gathers of all others."""
         while self._behind:
-            self._pass_on(*self._behind.popleft())
+            self._gather_or_defer(*self._behind.popleft())
         # These in the order of the forward pass, and all after the last reduction: see [Note: order].
-        self._gather.publish_rest(self._after)
-        self._after = {}
+        self._gather.publish_rest(self._updated_events)
+        self._updated_events = {}
 
-    def _pass_on(self, index: int, flight: Flight) -> None:
-        if flight.landed is None:
-            flight.wait()  # the CPU has no streams: here the update runs
-        if index in self._early:
-            self._gather.gather_early(index, flight.landed)
-        elif flight.landed is not None:
-            self._after[index] = flight.landed
+    def _gather_or_defer(self, bucket_index: int, reduction: Flight) -> None:
+        """Gather a bucket now if it is an early one; else keep the event after its update, for `publish_rest`.
+
+        On the CPU, which has no events, the update runs here, in the wait for the reduction.
+        """
+        if reduction.landed_event is None:
+            reduction.wait()
+        if bucket_index in self._early_buckets:
+            self._gather.gather_early(bucket_index, reduction.landed_event)
+        elif reduction.landed_event is not None:
+            self._updated_events[bucket_index] = reduction.landed_event
 
     def _update(self, bucket: Bucket) -> None:
         """Step the parameters of one bucket alone, and put its new shard where the all-gather takes it from."""

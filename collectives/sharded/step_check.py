@@ -101,8 +101,8 @@ class StepCheck:
             on_host.copy_(numbers, non_blocking=True)
 
         flight.follow(bring, lane.stream)
-        assert flight.landed is not None
-        self._coming = on_host, flight.landed, (numbers, own)
+        assert flight.landed_event is not None
+        self._coming = on_host, flight.landed_event, (numbers, own)
 
     def _look_at_earlier(self) -> None:
         if self._coming is not None and not self._lane.is_capturing:

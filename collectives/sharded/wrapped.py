@@ -41,7 +41,7 @@ class StandIn(nn.parallel.DistributedDataParallel):
     def __reduce__(self) -> tuple[Any, ...]:
         return Unsharded, (self.module,)
 
-    def join_hook(self, **_: Any) -> NoReturn:
+    def join_hook(self, *_: Any, **__: Any) -> NoReturn:
         """torch's `Join` for ranks with fewer batches: refused, because all of them reduce every step."""
         raise RuntimeError(
             "Join: ranks with uneven numbers of batches are not supported; give every rank as many (drop_last=True), "

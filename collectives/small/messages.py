@@ -113,7 +113,7 @@ class SmallCollectives:
             ValueError: the tensor is not contiguous.
         """
         _check_contiguous(tensor)
-        name = self._name_for("all_reduce", tensor, op)
+        name = self._path_name_for("all_reduce", tensor, op)
         if name == "nccl":
             self._launch("all_reduce", tensor, name, lambda: self._plain.all_reduce(tensor, op))
             return
@@ -122,24 +122,26 @@ class SmallCollectives:
         def launch() -> None:
             inside = _aligned(tensor, path)
             path.calls["all_reduce"](inside, inside)
-            _give_back(tensor, inside)
+            _copy_back(tensor, inside)
 
         self._launch("all_reduce", tensor, name, launch)
 
     def all_gather(self, out: Tensor, part: Tensor) -> None:
         """Gather `part` of rank r into slice r of `out`; in place where `part` is this rank's own slice.
 
+        The table chooses the path (implementation, one of `path.PATHS`) by the bytes of `out`.
+
         Raises:
             ValueError: the shapes or types do not match, or a tensor is not contiguous.
         """
         self._check_parts(out, part)
-        path_name = self._name_for("all_gather", out, dist.ReduceOp.SUM)
+        path_name = self._path_name_for("all_gather", out, dist.ReduceOp.SUM)
         path = self._paths[path_name]
 
         def launch() -> None:
             inside = _aligned(out, path, read=False)
             path.calls["all_gather"](inside, _aligned(part, path))
-            _give_back(out, inside)
+            _copy_back(out, inside)
 
         self._launch("all_gather", out, path_name, launch)
 
@@ -150,7 +152,7 @@ class SmallCollectives:
             ValueError: the shapes or types do not match, or a tensor is not contiguous.
         """
         self._check_parts(whole, out)
-        name = self._name_for("reduce_scatter", whole, op)
+        name = self._path_name_for("reduce_scatter", whole, op)
         if name == "nccl":
             self._launch("reduce_scatter", whole, name, lambda: self._plain.reduce_scatter(out, whole, op))
             return
@@ -159,11 +161,11 @@ class SmallCollectives:
         def launch() -> None:
             inside = _aligned(out, path, read=False)
             path.calls["reduce_scatter"](inside, _aligned(whole, path))
-            _give_back(out, inside)
+            _copy_back(out, inside)
 
         self._launch("reduce_scatter", whole, name, launch)
 
-    def _name_for(self, kind: Kind, whole: Tensor, op: dist.ReduceOp.RedOpType) -> PathName:
+    def _path_name_for(self, kind: Kind, whole: Tensor, op: dist.ReduceOp.RedOpType) -> PathName:
         return self.path_of(kind, whole.nbytes, whole.dtype) if op == dist.ReduceOp.SUM else "nccl"
 
     def _launch(self, kind: Kind, whole: Tensor, path: PathName, launch: Callable[[], None]) -> None:
@@ -223,6 +225,6 @@ def _aligned(tensor: Tensor, path: Path, read: bool = True) -> Tensor:
     return tensor.clone() if read else torch.empty_like(tensor)
 
 
-def _give_back(tensor: Tensor, inside: Tensor) -> None:
+def _copy_back(tensor: Tensor, inside: Tensor) -> None:
     if inside is not tensor:
         tensor.copy_(inside)

@@ -121,6 +121,10 @@ class TunedProducts:
         return chosen
 
     def _fastest(self, shape: cublaslt.Shape, operands: Operands) -> Choice:
+        """Measure torch's product and every algorithm; return the fastest one, or None: torch's is as good.
+
+        A shape that leaves multiprocessors to other kernels (`spared`) never gets torch's, which would take them all.
+        """
         product = cublaslt.Product(shape)
         candidates = list(product.algorithms)
         runs = [functools.partial(product.run, each, *operands, False) for each in candidates]

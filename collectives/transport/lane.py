@@ -66,7 +66,7 @@ _broadcast: Collect = dist.broadcast
 
 
 class Flight:
-    """A collective under way."""
+    """A launched collective: `wait` for it, let functions `follow` it, or take the event after all (`landed_event`)."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Flight:
             self.follow(function, stream)
 
     @property
-    def landed(self) -> torch.cuda.Event | None:
+    def landed_event(self) -> torch.cuda.Event | None:
         """Event after it and after all that follows it; None on the CPU. Lands it, if it has not."""
         self.land()
         return self._landed

@@ -20,7 +20,7 @@ from torch import Tensor
 from collectives.transport import libnccl
 
 _UINT8 = libnccl.DATA_TYPES["uint8"]
-Swap = Callable[[Tensor], Tensor]
+ExchangeWithPeer = Callable[[Tensor], Tensor]
 """Function that sends this rank's bytes to its peer and returns the peer's."""
 
 
@@ -44,8 +44,8 @@ class PairLink:
     """One rank's end of a communicator of two, on the current CUDA device.
 
     Args:
-        exchange: sends the ncclUniqueId to the peer.
-        place: rank in the communicator, 0 or 1.
+        exchange: sends the ncclUniqueId to the peer, and returns the peer's.
+        rank_in_pair: rank in the communicator, 0 or 1; that of 0 has the id that counts.
         max_ctas: `maxCTAs` of ncclConfig_t; None leaves it to NCCL.
         library: NCCL; by default the one of this process.
 
@@ -54,21 +54,25 @@ class PairLink:
     """
 
     def __init__(
-        self, exchange: Swap, place: int, max_ctas: int | None = None, library: libnccl.Libnccl | None = None
+        self,
+        exchange: ExchangeWithPeer,
+        rank_in_pair: int,
+        max_ctas: int | None = None,
+        library: libnccl.Libnccl | None = None,
     ) -> None:
         self._library = library or libnccl.load()
-        self._peer = 1 - place
+        self._peer = 1 - rank_in_pair
         unique_id, config = libnccl.UniqueId(), libnccl.new_config(self._library.version)
-        if place == 0:
+        if rank_in_pair == 0:
             self._library.call("ncclGetUniqueId", ctypes.byref(unique_id))
         # Sent as integers: reading a c_char field would stop at its first zero byte.
         received = exchange(torch.frombuffer(bytearray(bytes(unique_id)), dtype=torch.uint8))
-        if place == 1:
+        if rank_in_pair == 1:
             unique_id = libnccl.UniqueId.from_buffer_copy(bytes(received.tolist()))
         if max_ctas is not None:
             config.minCTAs, config.maxCTAs = 1, max_ctas
         self._comm = ctypes.c_void_p()
-        arguments = (ctypes.byref(self._comm), 2, unique_id, place, ctypes.byref(config))
+        arguments = (ctypes.byref(self._comm), 2, unique_id, rank_in_pair, ctypes.byref(config))
         self._library.call("ncclCommInitRankConfig", *arguments)
         self._function, self._check = self._library.function, self._library.check
 

@@ -400,7 +400,11 @@ class Watch:
         self._asked_s = time.monotonic()
 
     def _waiting(self, tracks: Sequence[Track]) -> tuple[Operation, Track, float] | None:
-        """Return the operation the main thread waits in, else the oldest pending one of the GPU, and since when."""
+        """Return the operation the main thread waits in, else the oldest pending one on the GPU, its track, since when.
+
+        Args:
+            tracks: one a group: the collectives that this rank has launched there.
+        """
         blocked = self.waits_in  # read once: the main thread may clear it at any time
         if blocked is not None:
             return blocked[0], blocked[0].track, blocked[1]

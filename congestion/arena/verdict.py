@@ -84,10 +84,15 @@ def over_cases(rows: pd.DataFrame, entrant: str, rival: str, metric: str, of: Me
 
 
 def claims(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> list[Claim]:
-    """Faster on all-to-all, fewer pauses there, no worse anywhere.
+    """Judge three claims: faster than each rival, paused for less time than the first one, in no case worse.
+
+    The first two are about one scenario (`Rules.asked_of`: all-to-all), the third about all of them.
+
+    Args:
+        rows: as `check` takes them; `law` is the congestion-control algorithm.
 
     Raises:
-        ValueError: a rival of the suite did not run.
+        ValueError: no rows of the entrant, of a rival of the suite, or of that scenario.
     """
     rivals = [rival for rival in suite.rules.rivals if rival != entrant]
     absent = [law for law in (entrant, *rivals) if law not in set(rows["law"])]

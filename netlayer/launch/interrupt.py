@@ -106,10 +106,10 @@ def raised_again(what: type[BaseException], signal_of: Callable[[], int]) -> Ite
 def held_interrupt() -> Iterator[None]:
     """Put this around imports of large libraries. SIGINT ends the block with KeyboardInterrupt once it is done.
 
-    A second Ctrl-C raises at once. Other signals whose handler raises wait too. Does nothing outside the main thread,
-    and where SIGINT is ignored on purpose.
+    A second Ctrl-C raises at once. Other signals whose handler raises wait too. SIGINT that is ignored on purpose stays
+    so. Does nothing outside the main thread.
     """
-    with _noted(patience=1):
+    with _delayed_signals(most_interrupts=1):
         yield
 
 
@@ -123,15 +123,18 @@ def uninterrupted() -> Iterator[None]:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _noted():
+        with _delayed_signals():
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
-def _noted(patience: float = math.inf) -> Iterator[None]:
-    """Pass on the first signal of the block after it; SIGINT at once where more than `patience` came."""
+def _delayed_signals(most_interrupts: float = math.inf) -> Iterator[None]:
+    """Delay signals whose handler raises to the block's end, where the first is raised.
+
+    SIGINT is raised at once where it came more than `most_interrupts` times.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -141,7 +144,7 @@ def _noted(patience: float = math.inf) -> Iterator[None]:
 
     def note(signum: int, frame: FrameType | None) -> None:
         seen.append(signum)
-        if signum == signal.SIGINT and seen.count(signum) > patience:
+        if signum == signal.SIGINT and seen.count(signum) > most_interrupts:
             owners[signum](signum, frame)
 
     for signum in owners:

@@ -29,13 +29,13 @@ class Costs:
     Args:
         forward_s, backward_s: of one micro-batch, by stage and chunk, shape [p][v].
         transfer_s: of one message, by link, shape [p]; the last is the link from the last stage to the first.
-        weights_share: of `backward_s`, what gradients of weights take where a schedule computes them apart.
+        weight_gradient_share: share of `backward_s` that weight gradients take where a schedule computes them apart.
     """
 
     forward_s: Sequence[Sequence[float]]
     backward_s: Sequence[Sequence[float]]
     transfer_s: Sequence[float]
-    weights_share: float = 0.5
+    weight_gradient_share: float = 0.5
 
     @classmethod
     def even(cls, schedule: Schedule, forward_s: float, backward_s: float, transfer_s: float = 0.0) -> Costs:
@@ -49,21 +49,25 @@ class Costs:
         backward_s = self.backward_s[stage][action.chunk]
         if (action.micro_batch, action.chunk) not in schedule.postponed[stage]:
             return backward_s
-        return backward_s * (self.weights_share if action.kind == "weights" else 1 - self.weights_share)
+        share = self.weight_gradient_share
+        return backward_s * (share if action.kind == "weights" else 1 - share)
 
 
 def flops_costs(job: JobConfig) -> Costs:
-    """Times of a schedule's actions in proportion to their FLOPs: backward twice forward, and whole blocks again."""
+    """Return costs in FLOPs a token, in place of seconds; messages cost nothing.
+
+    A backward costs two forwards, three with full recomputation. The head's three are all in the last chunk's forward.
+    """
     parallel, model = job.parallel, job.model
     forward = [[0.0] * parallel.vpp for _ in range(parallel.pp)]
     for stage in range(parallel.pp):
         for chunk in range(parallel.vpp):
-            halves = run_of(job, stage, chunk)
-            forward[stage][chunk] = sum(half_block_flops(model, half // 2)[half % 2] for half in halves)
+            half_blocks = run_of(job, stage, chunk)  # 2 l is the attention of layer l, 2 l + 1 its MLP
+            forward[stage][chunk] = sum(half_block_flops(model, each // 2)[each % 2] for each in half_blocks)
     again = 1.0 if model.recompute == "full" else 0.0
     backward = [[(2 + again) * each for each in times] for times in forward]
     forward[-1][-1] += 3 * head_flops(model)  # the loss computes the head's gradients in its forward pass
-    return Costs(forward, backward, [0.0] * parallel.pp, weights_share=1 / (2 + again))
+    return Costs(forward, backward, transfer_s=[0.0] * parallel.pp, weight_gradient_share=1 / (2 + again))
 
 
 @dataclass(frozen=True)

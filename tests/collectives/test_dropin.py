@@ -134,7 +134,7 @@ def test_join_is_refused() -> None:
     with pytest.raises(RuntimeError, match="Join: ranks with uneven numbers of batches"):
         Join([sharded])  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="Join: ranks with uneven numbers of batches"):
-        sharded.join()
+        sharded.join(True)  # as DistributedDataParallel's, by place
 
 
 def test_float64_is_reduced_in_float64() -> None:

@@ -63,7 +63,9 @@ def test_what_follows_a_flight_waits_until_it_lands() -> None:
     assert calls == ["sum", "update"]
 
 
-@pytest.mark.parametrize("ask", [lambda flight: flight.wait(), lambda flight: flight.landed], ids=["wait", "landed"])
+@pytest.mark.parametrize(
+    "ask", [lambda flight: flight.wait(), lambda flight: flight.landed_event], ids=["wait", "landed"]
+)
 def test_who_asks_for_a_flight_has_it_land(ask: Callable[[Flight], object]) -> None:
     calls: list[str] = []
     ask(Flight(Lane("reduce", None, CPU), None, None, None, None, (), late=lambda: calls.append("sum")))

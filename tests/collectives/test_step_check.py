@@ -65,7 +65,7 @@ def on_a_stream(rows: list[Place]) -> tuple[mock.Mock, list[Any]]:
         flight = mock.Mock()
         flight.wait.side_effect = lambda: calls.append("waited")
         flight.follow.side_effect = lambda function, _stream: function()
-        flight.landed.synchronize.side_effect = lambda: calls.append("looked")
+        flight.landed_event.synchronize.side_effect = lambda: calls.append("looked")
         return flight
 
     lane.all_gather.side_effect = all_gather

@@ -182,6 +182,10 @@ def _placed(world: World, placement: str, seed: int) -> Placement | None:
 
 
 def _print_ports(rows: list[dict[str, Any]], hash_name: str) -> None:
+    """Print a row a traffic pattern: queue pairs, ports to change, collisions without and with the plan, its CSV file.
+
+    Excess is the demand above the links' capacity, as a share of all demand.
+    """
     from netlayer.printing import print_rows
 
     columns = {
@@ -190,11 +194,11 @@ def _print_ports(rows: list[dict[str, Any]], hash_name: str) -> None:
         "changed": "to change",
         "collision_share_before": "colliding before",
         "collision_share_after": "after",
-        "excess_before": "excess before",
+        "excess_before": "excess demand before",
         "excess_after": "after",
         "max_utilisation_before": "fullest before",
         "max_utilisation_after": "after",
-        "plan": "plan",
+        "plan": "plan file",
     }
     note = "holds for this hash, these seeds and this fabric; read them off the switches before applying the plan"
     print_rows(f"UDP source ports, planned, {hash_name} (simulated)", rows, columns, note)

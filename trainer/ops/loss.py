@@ -8,7 +8,8 @@ On a GPU the softmax is two kernels (`loss_kernels`): one reads the logits in th
 their gradient in their place. In bfloat16 a logit is rounded to 8 bits either way, by the product, as where the head is
 a plain linear before `F.cross_entropy`; all that follows, and every sum, is in float32.
 
-Shapes: W ranks of the tensor-parallel group, m rows of a rank, M = W * m, D hidden, V vocabulary (padded), v = V / W.
+Shapes: W ranks of the tensor-parallel group, m rows of a rank, M = W * m, c rows of a chunk, D hidden, V vocabulary
+(padded), v = V / W.
 """
 
 from __future__ import annotations
@@ -209,10 +210,15 @@ def _place(local_c: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _over_ranks(lse_c: Tensor, target_c: Tensor, exchange: TensorExchange | None) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials, and the target's logit, over all parts of the vocabulary."""
+    """Combine c rows' log of the sum of exponentials, and target's logit, over all parts of the vocabulary.
+
+    Args:
+        target_c: 0 where another rank has the target.
+        exchange: of the ranks with the other parts; None: this one has all.
+    """
     if exchange is None:
         return lse_c, target_c
-    each_W2c = torch.zeros(exchange.world_size, 2, len(lse_c), dtype=lse_c.dtype, device=lse_c.device)
-    each_W2c[exchange.rank] = torch.stack((lse_c, target_c))
-    exchange.start_all_reduce(each_W2c).wait()
-    return each_W2c[:, 0].logsumexp(0), each_W2c[:, 1].sum(0)
+    both_W2c = torch.zeros(exchange.world_size, 2, len(lse_c), dtype=lse_c.dtype, device=lse_c.device)
+    both_W2c[exchange.rank] = torch.stack((lse_c, target_c))
+    exchange.start_all_reduce(both_W2c).wait()  # a sum with zeros: a gather
+    return both_W2c[:, 0].logsumexp(0), both_W2c[:, 1].sum(0)

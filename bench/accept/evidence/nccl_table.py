@@ -328,6 +328,7 @@ def _ratio(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 def _factor_fits(factor: int, num_ranks: int, low: float, high: float) -> bool:
+    """Whether the bounds of `_ratio` (bus over algorithm bandwidth) allow a `_Form.factor`; 0 ranks: any number."""
     if factor == 0:
         return low <= 1 <= high
     if num_ranks:

@@ -52,7 +52,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--switches", "form", type=click.Choice(FORMATS), help="Also the switches' side, as these take it.")
 @click.option("--cable-m", type=int, help="Longest cable at a switch, metres [default: 40].")
 @click.option("--chip", type=click.Choice(CHIP_NAMES), help="Of the switches; sonic needs it for PFC headroom.")
-@click.option("--out", type=_PATH, help="Folder for scripts, lists of hosts, switch files, writes.csv.")
+@click.option("--out", type=_PATH, help="Folder: scripts, lists of hosts, switch files, writes.csv (how many a NIC).")
 @click.option("--json", "json_file", type=_PATH, help="Also write the whole plan here; - is stdout.")
 @click.option("-v", "--verbose", count=True, help="More log on stderr; -vv for all.")
 def fabric(
@@ -165,7 +165,7 @@ def _script(group: HostGroup, number: int, profile: Profile) -> str:
 
 
 def _csv(groups: Sequence[HostGroup]) -> str:
-    """One row a NIC."""
+    """Return writes.csv: a row a NIC, with how many values its script writes and how many it cannot."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["host", "device", "writes", "cannot", "script"])

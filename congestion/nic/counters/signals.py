@@ -81,8 +81,8 @@ class Signals:
         shape = self._has.shape
         self._last: Ints = np.full(nowhere, MISSING, dtype=np.int64)
         self._last_s = np.full(nowhere, np.nan)
-        self._column_rate, self._column_count = np.zeros(nowhere), np.zeros(nowhere)
-        self._column_fresh, self._column_read = np.zeros(nowhere, dtype=bool), np.zeros(nowhere, dtype=bool)
+        self._counter_rate, self._counter_count = np.zeros(nowhere), np.zeros(nowhere)
+        self._counter_fresh, self._counter_read = np.zeros(nowhere, dtype=bool), np.zeros(nowhere, dtype=bool)
         self.rate, self.count, self.fresh = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=bool)
         self._read = np.zeros(shape, dtype=bool)
         self._num_samples = -1
@@ -108,9 +108,9 @@ class Signals:
         """
         if len(values) != len(self._last):
             raise ValueError(f"{len(values)} values of {len(self._last)} columns")
-        columns = self._last, self._last_s, self._column_rate, self._column_count, self._column_fresh, self._column_read
-        _of_columns(time_s, np.asarray(values, dtype=np.int64), *columns)
-        _of_ports(self._places, self._largest, *columns[2:], self.rate, self.count, self.fresh, self._read)
+        signals = self._counter_rate, self._counter_count, self._counter_fresh, self._counter_read
+        _update_counters(time_s, np.asarray(values, dtype=np.int64), self._last, self._last_s, *signals)
+        _combine_counters(self._places, self._largest, *signals, self.rate, self.count, self.fresh, self._read)
         self._num_samples += 1
 
     def get(self, kind: str) -> Signal:
@@ -132,7 +132,7 @@ class Signals:
 
 
 @entry
-def _of_columns(time_s, values, last, last_s, rate, count, fresh, read):  # type: ignore[no-untyped-def]
+def _update_counters(time_s, values, last, last_s, rate, count, fresh, read):  # type: ignore[no-untyped-def]
     """Compute each counter's rate and count since it was read before."""
     for place in range(values.size):
         value, before = values[place], last[place]
@@ -146,26 +146,33 @@ def _of_columns(time_s, values, last, last_s, rate, count, fresh, read):  # type
 
 
 @entry
-def _of_ports(  # type: ignore[no-untyped-def]
-    places, largest, column_rate, column_count, column_fresh, column_read, rate, count, fresh, read
+def _combine_counters(  # type: ignore[no-untyped-def]
+    places, largest, counter_rate, counter_count, counter_fresh, counter_read, rate, count, fresh, read
 ):
-    """Fold columns into kinds and ports; each number is stored once, whole, for who reads it meanwhile."""
+    """Combine each port's counters into a signal a kind (of `KINDS`): their sum, or the largest; into the last four.
+
+    Each number is stored once, whole, for who reads it meanwhile. `fresh`: rate and count are of this sample; `read`:
+    a counter was read at it, perhaps for the first time or after a reset.
+
+    Args:
+        places: indices of the counters of each kind and port, padded with the number of counters.
+    """
     kinds, ports, width = places.shape
     for kind in range(kinds):
         for port in range(ports):
             all_rate, all_count, any_fresh, any_read = 0.0, 0.0, False, False
             for one in range(width):
                 place = places[kind, port, one]
-                if place == column_rate.size:  # it has no more
+                if place == counter_rate.size:  # it has no more
                     break
                 if largest[kind]:
-                    all_rate = max(all_rate, column_rate[place])
-                    all_count = max(all_count, column_count[place])
+                    all_rate = max(all_rate, counter_rate[place])
+                    all_count = max(all_count, counter_count[place])
                 else:
-                    all_rate += column_rate[place]
-                    all_count += column_count[place]
-                any_fresh |= column_fresh[place]
-                any_read |= column_read[place]
+                    all_rate += counter_rate[place]
+                    all_count += counter_count[place]
+                any_fresh |= counter_fresh[place]
+                any_read |= counter_read[place]
             rate[kind, port], count[kind, port] = all_rate, all_count
             fresh[kind, port], read[kind, port] = any_fresh, any_read
 

@@ -50,7 +50,7 @@ def test_of_the_bubble_the_forwards_are_left(schedule: Schedule) -> None:
 def test_with_other_times_it_is_not_the_slower_one(
     schedule: Schedule, share: float, backward_s: float, transfer_s: float
 ) -> None:
-    costs = replace(Costs.even(schedule, 1.0, backward_s, transfer_s), weights_share=share)
+    costs = replace(Costs.even(schedule, 1.0, backward_s, transfer_s), weight_gradient_share=share)
     assert simulate(postpone_weights(schedule), costs).step_s <= simulate(schedule, costs).step_s + 1e-9
 
 
