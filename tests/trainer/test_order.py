@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.order import MAX_PERIOD, Blend, Permutation
@@ -70,6 +70,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
     assert Blend([0.5, 0.3, 0.2]).locate(np.arange(10))[0].tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2]
 
 
+@settings(max_examples=40)
 @given(weights, st.integers(0, 3 * MAX_PERIOD))
 def test_after_any_number_of_samples_each_dataset_has_had_its_share(weights: list[float], num_samples: int) -> None:
     blend = Blend(weights)
@@ -79,6 +80,7 @@ def test_after_any_number_of_samples_each_dataset_has_had_its_share(weights: lis
         assert count in (math.floor(num_samples * share), math.ceil(num_samples * share))
 
 
+@settings(max_examples=40)
 @given(weights)
 def test_over_a_whole_period_it_never_leaves_the_share(weights: list[float]) -> None:
     blend = Blend(weights)
@@ -90,6 +92,7 @@ def test_over_a_whole_period_it_never_leaves_the_share(weights: list[float]) -> 
         assert np.array_equal(own_Q[dataset_Q == dataset], np.arange(count))
 
 
+@settings(max_examples=40)
 @given(weights, st.integers(0, 2**50))
 def test_each_sample_of_a_dataset_comes_once_wherever_one_looks(weights: list[float], first: int) -> None:
     blend = Blend(weights)

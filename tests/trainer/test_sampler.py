@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import Counter
@@ -29,6 +30,10 @@ def three_sets(seed: int = 0) -> Sampler:
 
 def keys(rows: Rows) -> list[tuple[int, ...]]:
     return [tuple(row) for row in rows.tokens.tolist()]
+
+
+def places(sampler: Sampler, samples: range) -> list[tuple[int, ...]]:
+    return list(zip(*(array.tolist() for array in sampler.locate(np.asarray(samples, dtype=np.int64))), strict=True))
 
 
 @given(st.integers(12, 3000), st.integers(1, 11), st.integers(0, 2**70))
@@ -92,21 +97,22 @@ class Run:
     def __init__(self, seed: int, batch: BatchConfig) -> None:
         self.seed, self.batch, self.steps_done = seed, batch, 0
         self.history: list[list[tuple[int, ...]]] = []
+        """Places of each step's samples: dataset, epoch and first token."""
         self.saved: tuple[int, dict[str, Any]] = (0, {"num_samples": 0})
 
     def train(self, steps: int, dp: int, rng: random.Random) -> None:
-        """Resume in a fresh process of every rank, and take some steps."""
+        """Resume in a fresh process, and take some steps."""
         step, state = self.saved
         del self.history[step:]  # what was taken after the checkpoint is taken again
         plan = BatchPlan(self.batch, dp, step + 1, state["num_samples"])
-        ranks = [three_sets(self.seed) for _ in range(dp)]
+        sampler = three_sets(self.seed)
         if step:
-            assert changes(state, ranks[0].state()) == []
+            assert changes(state, sampler.state()) == []
         for number in range(step + 1, step + 1 + steps):
-            rows = {rank: keys(ranks[rank].read(plan.samples(number, rank))) for rank in rng.sample(range(dp), dp)}
-            self.history.append([row for rank in range(dp) for row in rows[rank]])
+            own = {rank: places(sampler, plan.samples(number, rank)) for rank in rng.sample(range(dp), dp)}
+            self.history.append([place for rank in range(dp) for place in own[rank]])
             if rng.random() < 0.3:
-                self.saved = number, {**ranks[0].state(), "num_samples": plan.start(number + 1)}
+                self.saved = number, {**sampler.state(), "num_samples": plan.start(number + 1)}
 
 
 @settings(max_examples=1000)
@@ -117,9 +123,9 @@ def test_whatever_is_killed_and_resumed_samples_are_those_of_an_unbroken_run(
     run, rng = Run(seed, BATCH), random.Random(seed)
     for steps, dp in lives:
         run.train(steps, dp, rng)
-    unbroken = three_sets(seed).read(range(len(run.history) * 12))
+    unbroken = places(three_sets(seed), range(len(run.history) * 12))
     # Batch by batch, which is more than the multiset.
-    assert [row for batch in run.history for row in batch] == keys(unbroken)
+    assert [place for batch in run.history for place in batch] == unbroken
 
 
 def test_a_batch_that_grows_at_a_resume_goes_on_with_the_next_sample() -> None:
@@ -232,7 +238,7 @@ def test_packed_rows_are_cut_where_documents_begin(texts: list[list[int]], seq_l
         own = of_token[start : start + seq_len + 1]
         ranks = {document: number for number, document in enumerate(dict.fromkeys(own))}
         assert rows.segments[row].tolist() == [ranks[document] for document in own[:-1]]
-        assert rows.mask[row].tolist() == [int(a == b) for a, b in zip(own, own[1:], strict=False)]
+        assert rows.mask[row].tolist() == [int(a == b) for a, b in itertools.pairwise(own)]
         positions = [own[:index].count(own[index]) for index in range(seq_len)]
         assert rows.positions[row].tolist() == positions
 

@@ -67,6 +67,11 @@ class Rows:
         """Return the position of each token in its segment, [N, T]."""
         return positions_of(self.segments) if self.segments is not None else _same_rows(self.tokens)
 
+    def part(self, place: slice) -> Rows:
+        """Return some of the samples, as views."""
+        segments = None if self.segments is None else self.segments[place]
+        return Rows(self.tokens[place], segments, None if self.mask is None else self.mask[place])
+
     def arrays(self) -> Iterator[NDArray[Any]]:
         """Return the arrays that are there, in a fixed order."""
         return (array for array in (self.tokens, self.segments, self.mask) if array is not None)
