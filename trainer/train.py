@@ -20,6 +20,7 @@ from netlayer.errors import ConfigError, RankFailed
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
 from trainer.checkpoint.meta import TOKENIZER, check_same_text, find
+from trainer.data.mixture import Mixture, check_samples, prepare_mixture
 from trainer.data.prepare import Corpus, CorpusFacts, OnStage, check_enough, prepare_corpus
 from trainer.history import CHECKPOINTS as CHECKPOINTS
 from trainer.metrics import check_metrics
@@ -108,7 +109,7 @@ class Work:
     """
 
     job: JobConfig
-    corpus: Corpus
+    corpus: Corpus | Mixture
     init_method: str
     backend: Backend
     out: Path
@@ -129,6 +130,19 @@ class Outcome:
     num_parameters: int
     device: str
     stop: Stop | None = None
+
+
+def prepare_data(
+    job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage | None = None, resume: Path | None = None
+) -> Corpus | Mixture:
+    """Open the datasets of `job`, or `prepare` its text; arguments and errors as there."""
+    if not job.data.datasets:
+        return prepare(job, ranks, seed, out, on_stage, resume)
+    check_supported(job, ranks)
+    before = find(resume) if resume else None
+    mixture = prepare_mixture(job)
+    check_samples(job, mixture, before)
+    return mixture
 
 
 def prepare(
@@ -152,6 +166,11 @@ def prepare(
     text = (job.data, job.model.vocab_size, seed)
     # First, for damage there is found in a moment, and the text may take minutes.
     before = find(resume) if resume else None
+    if job.data.datasets:
+        rule = "are tokens, and this trains on text alone"
+        raise ConfigError(
+            "job.data.datasets", ", ".join(job.data.datasets), rule, "leave them out, or use netlayer train"
+        )
     brought = before.tokenizer_file if before and (job.checkpoint.other_text or TOKENIZER in before.digests) else None
     tokenizer_file = brought if job.checkpoint.other_text else None  # else the text brings the same, and it is but read
     # A shared home may be read-only or full on this machine: the run itself can still go on.
@@ -170,12 +189,13 @@ def prepare(
         check_same_text(before, corpus.identity, job)
     # Only now: how many tokens there are depends on the tokenizer.
     check_enough(corpus.facts, job.data.folder, job.batch.global_size, job.model.seq_len)
+    check_samples(job, corpus, before)
     return corpus
 
 
 def train(
     job: JobConfig,
-    corpus: Corpus,
+    corpus: Corpus | Mixture,
     *,
     ranks: int,
     init_method: str,

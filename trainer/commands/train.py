@@ -233,7 +233,7 @@ def _start(config: Config, options: RunOptions, backend: Backend, start: _StartO
     job, ranks = config.job, config.cluster.num_gpus
     with Stages() as stages, meeting_place(job.store.url) as place:
         with stages.open("text") as bar:
-            corpus = training.prepare(
+            corpus = training.prepare_data(
                 job, ranks, options.seed, out, lambda stage, done, total: bar(done, total, stage), start.resume
             )
         with stages.open("training") as bar:
@@ -277,7 +277,7 @@ def _join(
         from trainer.worker import run_rank
     # NCCL reads its variables when the first communicator is made: they must be there by then.
     with exported(nccl), contextlib.ExitStack() as stack:
-        corpus = training.prepare(job, env.world_size, options.seed, out, resume=start.resume)
+        corpus = training.prepare_data(job, env.world_size, options.seed, out, resume=start.resume)
         context = RankContext(env)
         if env.rank == 0:
             bar = stack.enter_context(stack.enter_context(Stages()).open("training"))
