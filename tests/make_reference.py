@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import click
 from pydantic import BaseModel
@@ -66,6 +66,8 @@ def _sections(model: type[BaseModel], name: str) -> Iterator[tuple[str, type[Bas
     for key, field in model.model_fields.items():
         if (inner := _model(field.annotation)) is not None:
             yield from _sections(inner, f"{name}.{key}".lstrip("."))
+        elif get_origin(field.annotation) is dict and (inner := _model(get_args(field.annotation)[1])) is not None:
+            yield from _sections(inner, f"{name}.{key}.NAME")
 
 
 def _model(annotation: Any) -> type[BaseModel] | None:

@@ -32,10 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from collectives.watch.recorder import Recorder, StepComm
@@ -48,11 +46,12 @@ from netlayer.workload.model_size import num_parameters, padded_vocabulary
 from netlayer.workload.peaks import peak_flops
 from trainer.checkpoint import save_load as checkpoint
 from trainer.checkpoint.meta import Meta
-from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
+from trainer.data.mixture import TEXT, Mixture
 from trainer.data.prepare import Corpus
+from trainer.feed import open_feed
 from trainer.notes import Notes, NotesInFlight, every_ranks, spread_losses
 from trainer.optim import build_optimizer
-from trainer.parallel import MicroBatch, SplitModel
+from trainer.parallel import Batches, SplitModel
 from trainer.ramps import batch_size, learning_rate
 from trainer.step import open_steps
 from trainer.stop import StopRequest
@@ -89,6 +88,7 @@ class Launched:
         before: the step that it follows at once; None where something else came between.
         memory_bytes: peak on a GPU, what is resident on a CPU.
         is_replayed: as a CUDA graph, of whose collectives the recorder knows nothing.
+        data_wait_s: for which the host waited for the step's batches; None: the rank has drawn them from a text.
     """
 
     step: int
@@ -98,6 +98,7 @@ class Launched:
     before: StepComm | None
     memory_bytes: int
     is_replayed: bool
+    data_wait_s: float | None = None
 
 
 class Trainer:
@@ -105,7 +106,7 @@ class Trainer:
 
     Args:
         job: resolved configuration.
-        corpus: tokens, the same on every rank.
+        corpus: tokens, the same on every rank; or the datasets of job.data.
         seed: of the initial parameters and of the samples.
         place: this rank.
         groups: of `open_world`; None: one rank alone.
@@ -116,7 +117,7 @@ class Trainer:
     def __init__(
         self,
         job: JobConfig,
-        corpus: Corpus,
+        corpus: Corpus | Mixture,
         seed: int,
         place: Place,
         groups: Groups | None = None,
@@ -126,13 +127,14 @@ class Trainer:
         self.job, self.seed, self.place, self.stop = job, seed, place, stop or StopRequest()
         self.watch = watch
         # Read now: a cache of corpora may drop this one while its run trains on.
-        self.text = checkpoint.Text.of(corpus)
-        self.train_tokens, self.validation_tokens = corpus.train_tokens(), corpus.validation_tokens()
+        self.text = checkpoint.Text.of(corpus) if isinstance(corpus, Corpus) else None
         self.num_parameters = num_parameters(job.model)
         # Each `Launched` holds its own step: the recorder needs to keep no more.
         self.recorder = Recorder(place.device, num_kept=1)
         self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder, watch)
-        self.dp = self.model.place.dp
+        self.feed = open_feed(job, corpus, self.model)
+        self._resumed: Meta | None = None
+        self._is_feed_open = False
         if place.rank == 0 and job.model.vocab_size % job.parallel.tp:
             rows = padded_vocabulary(job.model.vocab_size, job.parallel.tp)
             logger.info("the vocabulary of %d is padded to %d, a multiple of tp", job.model.vocab_size, rows)
@@ -158,9 +160,20 @@ class Trainer:
             ConfigError: it is of another model, or damaged.
         """
         checkpoint.load(meta, self.model, self.optimizer)
-        self.steps_done, self._untouched = meta.step, meta.path
+        self.steps_done, self._untouched, self._resumed = meta.step, meta.path, meta
         # With another text the samples are others in any case, and the user's seed may draw them.
         self.seed = self.seed if self.job.checkpoint.other_text else meta.seed
+
+    def open_feed(self) -> None:
+        """Begin to read the batches of the next step; every rank calls it, once it knows where it starts.
+
+        Raises:
+            ConfigError: a machine has no room for batches; on all ranks alike.
+        """
+        if not self._is_feed_open:
+            self._is_feed_open = True
+            with self.phase("opens the data"):
+                self.feed.open(self.seed, self.steps_done, self._resumed)
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint of the steps that were read so far; every rank calls it, with no step under way.
@@ -176,7 +189,9 @@ class Trainer:
         with self.phase("saves a checkpoint"):
             # Every element: a checkpoint that is not finite would look good until somebody resumes from it.
             self._check_state()
-            path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text)
+            self.open_feed()  # it knows how many samples that were
+            data = self.feed.state(self.steps_done)
+            path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text, data)
         # Until a step or a held-out loss has shown that its parameters are sound: [Note: good checkpoints].
         self._pending = path
         return path
@@ -202,6 +217,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the training; every rank calls it, with no step under way. Process groups stay."""
+        self.feed.close()
         self.steps.close()
         self.model.close()
 
@@ -222,14 +238,18 @@ class Trainer:
         # Gathers of parameters before the data is loaded: they run meanwhile.
         self.steps.begin(step)
         lr = learning_rate(self.job.optimizer, step)
-        stepped = self.steps.run(step, self._training_batches(step), lr)
+        begin_s = time.perf_counter()
+        batches = self._training_batches(step)
+        data_wait_s = time.perf_counter() - begin_s if self.job.data.counts_samples else None
+        stepped = self.steps.run(step, batches, lr)
         assert stepped.grad_norm is not None
         # Copied to the host after the step, so that reading them later does not wait for the step after.
         notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked)
         # `leave_out` may have cleared it: then something came between, and this step is timed from its own begin.
         comm, before = self.recorder.end_step(), self._before
         self._before = comm
-        return Launched(step, lr, notes, comm, before, _memory_bytes(self.place.device), stepped.is_replayed)
+        memory_bytes = _memory_bytes(self.place.device)
+        return Launched(step, lr, notes, comm, before, memory_bytes, stepped.is_replayed, data_wait_s)
 
     def read(self, launched: Launched) -> tuple[Row, bool]:
         """Return the row of a step, and whether a rank was asked to stop; waits for the step, and for it alone.
@@ -247,35 +267,35 @@ class Trainer:
     def evaluate(self, global_batches: int) -> float:
         """Mean loss of `global_batches * global_size` windows spread evenly over the held-out text: always the same.
 
+        Of several evaluation sets it is the mean of theirs; `evaluate_each` has them by name.
+
         Raises:
             CheckFailed: the loss of a rank is not finite; on all ranks alike.
         """
+        losses = self.evaluate_each(global_batches)
+        return sum(losses.values()) / len(losses)
+
+    def evaluate_each(self, global_batches: int) -> dict[str, float]:
+        """Return the loss of each evaluation set, by name; raises as `evaluate`."""
         self.leave_out()
         with self.phase("evaluates"):
-            return self._evaluate(global_batches)
+            self.open_feed()
+            return {name: self._evaluate(name, batches) for name, batches in self.feed.evaluation(global_batches)}
 
-    def _evaluate(self, global_batches: int) -> float:
-        share = self._slice(self.job.batch.global_size).count * global_batches
-        starts = even_starts(len(self.validation_tokens), self.job.model.seq_len, share * self.job.parallel.dp)
-        own = starts[self.dp * share : (self.dp + 1) * share]
-        losses_D = spread_losses(self.model, self.model.evaluate(self._micro_batches(self.validation_tokens, own)))
+    def _evaluate(self, name: str, batches: Batches) -> float:
+        losses_D = spread_losses(self.model, self.model.evaluate(batches))
         self.model.world.all_reduce(losses_D)
         losses: list[float] = losses_D.tolist()
-        self._check_losses(self.steps_done, "held-out loss", losses, "lower job.optimizer.lr")
+        of = "" if name == TEXT else f" of {name}"
+        self._check_losses(self.steps_done, f"held-out loss{of}", losses, "lower job.optimizer.lr")
         return sum(losses) / len(losses)
 
-    def _training_batches(self, step: int) -> list[MicroBatch]:
-        own = self._slice(batch_size(self.job.batch, step))
-        samples = range(own.first, own.first + own.count)
-        starts = sample_starts(len(self.train_tokens), self.job.model.seq_len, self.seed, step, samples)
-        return self._micro_batches(self.train_tokens, starts)
-
-    def _slice(self, sequences: int) -> Slice:
-        return rank_slice(sequences, self.job.batch.micro_size, self.dp, self.job.parallel.dp)
-
-    def _micro_batches(self, tokens: NDArray[np.integer], starts_N: NDArray[np.int64]) -> list[MicroBatch]:
-        sizes = self.job.model.seq_len, self.job.batch.micro_size
-        return list(micro_batches(tokens, starts_N, *sizes, self.place.device))
+    def _training_batches(self, step: int) -> Batches:
+        self.open_feed()  # where a caller takes steps without `run`
+        if not self.job.data.counts_samples:
+            return self.feed.training(step)
+        with self.phase("waits for its batches"):
+            return self.feed.training(step)
 
     def _check_losses(self, step: int, name: str, losses_D: Sequence[float], remedy: str) -> None:
         layout = self.job.parallel.layout
@@ -324,7 +344,7 @@ class Trainer:
         seconds = comm.step_s if before is None else comm.seconds_after(before)
         ranks, sequences = self.place.world_size, batch_size(self.job.batch, launched.step)
         flops = step_flops(self.job.model, sequences)
-        return {
+        row: Row = {
             "step": launched.step,
             "loss": notes.loss,
             "lr": launched.lr,
@@ -339,6 +359,9 @@ class Trainer:
             "checkpoint_s": 0.0,
             "checkpoint_failures": 0,
         }
+        if launched.data_wait_s is not None:
+            row["data_wait_ms"] = launched.data_wait_s * 1e3
+        return row
 
 
 def run(
@@ -383,6 +406,7 @@ def run(
             on_step(row)
 
     stopped = None
+    trainer.open_feed()  # first: it reads while the starting point is evaluated
     with _collected(trainer.job.loop.collect_every_steps) as collect:
         # Also of a resumed run: it shows what the training starts from.
         between.evaluate(trainer.steps_done)
@@ -439,9 +463,11 @@ class _BetweenSteps:
 
     def evaluate(self, step: int) -> None:
         with _timed() as seconds:
-            loss = self._trainer.evaluate(self._evaluation.global_batches)
+            losses = self._trainer.evaluate_each(self._evaluation.global_batches)
+        row: Row = {"step": step, "validation_loss": sum(losses.values()) / len(losses), "eval_s": sum(seconds)}
+        row |= {f"validation_loss_{name}": loss for name, loss in losses.items() if name != TEXT}
         with self._trainer.phase("writes a row"):
-            self._on_evaluation({"step": step, "validation_loss": loss, "eval_s": sum(seconds)})
+            self._on_evaluation(row)
 
     def run(self, step: int, row: Row, *, stops: bool) -> Path | None:
         """Evaluate and save where that is due after a step; return the last checkpoint where the run ends here.

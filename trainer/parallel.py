@@ -49,12 +49,16 @@ from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import of_job
 from trainer.model.gpt import GPT, build_model
 from trainer.model.linears import parts
+from trainer.model.packed import Packed
 from trainer.pipeline import StageModel, run_schedule
 
 logger = logging.getLogger(__name__)
 
 MicroBatch = tuple[Tensor, Tensor]
 """Token ids and the token that follows each, [B, T] each."""
+PackedBatch = tuple[Tensor, Tensor, Packed]
+"""The same of packed documents, or where some targets do not count."""
+Batches = Sequence[MicroBatch | PackedBatch]
 
 TIED = "tied"
 _EVALUATED_AT_ONCE = 4  # micro-batches a stage of the pipeline
@@ -147,7 +151,7 @@ class SplitModel:
         for chunk in self.chunks:
             chunk.start_step(step)
 
-    def accumulate(self, batches: Sequence[MicroBatch]) -> Tensor:
+    def accumulate(self, batches: Batches) -> Tensor:
         """Forward and backward of all micro-batches of this data-parallel rank.
 
         Returns:
@@ -156,22 +160,22 @@ class SplitModel:
         if self.pipeline is not None:
             return self.pipeline.train(batches)
         [chunk], total = self.chunks, self.zero()
-        for index, (tokens_BT, targets_BT) in enumerate(batches):
+        for index, batch in enumerate(batches):
             # Only the last pass is reduced: the others add up on this rank.
             with contextlib.nullcontext() if index == len(batches) - 1 else chunk.no_sync():
-                loss = chunk(tokens_BT, targets_BT) / len(batches)
-                (loss / self.layout.dp).backward()  # gradients are sums over ranks
+                loss = _loss(chunk, *batch) / len(batches)
+                (loss / self.layout.dp).backward()  # type: ignore[no-untyped-call]  # gradients are sums over ranks
             # Added on the device: a number for the host would make it wait in every micro-batch.
             total += loss.detach()
         return total
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+    def evaluate(self, batches: Batches) -> Tensor:
         """Mean loss without gradients; zero on all but the last pipeline stage."""
         if self.pipeline is not None:
             return self.pipeline.evaluate(batches)
         [chunk] = self.chunks
-        losses = [chunk(tokens_BT, targets_BT) for tokens_BT, targets_BT in batches]
+        losses = [_loss(chunk, *batch) for batch in batches]
         return torch.stack(losses).mean()
 
     def finish_gradients(self, *, waits: bool = True) -> None:
@@ -416,6 +420,18 @@ class Optimizers:
         return [optimizer.state_dict() for optimizer in self.each]
 
 
+def _loss(chunk: nn.Module, x: Tensor, targets_BT: Tensor, packed: Packed | None = None) -> Tensor:
+    """Loss of a micro-batch: the mean over all targets, or its part of that over the batch's targets that count."""
+    if packed is None:
+        return chunk(x, targets_BT)  # type: ignore[no-any-return]
+    return chunk(x, targets_BT, packed) * packed.scale  # type: ignore[no-any-return]
+
+
+def _beside(_tokens_BT: Tensor, _targets_BT: Tensor, packed: Packed | None = None) -> dict[str, Any]:
+    """Return what a chunk without targets needs of a micro-batch, as keywords."""
+    return {} if packed is None else {"packed": packed}
+
+
 class _Pipeline:
     """The stage of this rank: its schedules and its channels."""
 
@@ -429,13 +445,13 @@ class _Pipeline:
         self.links = PipelineLinks(model.groups["pp"], model.device, wraps, groups=groups, path=path)
         self._ready: dict[tuple[str, int], tuple[Schedule, PipelineChannel]] = {}
 
-    def train(self, batches: Sequence[MicroBatch]) -> Tensor:
+    def train(self, batches: Batches) -> Tensor:
         with contextlib.ExitStack() as unsynced:
             for chunk in self.model.chunks:
                 unsynced.enter_context(chunk.no_sync())  # but for its last backward pass of the step
             return self._run("train", batches)
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+    def evaluate(self, batches: Batches) -> Tensor:
         """Evaluate a few micro-batches at a time: without a backward pass stage 0 would pile up outputs."""
         size = _EVALUATED_AT_ONCE * self.model.layout.pp
         parts = [batches[first : first + size] for first in range(0, len(batches), size)]
@@ -446,17 +462,18 @@ class _Pipeline:
         self._ready.clear()
         self.links.close()
 
-    def _run(self, kind: str, batches: Sequence[MicroBatch]) -> Tensor:
+    def _run(self, kind: str, batches: Batches) -> Tensor:
         schedule, channel = self._channel(kind, len(batches))
         stage = StageModel(
             self.model.chunks,
             schedule,
             self.model.place.pp,
             inputs=lambda index: batches[index][0],
-            loss=lambda index, chunk, x: chunk(x, batches[index][1]),
+            loss=lambda index, chunk, x: _loss(chunk, x, *batches[index][1:]),
             last_backward=ShardedDataParallel.last_backward,
             num_replicas=self.model.layout.dp,
             postponing=ShardedDataParallel.weights_postponed,
+            beside=lambda index: _beside(*batches[index]),
         )
         run_schedule(schedule, channel, stage, self.model.recorder)
         return sum((loss / len(batches) for loss in stage.losses.values()), self.model.zero())

@@ -71,6 +71,7 @@ class StageModel:
         num_replicas: pipelines whose gradients are summed.
         postponing: around a backward pass that may leave weights' gradients: `postponing(chunk)`; None: it leaves none,
             and their actions of the schedule do nothing.
+        beside: further arguments of every chunk but the last, by micro-batch; None: there are none.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class StageModel:
         last_backward: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         num_replicas: int = 1,
         postponing: Callable[[Any], contextlib.AbstractContextManager[Postponed]] | None = None,
+        beside: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
         if len(chunks) != schedule.num_chunks:
             raise ValueError(
@@ -90,7 +92,7 @@ class StageModel:
             )
         self.chunks, self.schedule, self.stage, self.inputs, self.loss = chunks, schedule, stage, inputs, loss
         self._last_backward, self._num_added = last_backward, schedule.num_micro_batches * num_replicas
-        self._postponing = postponing
+        self._postponing, self._beside = postponing, beside or (lambda _micro_batch: {})
         self._postponed = schedule.postponed[stage] if postponing is not None else frozenset[tuple[int, int]]()
         computes = [action for action in schedule.stages[stage] if self._computes_weights(action)]
         self._last = {action.chunk: action for action in computes}
@@ -114,7 +116,7 @@ class StageModel:
             self.losses[action.micro_batch] = loss.detach()
             output = loss / self._num_added
         else:
-            output = chunk(x)
+            output = chunk(x, **self._beside(action.micro_batch))
         if trains:
             self._activations[action.micro_batch, action.chunk] = received, output
         return None if is_last else output

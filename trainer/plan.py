@@ -25,6 +25,7 @@ from netlayer.workload.fit import check_room, in_room, with_overlap
 from netlayer.workload.memory import estimate, gib
 from trainer.checkpoint.meta import TOKENIZER, check_model, check_same_text, find, going_on, seed_of
 from trainer.checkpoint.resume import check_steps_left, start_of
+from trainer.data.mixture import Mixture, check_samples, prepare_mixture
 from trainer.data.prepare import Corpus, OnStage, check_enough, prepare_corpus
 from trainer.trace import parse_steps
 
@@ -39,7 +40,7 @@ class Plan:
 
     Args:
         job: resolved configuration: layout, model, schedule, batch, optimiser, checkpoints, metrics, watch.
-        corpus: tokens of the text, as `prepare` gives them.
+        corpus: tokens of the text or the datasets, as `prepare_data` gives them.
         init_method: where ranks meet, as `netlayer.rendezvous.open_world` takes it.
         backend: gloo computes on the CPU, nccl on one GPU a rank.
         out: a folder that exists, for rows, checkpoints and the trace.
@@ -55,7 +56,7 @@ class Plan:
     """
 
     job: JobConfig
-    corpus: Corpus
+    corpus: Corpus | Mixture
     init_method: str
     backend: Backend
     out: Path
@@ -74,7 +75,7 @@ class Plan:
 
 def resolve(
     job: JobConfig,
-    corpus: Corpus | None = None,
+    corpus: Corpus | Mixture | None = None,
     *,
     ranks: int,
     init_method: str,
@@ -91,7 +92,7 @@ def resolve(
     """Return the plan of a run; arguments that it only holds are those of `Plan`.
 
     Args:
-        corpus: what `prepare` gave for the same job; None: it is prepared now.
+        corpus: what `prepare_data` gave for the same job; None: it is prepared now.
         ranks: number of processes that will train; must equal tp x pp x dp of job.parallel.
         on_stage: called with the progress of the text.
 
@@ -101,7 +102,7 @@ def resolve(
     check_supported(job, ranks)
     # Here and not in the ranks, and before the text: a variable that NCCL would misread costs no minute and no rank.
     nccl = tuple(for_ranks(backend, job.nccl))
-    corpus = corpus or prepare(job, ranks, seed, out, on_stage, resume)
+    corpus = corpus or prepare_data(job, ranks, seed, out, on_stage, resume)
     return Plan(job, corpus, init_method, backend, out, seed, resume, trace, is_shared, stops_gently, continues, nccl)
 
 
@@ -259,6 +260,19 @@ def _room(backend: Backend) -> tuple[int, str]:
     return min(sizes, default=0) * 2**20, "the GPU has"
 
 
+def prepare_data(
+    job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage | None = None, resume: Path | None = None
+) -> Corpus | Mixture:
+    """Open the datasets of `job`, or `prepare` its text; arguments and errors as there."""
+    if not job.data.datasets:
+        return prepare(job, ranks, seed, out, on_stage, resume)
+    check_supported(job, ranks)
+    before = find(resume) if resume else None
+    mixture = prepare_mixture(job)
+    check_samples(job, mixture, before)
+    return mixture
+
+
 def prepare(
     job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage | None = None, resume: Path | None = None
 ) -> Corpus:
@@ -280,6 +294,11 @@ def prepare(
     text = (job.data, job.model.vocab_size, seed)
     # First, for damage there is found in a moment, and the text may take minutes.
     before = find(resume) if resume else None
+    if job.data.datasets:
+        rule = "are tokens, and this trains on text alone"
+        raise ConfigError(
+            "job.data.datasets", ", ".join(job.data.datasets), rule, "leave them out, or use netlayer train"
+        )
     brought = before.tokenizer_file if before and (job.checkpoint.other_text or TOKENIZER in before.digests) else None
     tokenizer_file = brought if job.checkpoint.other_text else None  # else the text brings the same, and it is but read
     # A shared home may be read-only or full on this machine: the run itself can still go on.
@@ -298,4 +317,5 @@ def prepare(
         check_same_text(before, corpus.identity, job)
     # Only now: how many tokens there are depends on the tokenizer.
     check_enough(corpus.facts, job.data.folder, job.batch.global_size, job.model.seq_len)
+    check_samples(job, corpus, before)
     return corpus

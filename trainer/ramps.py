@@ -33,6 +33,18 @@ def batch_size(config: BatchConfig, step: int) -> int:
     return min(config.global_size, config.start_size + grown)
 
 
+def samples_before(config: BatchConfig, step: int) -> int:
+    """Return the sequences of all steps before `step`, over all ranks; the first step is 1."""
+    steps = step - 1
+    if config.start_size == 0:
+        return steps * config.global_size
+    total, size = 0, config.start_size
+    while steps > 0 and size < config.global_size:
+        count = min(steps, config.increment_steps)
+        total, steps, size = total + count * size, steps - count, size + config.increment
+    return total + steps * config.global_size
+
+
 def _share_of_peak(config: OptimizerConfig, step: int) -> float:
     """Return the share of the peak learning rate, after the warm-up."""
     lost = 1 - config.min_lr_share

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from collectives.watch.recorder import Recorder
-from trainer.parallel import MicroBatch, Optimizers, SplitModel
+from trainer.parallel import Batches, Optimizers, SplitModel
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Steps:
         """Launch what needs no data: call it before the data is loaded."""
         self.model.start_step(step)
 
-    def run(self, step: int, batches: Sequence[MicroBatch], lr: float) -> Stepped:  # noqa: ARG002  (as GraphedSteps)
+    def run(self, step: int, batches: Batches, lr: float) -> Stepped:  # noqa: ARG002  (as GraphedSteps)
         """Step `step`, counted from 1, over this rank's micro-batches. The host does not wait for it."""
         self.optimizer.set_learning_rate(lr)
         return self._launch(batches)
@@ -73,7 +73,7 @@ class Steps:
     def close(self) -> None:
         """Let go of what was captured, before process groups end: NCCL's end waits for graphs that hold its calls."""
 
-    def _launch(self, batches: Sequence[MicroBatch]) -> Stepped:
+    def _launch(self, batches: Batches) -> Stepped:
         with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
             loss = self.model.accumulate(batches)
         # Norm and optimiser work on the first gradients while the last ones are still reduced.
@@ -124,7 +124,7 @@ class GraphedSteps(Steps):
         for group in groups:
             group["capturable"], group["lr"] = True, self._lr
         self._num_launched = 0
-        self._inputs: list[MicroBatch] = []
+        self._inputs: list[tuple[Tensor, Tensor]] = []
         self._replay: Replay | None = None
         self._captured: list[Stepped] = []
 
@@ -133,12 +133,12 @@ class GraphedSteps(Steps):
         if self._replay is None:
             super().begin(step)
 
-    def run(self, step: int, batches: Sequence[MicroBatch], lr: float) -> Stepped:
+    def run(self, step: int, batches: Batches, lr: float) -> Stepped:
         """Take the step: launched for the first few and whenever the number of micro-batches changes, then replayed."""
         self._lr.fill_(lr)
         if len(batches) != len(self._inputs):  # the graph before goes, and its memory, before a new one is made
             self.close()
-            self._inputs = [(tokens_BT.clone(), targets_BT.clone()) for tokens_BT, targets_BT in batches]
+            self._inputs = [(tokens_BT.clone(), targets_BT.clone()) for tokens_BT, targets_BT, *_ in batches]
         # The first WARM_UP steps are launched: windows grow and kernels are compiled, which a capture cannot do.
         if self._num_launched < WARM_UP:
             self._num_launched += 1
@@ -146,7 +146,7 @@ class GraphedSteps(Steps):
             self.model.start_step(step)
             return self._launch(batches)
         for inputs, batch in zip(self._inputs, batches, strict=True):
-            for place_BT, values_BT in zip(inputs, batch, strict=True):
+            for place_BT, values_BT in zip(inputs, batch[:2], strict=True):
                 # Where the graph reads them: it knows addresses and no values.
                 place_BT.copy_(values_BT)
         if self._replay is None:

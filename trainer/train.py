@@ -26,6 +26,7 @@ from trainer.plan import Backend as Backend
 from trainer.plan import Plan
 from trainer.plan import check_supported as check_supported
 from trainer.plan import prepare as prepare
+from trainer.plan import prepare_data as prepare_data
 from trainer.plan import resolve as resolve
 
 # By the format of Python's tracebacks, which come from a rank as text.

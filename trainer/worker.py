@@ -41,7 +41,14 @@ from trainer.train import Outcome, Progress
 logger = logging.getLogger(__name__)
 
 # Of a job, what may rightly differ from host to host.
-_OF_A_HOST: Any = {"data": {"folder"}, "store": True, "launch": True, "metrics": True, "nccl": {"hca", "gid_index"}}
+_OF_A_HOST: Any = {
+    # Paths; what lies there must be the same, and `text` says whether it is.
+    "data": {"folder", "datasets", "evaluation", "ring_folder"},
+    "store": True,
+    "launch": True,
+    "metrics": True,
+    "nccl": {"hca", "gid_index"},
+}
 
 _NOTE_EVERY_S = 600.0  # well within the hour for which a cache of corpora takes it
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -88,7 +88,8 @@ def _nearest(names: list[str], root: type[BaseModel]) -> str:
     """The key that was meant: the nearest one here, else where in the tree that name is a key."""
     section: Any = root
     for name in names[:-1]:
-        section = section.model_fields[name].annotation
+        is_named = get_origin(section) is dict  # of sections by a name that the user chooses
+        section = get_args(section)[1] if is_named else section.model_fields[name].annotation
     known = list(section.model_fields)
     elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == names[-1]]
     close = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)

@@ -135,6 +135,16 @@ def _fill(table: Any, section: Section, describe: bool) -> None:
             if describe:
                 below.comment(field.description or "")
             _fill(below, value, describe)
+        elif isinstance(value, dict):
+            table[name] = below = tomlkit.table()
+            if describe:
+                below.comment(field.description or "")
+            for key, each in value.items():
+                if isinstance(each, Section):
+                    below[key] = inner = tomlkit.table()
+                    _fill(inner, each, describe)
+                else:
+                    below[key] = each
         elif value is not None:  # TOML has no word for it: what is optional and not given stays out
             item = tomlkit.item(value)
             table[name] = item.comment(field.description or "") if describe else item

@@ -285,13 +285,84 @@ class BatchConfig(Section):
         return self
 
 
+class DatasetConfig(Section):
+    """One dataset of a blend."""
+
+    path: str = Field(min_length=1, description="where it lies: a .npy file of token ids")
+    weight: float = Field(1.0, gt=0, description="its part of the samples, against the other datasets' weights")
+    loss_mask: str = Field(
+        "", description="as many numbers as the dataset has tokens, 0 for each that is no target; empty: all are"
+    )
+
+
+DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
 class DataConfig(Section):
-    """Text to train on."""
+    """Text to train on, or datasets of tokens."""
 
     folder: str = Field("", description="folder of text files; empty: the Python standard library's own sources")
     pattern: str = Field("*.py", description="which files of the folder, by name, in all its subfolders")
     validation_share: Share = Field(0.1, gt=0, description="share of the files held out for validation")
     max_mib: float = Field(16.0, gt=0, description="most text to read, MiB; files are drawn by seed beyond it")
+    datasets: dict[DatasetName, DatasetConfig] = Field(
+        default_factory=dict,
+        description="tokens to train on in place of the text, by name: a table with path, weight and loss_mask each",
+    )
+    evaluation: dict[DatasetName, str] = Field(
+        default_factory=dict, description="datasets to take held-out losses on, by name: the path of each"
+    )
+    sampling: Literal["auto", "replacement", "epochs"] = Field(
+        "auto",
+        description="epochs: every sequence once, in an order of each epoch's own; replacement: drawn anew each time; "
+        "auto: replacement of text, epochs of datasets",
+    )
+    max_epochs: float = Field(0.0, ge=0, description="refuse a job that reads a dataset more often; 0: no limit")
+    packing: Literal["stream", "documents"] = Field(
+        "stream",
+        description="documents: attention and loss stop where a document ends; stream: they do not",
+    )
+    loader: bool = Field(
+        True, description="one process a machine reads epochs ahead for all its ranks; false: each rank reads its own"
+    )
+    read_ahead: int = Field(4, ge=2, le=1024, description="steps that the loader holds in shared memory")
+    ring_folder: str = Field(
+        "",
+        description="folder for the loader's memory, where ranks of a machine run in containers that share it; empty: "
+        "/dev/shm, or the folder of temporary files where that is too small",
+    )
+
+    @property
+    def counts_samples(self) -> bool:
+        """True if samples count up through epochs; they are drawn with replacement else."""
+        return bool(self.datasets) or self.sampling == "epochs"
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.datasets and self.sampling == "replacement":
+            rule = "is of text, and job.data.datasets names tokens"
+            _fail("job.data.sampling", self.sampling, rule, "leave it out, or set epochs")
+        if self.datasets and not self.evaluation:
+            _fail(
+                "job.data.evaluation",
+                None,
+                "names no dataset to take held-out losses on, and job.data.datasets has none held out",
+                "name one: [job.data.evaluation] held_out = PATH",
+            )
+        if self.evaluation and not self.datasets:
+            rule = "has no effect without job.data.datasets: of text, files are held out"
+            _fail("job.data.evaluation", ", ".join(self.evaluation), rule, "leave it out")
+        if not self.counts_samples:
+            for key, default in (("max_epochs", 0.0), ("packing", "stream")):
+                if (value := getattr(self, key)) != default:
+                    rule = "has no effect where samples are drawn with replacement"
+                    _fail(f"job.data.{key}", value, rule, "set job.data.sampling to epochs, or leave it out")
+        return self
+
+    @property
+    def masks(self) -> bool:
+        """True if some tokens are no targets."""
+        return self.packing == "documents" or any(each.loss_mask for each in self.datasets.values())
 
 
 class OptimizerConfig(Section):
@@ -524,6 +595,7 @@ class JobConfig(Section):
             rule = f"cannot be had with job.parallel.pp = {parallel.pp}"
             _fail("job.loop.cuda_graph", True, rule, "leave it out, or change that")
         self._check_step_in_backward()
+        self._check_masks()
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
         unit = batch.micro_size * parallel.dp * stages
         for name in ("global_size", "start_size", "increment"):
@@ -549,6 +621,19 @@ class JobConfig(Section):
             _fail(
                 "job.overlap.step_in_backward", True, rule, "leave it out, or change that (clip_norm = 0 clips nothing)"
             )
+
+    def _check_masks(self) -> None:
+        """Refuse settings that cannot tell one sequence's documents apart."""
+        if not self.data.masks:
+            return
+        key = "job.data.packing" if self.data.packing == "documents" else "job.data.datasets"
+        value = self.data.packing if self.data.packing == "documents" else "with a loss_mask"
+        for name, is_in_the_way in (
+            ("job.loop.cuda_graph", self.loop.cuda_graph),
+            ("job.model.compile", self.model.compile),
+        ):
+            if is_in_the_way:
+                _fail(key, value, f"cannot be had with {name} = true", "leave one of them out")
 
 
 class Config(Section):

@@ -40,6 +40,7 @@ class Meta:
         digests: of the tokenizer, and of the header of each file of tensors (`trainer.checkpoint.digest`).
         field: how the user named it, for errors.
         passed_over: newer folders that `find` left: pending, or without `meta.json`.
+        data: datasets (`Sampler.state`) and `num_samples` that were trained on; None: drawn with replacement.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class Meta:
     digests: Mapping[str, str]
     field: str = "--resume"
     passed_over: Sequence[Path] = ()
+    data: Mapping[str, Any] | None = None
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -106,7 +108,7 @@ def find(path: Path, field: str = "--resume") -> Meta:
         newer = [each for each in folders[: folders.index(folder)] if each != path]
         if folder != path:
             newer += [each for each in pending_in(folder.parent) if step_of(each) > meta["step"]]
-        checkpoint = Meta(folder, **facts, field=field, passed_over=newer)
+        checkpoint = Meta(folder, **facts, field=field, passed_over=newer, data=meta.get("data"))
     for tp, pp in itertools.product(range(checkpoint.tp), range(checkpoint.pp)):
         if not (folder / file_name(tp, pp)).is_file():
             raise ConfigError(field, folder, f"lacks {file_name(tp, pp)}", "give an older checkpoint")
@@ -155,7 +157,7 @@ def check_model(meta: Meta, job: JobConfig) -> None:
 
 def check_same_text(meta: Meta, corpus: Mapping[str, str], job: JobConfig) -> None:
     """Raise ConfigError where a job would go on with other text or tokens, and does not say that it means to."""
-    if job.checkpoint.other_text or not meta.corpus:
+    if job.checkpoint.other_text or not meta.corpus or job.data.datasets:
         return
     value, before = job.data.folder or "(standard library)", meta.job["data"].get("folder") or "(standard library)"
     remedy = (

@@ -26,6 +26,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,12 +82,19 @@ class NoRoom(ConfigError):
 
 
 def save(
-    model: SplitModel, optimizers: Optimizers, step: int, seed: int, folder: Path, text: Text | None = None
+    model: SplitModel,
+    optimizers: Optimizers,
+    step: int,
+    seed: int,
+    folder: Path,
+    text: Text | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `folder/step-NNNNNN.new` after `step` steps; every rank calls it. `commit` makes it a good one.
 
     Args:
         text: trained on.
+        data: as in `Meta`.
 
     Raises:
         NoRoom: the disk is full, or will be; on all ranks alike.
@@ -108,7 +116,7 @@ def save(
             room.agree()
             if is_first:
                 with room.watched():
-                    _write_meta(model, aside, step, seed, text)
+                    _write_meta(model, aside, step, seed, text, data)
                     _rename(aside, path)
             room.agree()
     except BaseException:
@@ -292,7 +300,9 @@ def _write(model: SplitModel, optimizers: Optimizers, path: Path, room: _Room) -
         pass
 
 
-def _write_meta(model: SplitModel, aside: Path, step: int, seed: int, text: Text | None) -> None:
+def _write_meta(
+    model: SplitModel, aside: Path, step: int, seed: int, text: Text | None, data: Mapping[str, Any] | None
+) -> None:
     """The tokenizer, and what `Meta` says; the files of tensors are there."""
     digests = {}
     for tp, pp in itertools.product(range(model.layout.tp), range(model.layout.pp)):
@@ -306,6 +316,8 @@ def _write_meta(model: SplitModel, aside: Path, step: int, seed: int, text: Text
     numbers = {"format": FORMAT, "step": step, "seed": seed, "tp": model.layout.tp, "pp": model.layout.pp}
     identity = {} if text is None else text.identity
     facts = {**numbers, "corpus": identity, "job": model.job.model_dump(mode="json"), "digests": digests}
+    if data is not None:
+        facts["data"] = data
     _write_durably(aside / META, sealed(facts).encode())
     sync_folder(aside)
 

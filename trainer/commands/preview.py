@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from netlayer.config.tree import JobConfig, MetricsConfig, ModelConfig, Section
+from netlayer.config.tree import DataConfig, JobConfig, MetricsConfig, ModelConfig, Section
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
 from netlayer.workload.presets import MODELS
 from netlayer.workload.stages import num_layers
 from netlayer.workload.zero_bubble import why_no_zero_bubble
+from trainer.data.order import Blend
 from trainer.ramps import batch_size
 
 _MOST_SHOWN = 8
@@ -80,6 +81,7 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool =
         lines.append("job.loop.cuda_graph has no effect on a CPU")
     elif job.loop.cuda_graph and is_traced:
         lines.append("--trace shows no parts of a step that is replayed, for job.loop.cuda_graph = true")
+    lines += _rounded_weights(job.data)
     if job.overlap.windows is True and (backend == "gloo" or job.parallel.dp == 1):
         lines.append("job.overlap.windows has no effect: only data-parallel ranks on NCCL have them")
     return lines
@@ -107,8 +109,32 @@ def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
         yield f"batch.increment_steps = {batch.increment_steps}", "there is no ramp"
     if not job.parallel.balance and job.parallel.pp == 1:
         yield "parallel.balance = false", "job.parallel.pp is 1"
+    yield from _data_without_effect(job.data)
     yield from _overlap_without_effect(job)
     yield from _metrics_without_effect(job.metrics)
+
+
+def _data_without_effect(data: DataConfig) -> Iterator[tuple[str, str]]:
+    if data.datasets:
+        for key in ("folder", "pattern", "validation_share", "max_mib"):
+            if _is_given(data, key):
+                yield f"data.{key} = {getattr(data, key)}", "it is of text, and job.data.datasets takes its place"
+    for key in ("loader", "read_ahead", "ring_folder"):
+        if _is_given(data, key) and not data.counts_samples:
+            yield f"data.{key} = {str(getattr(data, key)).lower()}", "samples of text are drawn by each rank"
+        elif _is_given(data, key) and key != "loader" and not data.loader:
+            yield f"data.{key} = {getattr(data, key)}", "job.data.loader is false"
+
+
+def _rounded_weights(data: DataConfig) -> Iterator[str]:
+    """Weights that no period of a blend has exactly."""
+    if not data.datasets:
+        return
+    total = sum(config.weight for config in data.datasets.values())
+    names = sorted(data.datasets)
+    for name, share in zip(names, Blend([data.datasets[name].weight for name in names]).shares, strict=True):
+        if abs(float(share) - data.datasets[name].weight / total) > 1e-9:
+            yield f"job.data.datasets.{name} has {float(share):.4%} of the sequences: shares are rounded to {share}"
 
 
 def _metrics_without_effect(metrics: MetricsConfig) -> Iterator[tuple[str, str]]:

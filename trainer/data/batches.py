@@ -2,7 +2,7 @@
 
 The counter-based generator has no state to carry, save or split: every rank computes its own samples, and the global
 batch is the same whatever the number of ranks and the micro-batch size. Samples are drawn with replacement. Not
-covered: epochs, packing by document, a queue of batches read ahead (a batch is a few memory-mapped copies).
+covered: epochs and packing by document (`trainer.data.sampler`), batches read ahead (`trainer.data.loader`).
 
 Shapes: N samples, B sequences, T positions.
 """

@@ -25,6 +25,7 @@ from collectives.tensor.exchange import TensorExchange
 from netlayer.config.tree import ModelConfig
 from netlayer.workload.stages import BlockPart, half_blocks, halves_in, parts_of
 from trainer.model.linears import Part, TokenTable, column, parts, row
+from trainer.model.packed import Packed
 from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention
 from trainer.ops.backend import check_operators, sums_narrowly
@@ -62,33 +63,39 @@ class GPT(nn.Module):
         if config.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.tokens = self.embedding.tokens
 
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None, packed: Packed | None = None) -> Tensor:
         """Token ids [B, T] where the embedding is here, else activations [T / W, B, D]; the loss where the head is.
 
         Args:
             x: T at most `seq_len`, and a multiple of W.
             targets_BT: the token that follows each of them; needed where the head is.
+            packed: documents of the sequences, and whether some targets do not count; None: one document each, and all.
 
         Returns:
-            Mean loss, nats a token, a scalar in float32 (or wider, where the model is); else activations.
+            Mean loss, nats a token, a scalar in float32 (or wider, where the model is); else activations. With
+            `packed`, the sum over targets that count, divided by all positions.
         """
         if self.embedding is not None:
-            x = self.embedding(x)
+            x = self.embedding(x, packed)
         branch: Tensor | None = None
         bias_D: Tensor | None = None
         for block in self.blocks.values():
             assert isinstance(block, Block)
             if not block.leaves_branch:  # and keeps its input alone
-                x = self._again(block, x)
+                x = self._again(block, x, packed)
             else:
-                (x, branch), bias_D = block(x, branch, bias_D, adds=False), block.branch_bias
-        return add_branch(x, branch, bias_D) if self.head is None else self.head(x, targets_BT, branch, bias_D)
+                (x, branch), bias_D = block(x, branch, bias_D, packed, adds=False), block.branch_bias
+        if self.head is None:
+            return add_branch(x, branch, bias_D)
+        return self.head(x, targets_BT, branch, bias_D, counts_all=packed is None)  # type: ignore[no-any-return]
 
-    def _again(self, block: nn.Module, x: Tensor) -> Tensor:
+    def _again(self, block: nn.Module, x: Tensor, packed: Packed | None) -> Tensor:
         """A block of full recomputation."""
         if not torch.is_grad_enabled():
-            return block(x)  # type: ignore[no-any-return]
-        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+            return block(x, packed=packed)  # type: ignore[no-any-return]
+        return checkpoint(  # type: ignore[no-any-return]
+            block, x, packed=packed, use_reentrant=False, preserve_rng_state=False
+        )
 
     @property
     def units(self) -> list[nn.Module]:
@@ -111,7 +118,7 @@ class Embedding(nn.Module):
         learned = config.positions == "learned"
         self.position = nn.Parameter(torch.empty(config.seq_len, config.hidden)) if learned else None
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, packed: Packed | None = None) -> Tensor:
         tokens_TB = tokens_BT.t()
         weight_vD = self.tokens()
         if self.exchange is None:
@@ -122,6 +129,10 @@ class Embedding(nn.Module):
             return x_TBD
         rank = 0 if self.exchange is None else self.exchange.rank
         first = rank * len(x_TBD)
+        if packed is not None and packed.positions is not None:
+            # Those of each document begin with the first, as where it stands alone.
+            positions_TB = packed.positions.t()[first : first + len(x_TBD)]
+            return x_TBD + _look_up(self.position, positions_TB)
         return x_TBD + self.position[first : first + len(x_TBD), None]
 
 
@@ -189,21 +200,28 @@ class Block(nn.Module):
         return None if last.adds_bias else last.bias
 
     def forward(
-        self, x: Tensor, branch: Tensor | None = None, bias_D: Tensor | None = None, *, adds: bool = True
+        self,
+        x: Tensor,
+        branch: Tensor | None = None,
+        bias_D: Tensor | None = None,
+        packed: Packed | None = None,
+        *,
+        adds: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """[T / W, B, D] -> the same.
 
         Args:
             x: the stream.
             branch, bias_D: still to be added to it.
+            packed: documents of the sequences.
             adds: False: gives the stream and the branch that is still to be added to it, with `branch_bias`.
         """
         if self.is_parallel:
             y, x = self.norm(x, branch, bias_D)
-            branch = self._again(self._outer_of, *self.inner(y))
+            branch = self._again(self._outer_of, packed, *self.inner(y))
         if not self.is_parallel and self.part != "mlp":
             y, x = self.norm(x, branch, bias_D)
-            branch, bias_D = self.out(self.attend(*self.qkv(y))), self.out.bias
+            branch, bias_D = self.out(self.attend(*self.qkv(y), packed=packed)), self.out.bias
         if not self.is_parallel and self.part != "attention":
             y, x = self.mlp_norm(x, branch, bias_D)
             up = self.up(y)
@@ -211,8 +229,8 @@ class Block(nn.Module):
         assert branch is not None
         return add_branch(x, branch, self.branch_bias) if adds else (x, branch)
 
-    def _outer_of(self, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
-        y: Tensor = self.outer(self.attend(q, k, v), self._activate(None, *up))
+    def _outer_of(self, packed: Packed | None, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
+        y: Tensor = self.outer(self.attend(q, k, v, packed), self._activate(None, *up))
         return y
 
     def _down_of(self, bias_F: Tensor | None, *up: Tensor) -> Tensor:
@@ -225,7 +243,7 @@ class Block(nn.Module):
             return bias_gelu(up, bias_F, self.operators)
         return swiglu(up, value, self.operators)
 
-    def _again(self, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    def _again(self, function: Callable[..., Tensor], *inputs: Tensor | Packed | None) -> Tensor:
         """Call `function`; with selective recomputation keep `inputs` alone, and not what the linear inside reads.
 
         Backward computes that again, and stops before the linear's own product, which nobody needs. In a
@@ -235,14 +253,15 @@ class Block(nn.Module):
             return function(*inputs)
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed | None = None) -> Tensor:
         """[T, B, heads of this rank * K] each -> the same shape as `q`."""
         q, k, v = (each.view(*each.shape[:-1], -1, self.head_width) for each in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q)[0], self.k_norm(k)[0]
         if self.rotary_base is not None:
             q, k = (rotate(each, self.rotary_base, self.rope_scaling) for each in (q, k))
-        y_BHTK = attention(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), self.window)
+        mask = None if packed is None else packed.attention_mask(self.window)
+        y_BHTK = attention(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), self.window, mask)
         return y_BHTK.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -256,9 +275,19 @@ class Head(nn.Module):
         self.tokens = TokenTable(config.vocab_size, config.hidden, exchange)
 
     def forward(
-        self, x: Tensor, targets_BT: Tensor, branch: Tensor | None = None, bias_D: Tensor | None = None
+        self,
+        x: Tensor,
+        targets_BT: Tensor,
+        branch: Tensor | None = None,
+        bias_D: Tensor | None = None,
+        *,
+        counts_all: bool = True,
     ) -> Tensor:
-        """Mean loss, nats a token: a scalar. The branch and its bias are still to be added to x."""
+        """Mean loss, nats a token: a scalar. The branch and its bias are still to be added to x.
+
+        Args:
+            counts_all: False: a target may be `NO_TARGET`, and adds nothing to the sum that is divided.
+        """
         return linear_cross_entropy(
             self.norm(x, branch, bias_D)[0].flatten(0, 1),
             self.tokens(),
@@ -266,6 +295,7 @@ class Head(nn.Module):
             vocab_size=self.tokens.vocab_size,
             exchange=self.exchange,
             operators=self.operators,
+            counts_all=counts_all,
         )
 
     def logits(self, x: Tensor) -> Tensor:

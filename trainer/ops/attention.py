@@ -2,7 +2,8 @@
 
 Full attention on a GPU is cuDNN's where it takes the inputs (16 bits, Ampere or newer), else flash, else what torch
 has. A window on a GPU is FlexAttention, which skips the blocks that no query sees; on a CPU it is a mask: right, at the
-cost of full attention. Not covered: dropout, documents packed into one sequence.
+cost of full attention. Documents packed into one sequence do not see each other: on a GPU by FlexAttention, whose mask
+of blocks is made anew for every micro-batch, on a CPU by a mask. Not covered: dropout.
 
 [Note: layouts] Activations are [T, B, .], so heads come as [B, H, T, K] with strides (H' K, K, B H' K, 1): slices of
 the product that made them, H' its heads in all. cuDNN reads any strides whose last is 1, gives its output and the
@@ -36,12 +37,15 @@ FULL_ORDER = [
 _CUDNN_RIGHT_AT_ITS_END, _CUDNN_BLOCK = 91501, 128
 
 
-def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, window: int = 0) -> Tensor:
+def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, window: int = 0, mask: Any = None) -> Tensor:
     """softmax(q k^T / sqrt(K)) v, [B, H, T, K]: a query sees itself and what is before it, `window` keys at most.
 
     Args:
         window: 0: all before it.
+        mask: of packed documents, with the window in it: `document_block_mask` on a GPU, else `document_mask`.
     """
+    if mask is not None:
+        return _documents(q_BHTK, k_BGTK, v_BGTK, mask)  # type: ignore[no-any-return]
     num_positions, shared = q_BHTK.shape[2], q_BHTK.shape[1] != k_BGTK.shape[1]
     is_full = not 0 < window < num_positions
     if q_BHTK.is_cuda:
@@ -72,6 +76,38 @@ def _order(num_positions: int) -> list[SDPBackend]:
     version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
     is_wrong = version < _CUDNN_RIGHT_AT_ITS_END and num_positions % _CUDNN_BLOCK
     return [each for each in FULL_ORDER if not (is_wrong and each == SDPBackend.CUDNN_ATTENTION)]
+
+
+# A compiler that traced it would make the mask of blocks again in every forward.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _documents(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Any) -> Tensor:
+    shared = q_BHTK.shape[1] != k_BGTK.shape[1]
+    if not q_BHTK.is_cuda:
+        return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, attn_mask=mask, enable_gqa=shared)
+    y_BHTK: Tensor = _compiled_flex()(q_BHTK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=shared)
+    return y_BHTK
+
+
+def document_mask(segments_BT: Tensor, window: int) -> Tensor:
+    """[B, 1, T, T]: whether a query (row) sees a key (column): as `window_mask`, and in its own document alone."""
+    num_positions = segments_BT.shape[1]
+    seen_TT = window_mask(num_positions, window or num_positions, segments_BT.device)
+    return (seen_TT & (segments_BT[:, :, None] == segments_BT[:, None, :]))[:, None]
+
+
+def document_block_mask(segments_BT: Tensor, window: int) -> Any:
+    """Return the same as a mask of blocks, for FlexAttention."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    num_sequences, num_positions = segments_BT.shape
+    reach = window or num_positions
+
+    def seen(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_near = (query >= key) & (query - key < reach)
+        return is_near & (segments_BT[b, query] == segments_BT[b, key])
+
+    device = str(segments_BT.device)
+    return create_block_mask(seen, num_sequences, None, num_positions, num_positions, device=device)
 
 
 def window_mask(num_positions: int, window: int, device: torch.device) -> Tensor:

@@ -41,6 +41,7 @@ def linear_cross_entropy(
     exchange: TensorExchange | None = None,
     chunk_rows: int | None = None,
     operators: Operators = "auto",
+    counts_all: bool = True,
 ) -> Tensor:
     """Mean of -log softmax(x weight^T)[target] over all M rows, nats, in float32 or wider; the same on all ranks.
 
@@ -52,6 +53,8 @@ def linear_cross_entropy(
         exchange: of the tensor-parallel group.
         chunk_rows: whose logits are held at once; None: what suits the operators.
         operators: for the softmax, and for the products, where there is no exchange.
+        counts_all: False: a row whose target is negative adds nothing, to the loss or to a gradient, and is still one
+            of the M rows by which the sum is divided.
     """
     kernels = uses_triton(operators, x_mD)
     chunk_rows = chunk_rows or (KERNEL_LOGITS_ROWS if kernels else LOGITS_ROWS)
@@ -66,6 +69,7 @@ def linear_cross_entropy(
         trains,
         _softmax if kernels else _plain_softmax,
         trains and exchange is None and chooses_products(operators),
+        counts_all,
     )
     return loss
 
@@ -83,6 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         trains: bool,
         softmax: Callable[..., Tensor],
         tuned: bool,
+        counts_all: bool,
     ) -> Tensor:
         """Return the mean cross-entropy; where it trains, also compute both gradients.
 
@@ -105,7 +110,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_cD, targets_c = x_MD[begin : begin + chunk_rows], targets_M[begin : begin + chunk_rows]
             logits_cv = multiply(x_cD, weight_vD.t(), tuned=tuned)
             num_known = max(0, min(weight_vD.shape[0], vocab_size - first))
-            dlogits_cv = softmax(logits_cv, targets_c - first, num_known, exchange, loss, 1 / len(x_MD), trains)
+            counts_c = None if counts_all else targets_c >= 0
+            dlogits_cv = softmax(
+                logits_cv, targets_c - first, num_known, exchange, loss, 1 / len(x_MD), trains, counts_c
+            )
             if dx_MD is None or dweight_vD is None:
                 continue
             multiply(dlogits_cv, weight_vD, out_MN=dx_MD[begin : begin + chunk_rows], tuned=tuned)
@@ -129,10 +137,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_mD = torch.mul(dx_mD, dloss_1, out=torch.empty_like(dx_mD))
         if slot is not None and slot.adds:
             slot.view.addcmul_(dweight_vD, dloss_1)
-            return dx_mD, *[None] * 8
+            return dx_mD, *[None] * 9
         place = torch.empty_like(dweight_vD, dtype=dx_mD.dtype) if slot is None else slot.view
         torch.mul(dweight_vD, dloss_1, out=place)
-        return dx_mD, place if slot is None else None, *[None] * 7
+        return dx_mD, place if slot is None else None, *[None] * 8
 
 
 def _softmax(
@@ -143,17 +151,21 @@ def _softmax(
     loss: Tensor,
     scale: float,
     trains: bool,
+    counts_c: Tensor | None,
 ) -> Tensor:
     """Add the rows' losses to `loss`, by the kernels, and put the logits' gradient times `scale` in their place.
 
     Args:
         local_c: column of each row's target, outside 0 .. v - 1 where another rank has it.
         num_known: columns that are tokens; those after pad.
+        counts_c: whether a row counts; None: all do.
     """
     lse_c, target_c = _over_ranks(*softmax_statistics(logits_cv, local_c, num_known), exchange)
-    loss += (lse_c - target_c).sum()
+    loss += _sum(lse_c - target_c, counts_c)
     if trains:
         put_gradient(logits_cv, local_c, lse_c, num_known, scale)
+        if counts_c is not None:
+            logits_cv.mul_(counts_c[:, None])
     return logits_cv
 
 
@@ -165,6 +177,7 @@ def _plain_softmax(
     loss: Tensor,
     scale: float,
     trains: bool,
+    counts_c: Tensor | None,
 ) -> Tensor:
     """Do as `_softmax` by torch's operators: the reference."""
     wide_cv = logits_cv.to(loss.dtype)
@@ -172,11 +185,18 @@ def _plain_softmax(
     place_c1, is_own_c1 = _place(local_c, logits_cv.shape[1])
     target_c = torch.where(is_own_c1, wide_cv.gather(1, place_c1), 0).squeeze(1)
     lse_c, target_c = _over_ranks(wide_cv.logsumexp(1), target_c, exchange)
-    loss += (lse_c - target_c).sum()
+    loss += _sum(lse_c - target_c, counts_c)
     if not trains:
         return logits_cv
     probability_cv = wide_cv.sub_(lse_c[:, None]).exp_()
+    if counts_c is not None:
+        probability_cv.mul_(counts_c[:, None])
+        is_own_c1 &= counts_c[:, None]
     return probability_cv.scatter_add_(1, place_c1, -is_own_c1.to(loss.dtype)).mul_(scale).to(logits_cv.dtype)
+
+
+def _sum(loss_c: Tensor, counts_c: Tensor | None) -> Tensor:
+    return loss_c.sum() if counts_c is None else torch.where(counts_c, loss_c, 0).sum()
 
 
 def scatter_sum(partial_MC: Tensor, exchange: TensorExchange) -> Tensor:

@@ -145,6 +145,11 @@ class TokenFolder:
         return self.manifest.tokens
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a token in the files."""
+        return np.dtype(self.manifest.dtype).itemsize
+
+    @property
     def num_documents(self) -> int:
         """Number of documents."""
         return self.manifest.documents

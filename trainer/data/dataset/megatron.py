@@ -126,6 +126,11 @@ class MegatronTokens:
             raise self._refuse(rule, remedy if end < 0 or self._pointers[-1] < 0 else "copy both files again")
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of a token in the files."""
+        return int(self.dtype.itemsize)
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens."""
         return self._data.size_bytes // self.dtype.itemsize

@@ -1,0 +1,405 @@
+"""Batches on their way into the training: read ahead or not, in any layout, through stops and kills, the same."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from netlayer.config.tree import EvaluationConfig, JobConfig
+from netlayer.errors import CheckFailed, ConfigError
+from netlayer.store.meeting import meeting_place
+from trainer.checkpoint.meta import find
+from trainer.data.arrays import ArrayDataset, corpus_dataset, open_dataset
+from trainer.data.mixture import Mixture, check_samples, prepare_mixture, sampler_spec
+from trainer.data.prepare import Corpus
+from trainer.data.ring import PREFIX, SHARED_MEMORY
+from trainer.feed import SampleFeed
+from trainer.loop import Place, Row, Trainer, run
+from trainer.model.gpt import build_model
+from trainer.train import TrainResult, prepare_data, train
+
+from .conftest import tiny_job
+from .loader_ranks import wait_gone
+
+ALONE = Place(0, 1, torch.device("cpu"))
+NOBODY = Path("/nowhere")
+EVALUATED = EvaluationConfig(every_steps=10, global_batches=2)
+
+
+def write_set(file: Path, num_tokens: int, seed: int = 0, document_tokens: int = 0) -> str:
+    """Write tokens in which each is likely to be followed by the next number; a small model can learn that."""
+    rng = np.random.default_rng(seed)
+    steps = np.where(rng.random(num_tokens) < 0.8, 1, rng.integers(0, 300, num_tokens))
+    np.save(file, (np.cumsum(steps) % 300).astype(np.uint16))
+    if document_tokens:
+        np.save(file.with_suffix(".documents.npy"), np.arange(0, num_tokens, document_tokens))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Keys of job.data: two datasets by weight, and two to evaluate on."""
+    folder = tmp_path_factory.mktemp("sets")
+    return {
+        "datasets": {
+            "web": {"path": write_set(folder / "web.npy", 3000, 1, 11), "weight": 3.0},
+            "code": {"path": write_set(folder / "code.npy", 1000, 2, 50), "weight": 1.0},
+        },
+        "evaluation": {
+            "held_out": write_set(folder / "held_out.npy", 700, 3, 30),
+            "other": write_set(folder / "other.npy", 300, 4),
+        },
+    }
+
+
+def set_job(of: dict[str, Any], ranks: int = 1, **sections: dict[str, Any]) -> JobConfig:
+    data = {"folder": "", "pattern": "*.py", **of, **sections.pop("data", {})}
+    evaluation = {"every_steps": EVALUATED.every_steps, "global_batches": EVALUATED.global_batches}
+    return tiny_job(NOBODY, ranks, data=data, evaluation=evaluation, **sections)
+
+
+def alone(job: JobConfig, data: Corpus | Mixture) -> tuple[list[Row], list[Row]]:
+    steps: list[Row] = []
+    evaluations: list[Row] = []
+    trainer = Trainer(job, data, 0, ALONE)
+    try:
+        run(trainer, EVALUATED, steps.append, evaluations.append)
+    finally:
+        trainer.close()
+    return steps, evaluations
+
+
+def losses(rows: Sequence[Row]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+def on_ranks(job: JobConfig, data: Corpus | Mixture, out: Path, resume: Path | None = None) -> TrainResult:
+    ranks = job.parallel.layout.world_size
+    with meeting_place() as place:
+        return train(
+            job,
+            data,
+            ranks=ranks,
+            init_method=place.init_method("feed"),
+            backend="gloo",
+            out=out,
+            seed=0,
+            resume=resume,
+        )
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_read_ahead_or_not_losses_are_the_same_to_the_bit(sets: dict[str, Any], packing: str) -> None:
+    jobs = [set_job(sets, data={"loader": loader, "packing": packing}) for loader in (True, False)]
+    mixture = prepare_mixture(jobs[0])
+    (ahead, evaluated), (itself, also) = (alone(job, mixture) for job in jobs)
+    assert losses(ahead) == losses(itself)
+    assert [row["validation_loss"] for row in evaluated] == [row["validation_loss"] for row in also]
+    assert losses(ahead)[-1] < losses(ahead)[0]
+    for row in evaluated:
+        assert row["validation_loss"] == (row["validation_loss_held_out"] + row["validation_loss_other"]) / 2
+    assert all(row["data_wait_ms"] >= 0 for row in ahead)
+
+
+def test_text_in_epochs_has_every_sequence_once(text_folder: Path, corpus: Corpus) -> None:
+    steps = (corpus.facts.train_tokens - 1) // 16 // 8
+    sections: dict[str, Any] = {"data": {"sampling": "epochs"}, "optimizer": {"steps": steps}}
+    trainer = Trainer(tiny_job(text_folder, **sections), corpus, 0, ALONE)
+    assert isinstance(trainer.feed, SampleFeed)
+    trainer.open_feed()
+    rows = []
+    for step in range(1, steps + 1):
+        for batch in trainer.feed.training(step):
+            rows += batch[0].tolist()
+    trainer.close()
+    tokens = corpus.train_tokens()
+    windows = [tokens[start : start + 16].tolist() for start in range(0, len(tokens) - 16, 16)]
+    assert len(rows) == steps * 8
+    # All but what fills no batch.
+    left = sorted(windows)
+    for row in rows:
+        left.remove(row)
+    assert len(left) < 8
+
+
+def test_a_loader_killed_in_training_changes_no_loss(sets: dict[str, Any]) -> None:
+    job = set_job(sets)
+    mixture = prepare_mixture(job)
+    expected, _ = alone(job, mixture)
+    trainer = Trainer(job, mixture, 0, ALONE)
+    trainer.open_feed()
+    assert isinstance(trainer.feed, SampleFeed)
+    rows, killed = [], []
+    for step in range(1, 21):
+        loader = trainer.feed._loader
+        if step in (4, 9, 10) and loader is not None and loader.pid is not None:
+            killed.append(loader.pid)
+            os.kill(loader.pid, signal.SIGKILL)
+        rows.append(trainer.step(step))
+    trainer.close()
+    assert killed
+    assert losses(rows) == losses(expected)
+    wait_gone(killed)
+
+
+def test_a_training_leaves_no_loader_and_no_memory(sets: dict[str, Any]) -> None:
+    trainer = Trainer(set_job(sets), prepare_mixture(set_job(sets)), 0, ALONE)
+    trainer.step(1)
+    assert isinstance(trainer.feed, SampleFeed)
+    loader = trainer.feed._loader
+    assert loader is not None
+    pid = loader.pid
+    assert pid is not None
+    trainer.close()
+    trainer.close()
+    wait_gone([pid])
+    assert list(SHARED_MEMORY.glob(f"{PREFIX}*")) == []
+
+
+def test_steps_come_in_order(sets: dict[str, Any]) -> None:
+    trainer = Trainer(set_job(sets, data={"loader": False}), prepare_mixture(set_job(sets)), 0, ALONE)
+    trainer.step(1)
+    with pytest.raises(ValueError, match="batches come in the order of steps, and the next is 2"):
+        trainer.step(4)
+    trainer.close()
+
+
+def test_what_the_loader_cannot_read_ends_the_training_in_one_line(tmp_path: Path, sets: dict[str, Any]) -> None:
+    tokens = np.full(1000, 7, dtype=np.uint16)
+    tokens[500] = 300  # the model has 300 tokens
+    np.save(tmp_path / "bad.npy", tokens)
+    job = set_job(sets, data={"datasets": {"bad": {"path": str(tmp_path / "bad.npy")}}})
+    trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
+    message = r"the loader has given up: job.data.datasets.bad: holds a token outside the"
+    with pytest.raises(CheckFailed, match=message):
+        run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None)
+    trainer.close()
+
+
+LAYOUTS = [
+    ({"dp": 2}, "stream", False),
+    ({"dp": 1, "tp": 2}, "documents", False),
+    ({"dp": 1, "pp": 2}, "documents", False),
+    ({"dp": 2}, "documents", True),
+    ({"dp": 1, "tp": 2}, "stream", True),
+    ({"dp": 1, "pp": 2}, "stream", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "packing"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * is_slow) for *case, is_slow in LAYOUTS],
+)
+def test_every_layout_has_the_losses_of_one_process(
+    sets: dict[str, Any], tmp_path: Path, degrees: dict[str, int], packing: str
+) -> None:
+    steps = {"steps": 6}
+    one = set_job(sets, data={"packing": packing}, optimizer=steps)
+    mixture = prepare_mixture(one)
+    expected, evaluated = alone(one, mixture)
+    two = set_job(sets, 2, data={"packing": packing}, parallel=degrees, optimizer=steps)
+    result = on_ranks(two, mixture, tmp_path)
+    assert losses(result.steps) == pytest.approx(losses(expected), abs=1e-4)
+    assert [row["validation_loss_other"] for row in result.evaluations] == pytest.approx(
+        [row["validation_loss_other"] for row in evaluated], abs=1e-4
+    )
+
+
+@pytest.mark.slow(minutes=1)
+def test_four_ranks_and_a_pipeline_of_three_stages(sets: dict[str, Any], tmp_path: Path) -> None:
+    """A stage between reads no tokens; where documents are packed it needs their borders."""
+    for number, (ranks, degrees) in enumerate(((4, {"dp": 2, "tp": 2}), (3, {"dp": 1, "pp": 3}))):
+        for packing in ("stream", "documents"):
+            model = {"layers": 3}
+            steps = {"steps": 6}
+            one = set_job(sets, data={"packing": packing}, model=model, optimizer=steps)
+            expected, _ = alone(one, prepare_mixture(one))
+            job = set_job(sets, ranks, data={"packing": packing}, parallel=degrees, model=model, optimizer=steps)
+            out = tmp_path / f"{number}-{packing}"
+            out.mkdir()
+            assert losses(on_ranks(job, prepare_mixture(job), out).steps) == pytest.approx(losses(expected), abs=1e-4)
+
+
+def test_a_run_resumes_on_other_ranks_with_the_next_sample(sets: dict[str, Any], tmp_path: Path) -> None:
+    whole = set_job(sets, optimizer={"schedule": "constant"})
+    mixture = prepare_mixture(whole)
+    expected, _ = alone(whole, mixture)
+    first = set_job(sets, optimizer={"steps": 8, "schedule": "constant"}, checkpoint={"every_steps": 8})
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    on_ranks(first, mixture, tmp_path / "a")
+    meta = find(tmp_path / "a")
+    assert meta.data is not None
+    assert meta.data["num_samples"] == 8 * 8
+    assert set(meta.data["datasets"]) == {"web", "code"}
+    # Other ranks, another micro-batch.
+    second = set_job(sets, 2, optimizer={"schedule": "constant"}, batch={"micro_size": 1})
+    assert isinstance(prepare_data(second, 2, 0, tmp_path, resume=tmp_path / "a"), Mixture)
+    resumed = on_ranks(second, mixture, tmp_path / "b", resume=meta.path)
+    assert [row["step"] for row in resumed.steps] == list(range(9, 21))
+    assert losses(resumed.steps) == pytest.approx(losses(expected)[8:], abs=1e-4)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[dict[str, Any], Path]:
+    """A run of one dataset that may be changed, and its checkpoint."""
+    data = {
+        "datasets": {"web": {"path": write_set(tmp_path / "web.npy", 2000)}},
+        "evaluation": {"held_out": write_set(tmp_path / "held_out.npy", 300, 1)},
+    }
+    job = set_job(data, optimizer={"steps": 2}, checkpoint={"every_steps": 2})
+    trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
+    run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None, tmp_path / "checkpoints")
+    trainer.close()
+    return data, tmp_path
+
+
+def test_a_dataset_that_changed_since_the_checkpoint_is_named_with_the_choice(
+    saved: tuple[dict[str, Any], Path],
+) -> None:
+    data, folder = saved
+    assert prepare_data(set_job(data), 1, 0, folder, resume=folder).facts.train_tokens == 2000
+    write_set(folder / "web.npy", 2500)
+    with pytest.raises(ConfigError) as failed:
+        prepare_data(set_job(data), 1, 0, folder, resume=folder)
+    line = str(failed.value)
+    assert line.startswith("job.data.datasets: dataset web grew from 2,000 to 2,500 tokens, since ")
+    assert "or set job.checkpoint.other_text to true" in line
+    job = set_job(data, checkpoint={"other_text": True})
+    mixture = prepare_data(job, 1, 0, folder, resume=folder)
+    trainer = Trainer(job, mixture, 0, ALONE)
+    trainer.resume(find(folder))
+    trainer.step(3)
+    assert isinstance(trainer.feed, SampleFeed)
+    assert trainer.feed.state(3)["num_samples"] == 3 * 8  # type: ignore[index]
+    trainer.close()
+
+
+def test_going_on_from_text_with_datasets_or_back_is_no_silent_change(
+    saved: tuple[dict[str, Any], Path], text_folder: Path, corpus: Corpus
+) -> None:
+    data, folder = saved
+    before = find(folder)
+    with pytest.raises(ConfigError, match="this job draws them with replacement"):
+        check_samples(tiny_job(text_folder), corpus, before)
+    with pytest.raises(ConfigError, match="dataset text is new; dataset web is gone"):
+        check_samples(tiny_job(text_folder, data={"sampling": "epochs"}), corpus, before)
+    trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
+    trainer.step(1)
+    trainer.save(folder / "of_text")
+    trainer.vouch()
+    trainer.close()
+    of_text = find(folder / "of_text")
+    assert of_text.data is None
+    with pytest.raises(ConfigError, match="it drew its samples with replacement"):
+        check_samples(set_job(data), prepare_mixture(set_job(data)), of_text)
+
+
+def test_a_larger_batch_after_a_resume_goes_on_with_the_next_sample(saved: tuple[dict[str, Any], Path]) -> None:
+    data, folder = saved
+    job = set_job(data, batch={"global_size": 16})
+    trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
+    trainer.resume(find(folder))
+    trainer.open_feed()
+    rows = [row for batch in trainer.feed.training(3) for row in batch[0].tolist()]
+    whole = trainer.feed._sampler.read(range(16, 32))  # type: ignore[attr-defined]
+    trainer.close()
+    assert rows == whole.tokens[:, :-1].tolist()
+
+
+def test_a_run_that_reads_too_often_is_refused_before_anything_starts(sets: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job.data.max_epochs = 1: is less than the .* that this job reads dataset"):
+        prepare_data(set_job(sets, data={"max_epochs": 1.0}, optimizer={"steps": 200}), 1, 0, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda _file: None, "cannot be read as a NumPy array"),
+        (lambda file: file.write_bytes(b"\x93NUMPY broken"), "cannot be read as a NumPy array"),
+        (lambda file: np.save(file, np.zeros((4, 4), dtype=np.int32)), "holds an array of shape"),
+        (lambda file: np.save(file, np.zeros(400)), "holds an array of shape .* type float64"),
+        (lambda file: np.save(file, np.zeros(16, dtype=np.uint16)), "holds 16 tokens, and one sequence takes 17"),
+    ],
+)
+def test_a_dataset_that_cannot_be_used_is_one_line(
+    sets: dict[str, Any], tmp_path: Path, write: Any, message: str
+) -> None:
+    write(tmp_path / "bad.npy")
+    job = set_job(sets, data={"datasets": {"bad": {"path": str(tmp_path / "bad.npy")}}})
+    with pytest.raises(ConfigError, match=message) as failed:
+        prepare_data(job, 1, 0, tmp_path)
+    assert str(failed.value).startswith("job.data.datasets.bad")
+
+
+def test_an_array_is_read_with_its_documents_and_travels_as_its_path(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(20, dtype=np.uint16))
+    np.save(tmp_path / "a.documents.npy", [0, 5, 5, 12])
+    dataset = open_dataset(tmp_path / "a.npy", "a", 300)
+    assert (dataset.num_tokens, dataset.num_documents, dataset.itemsize) == (20, 4, 2)
+    assert [dataset.document_start(document) for document in range(5)] == [0, 5, 5, 12, 20]
+    assert [dataset.document_at(token) for token in (0, 4, 5, 11, 12, 19)] == [0, 0, 2, 2, 3, 3]
+    assert dataset.read(3, 4).tolist() == [3, 4, 5, 6]
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled).fingerprint == dataset.fingerprint
+    with pytest.raises(ValueError, match="outside the 20 of a"):
+        dataset.read(18, 3)
+    np.save(tmp_path / "a.documents.npy", [0, 6])
+    assert open_dataset(tmp_path / "a.npy", "a", 300).fingerprint != dataset.fingerprint
+    np.save(tmp_path / "a.documents.npy", [1, 0])
+    with pytest.raises(ConfigError, match="holds no starts of documents within 20 tokens"):
+        open_dataset(tmp_path / "a.npy", "a", 300)
+
+
+def test_a_text_is_a_dataset_of_its_files(corpus: Corpus) -> None:
+    dataset = corpus_dataset(corpus, "train", 300)
+    assert isinstance(dataset, ArrayDataset)
+    assert dataset.num_documents == corpus.facts.train_files
+    tokens = corpus.train_tokens()
+    for document in range(1, dataset.num_documents):
+        assert tokens[dataset.document_start(document) - 1] == 0  # what ends each
+    assert dataset.num_tokens == len(tokens)
+
+
+def test_a_masked_loss_is_the_mean_over_the_targets_that_count(tmp_path: Path) -> None:
+    """Over all of the batch: micro-batches with few such targets count less, in any layout."""
+    rng = np.random.default_rng(5)
+    np.save(tmp_path / "mask.npy", (rng.random(800) < np.linspace(0.05, 0.95, 800)).astype(np.uint8))
+    data = {
+        "datasets": {"chat": {"path": write_set(tmp_path / "chat.npy", 800), "loss_mask": str(tmp_path / "mask.npy")}},
+        "evaluation": {"held_out": write_set(tmp_path / "held_out.npy", 300, 1)},
+    }
+    expected = []
+    for micro_size in (1, 8):
+        job = set_job(data, batch={"micro_size": micro_size})
+        trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
+        row = trainer.step(1)
+        expected.append((row["loss"], row["grad_norm"]))
+        trainer.close()
+    assert expected[0] == pytest.approx(expected[1], rel=1e-5)
+    (tmp_path / "two").mkdir()
+    two = set_job(data, 2, batch={"micro_size": 2}, optimizer={"steps": 1, "warmup_steps": 0})
+    [row] = on_ranks(two, prepare_mixture(two), tmp_path / "two").steps
+    assert (row["loss"], row["grad_norm"]) == pytest.approx(expected[0], rel=1e-5)
+
+    model = build_model(job.model, 0, ALONE.device)
+    rows = sampler_spec(job, prepare_mixture(job), 0).open().read(range(8))
+    tokens, targets = torch.from_numpy(rows.tokens[:, :-1]).long(), torch.from_numpy(rows.tokens[:, 1:]).long()
+    assert rows.mask is not None
+    targets[torch.from_numpy(rows.mask) == 0] = -100
+    assert model.embedding is not None
+    assert model.head is not None
+    x_TBD = model.embedding(tokens)
+    for block in model.blocks.values():
+        x_TBD = block(x_TBD)
+    plain = torch.nn.functional.cross_entropy(model.head.logits(x_TBD).flatten(0, 1), targets.t().flatten())
+    assert expected[0][0] == pytest.approx(plain.item(), rel=1e-5)

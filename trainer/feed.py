@@ -1,0 +1,412 @@
+"""Batches of one rank: drawn from its text as it needs them, or copied from what the machine's loader has read ahead.
+
+A rank copies the rows of its data-parallel place, tokens on the first pipeline stage and targets on the last; a stage
+between reads none, unless documents are packed, whose borders its attention needs. A thread does it one step ahead: the
+rows of step n + 1 leave the ring while step n computes and its gradients travel; on a GPU they pass through pinned
+memory, on a stream of their own.
+
+[Note: targets that do not count] A loss is the mean over the targets that count in the whole batch, on all ranks: a
+mean of means would weigh a target by who else is in its micro-batch, and losses would depend on the layout. So each
+rank's sum is divided by its rows, and multiplied by rows / targets of the batch, which one small all-reduce says.
+
+Shapes: N samples, B sequences of a micro-batch, T positions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from netlayer.config.tree import JobConfig
+from netlayer.errors import NetlayerError
+from trainer.checkpoint.meta import Meta
+from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
+from trainer.data.loader import Loader, LoaderPlan
+from trainer.data.mixture import TEXT, Mixture, batch_plan, evaluation_specs, sampler_spec
+from trainer.data.prepare import Corpus
+from trainer.data.ring import Ring, raise_failure, wait_until
+from trainer.data.sampler import Rows, Sampler
+from trainer.model.packed import NO_TARGET, Packed
+from trainer.parallel import Batches, MicroBatch, PackedBatch, SplitModel
+from trainer.ramps import batch_size
+
+_AHEAD = 1  # steps in the queue; one more is in the reader's hands
+
+
+class Feed(Protocol):
+    """Batches of one rank."""
+
+    def open(self, seed: int, steps_done: int, resumed: Meta | None) -> None:
+        """Begin to read for the step behind `steps_done`; every rank calls it. Twice is once."""
+
+    def training(self, step: int) -> Batches:
+        """Return the micro-batches of a step, the one behind the last that was asked for."""
+
+    def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
+        """Return the micro-batches of each evaluation set, by name: always the same ones."""
+
+    def state(self, steps_done: int) -> Mapping[str, Any] | None:
+        """Return what a checkpoint keeps beside seed and step."""
+
+    def close(self) -> None:
+        """End what reads ahead."""
+
+
+def open_feed(job: JobConfig, corpus: Corpus | Mixture, model: SplitModel) -> Feed:
+    """Return the batches that a job asks for."""
+    if job.data.counts_samples:
+        return SampleFeed(job, corpus, model)
+    assert isinstance(corpus, Corpus)
+    return TextFeed(job, corpus, model)
+
+
+class TextFeed:
+    """Windows of a text, drawn with replacement: each rank makes its own, when it needs it."""
+
+    def __init__(self, job: JobConfig, corpus: Corpus, model: SplitModel) -> None:
+        self._job, self._dp, self._device = job, model.place.dp, model.device
+        self._train, self._validation = corpus.train_tokens(), corpus.validation_tokens()
+        self._seed = 0
+
+    def open(self, seed: int, steps_done: int, resumed: Meta | None) -> None:  # noqa: ARG002
+        self._seed = seed
+
+    def training(self, step: int) -> list[MicroBatch]:
+        own = self._slice(batch_size(self._job.batch, step))
+        samples = range(own.first, own.first + own.count)
+        starts = sample_starts(len(self._train), self._job.model.seq_len, self._seed, step, samples)
+        return self._micro_batches(self._train, starts)
+
+    def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
+        share = self._slice(self._job.batch.global_size).count * global_batches
+        starts = even_starts(len(self._validation), self._job.model.seq_len, share * self._job.parallel.dp)
+        own = starts[self._dp * share : (self._dp + 1) * share]
+        yield TEXT, self._micro_batches(self._validation, own)
+
+    def state(self, steps_done: int) -> None:
+        """Return nothing: seed and step say all."""
+
+    def close(self) -> None:
+        """Nothing reads ahead."""
+
+    def _slice(self, sequences: int) -> Slice:
+        return rank_slice(sequences, self._job.batch.micro_size, self._dp, self._job.parallel.dp)
+
+    def _micro_batches(self, tokens: NDArray[np.integer], starts_N: NDArray[np.int64]) -> list[MicroBatch]:
+        sizes = self._job.model.seq_len, self._job.batch.micro_size
+        return list(micro_batches(tokens, starts_N, *sizes, self._device))
+
+
+class SampleFeed:
+    """Samples that count up through epochs, from the machine's loader, or read by the rank itself."""
+
+    def __init__(self, job: JobConfig, corpus: Corpus | Mixture, model: SplitModel) -> None:
+        self._job, self._corpus, self._model = job, corpus, model
+        self._dp, self._device = model.place.dp, model.device
+        self._packs = job.data.packing == "documents"
+        self._needs = model.is_first or model.is_last or self._packs
+        self._sampler: Sampler | None = None
+        self._held_out: dict[str, Sampler] = {}
+        self._ring: Ring | None = None
+        self._loader: Loader | None = None
+        self._reader: _Reader | None = None
+
+    def open(self, seed: int, steps_done: int, resumed: Meta | None) -> None:
+        if self._sampler is not None:
+            return
+        spec = sampler_spec(self._job, self._corpus, seed)
+        self._sampler = spec.open()  # its facts are for the checkpoints of every rank
+        self._plan = batch_plan(self._job, resumed)
+        self._next = steps_done + 1
+        if self._job.data.loader and self._next <= self._job.optimizer.steps:
+            try:
+                self._open_loader(LoaderPlan(spec, self._plan, self._dps(), self._job.optimizer.steps))
+            except BaseException:
+                self.close()  # a ring that has a name loses it
+                raise
+
+    def training(self, step: int) -> Batches:
+        assert self._sampler is not None
+        if step != self._next:
+            raise ValueError(f"step {step}: batches come in the order of steps, and the next is {self._next}")
+        self._next += 1
+        if self._reader is not None:
+            return self._cut(self._reader.take(step))
+        samples = self._plan.samples(step, self._dp)
+        if not self._needs:
+            return self._cut(None, len(samples))
+        return self._cut(_tensors(self._sampler.read(samples), self._device))
+
+    def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
+        if not self._held_out:
+            specs = evaluation_specs(self._job, self._corpus)
+            self._held_out = {name: spec.open() for name, spec in specs.items()}
+        share = self._job.batch.global_size // self._job.parallel.dp * global_batches
+        own = range(self._dp * share, (self._dp + 1) * share)
+        for name, sampler in self._held_out.items():
+            rows = sampler.read_evenly(own, share * self._job.parallel.dp) if self._needs else None
+            yield name, self._cut(None if rows is None else _tensors(rows, self._device), share)
+
+    def state(self, steps_done: int) -> Mapping[str, Any] | None:
+        assert self._sampler is not None
+        return {**self._sampler.state(), "num_samples": self._plan.start(steps_done + 1)}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the datasets' files that this machine's loader has read so far; of this rank alone without one."""
+        if self._ring is not None:
+            return self._ring.bytes_read
+        return 0 if self._sampler is None else self._sampler.bytes_read
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        if self._loader is not None:
+            self._loader.close()
+        if self._ring is not None:
+            self._ring.close()
+        self._reader = self._loader = self._ring = None
+
+    def _dps(self) -> list[int]:
+        """Agree on who reads on this machine; every rank calls it. Its data-parallel ranks, rising."""
+        self._machine = _gather((machine_key(self._job.data.ring_folder), self._needs, self._dp))
+        own = self._machine[self._model.world.rank][0]
+        self._readers = [rank for rank, (key, needs, _) in enumerate(self._machine) if key == own and needs]
+        return sorted({self._machine[rank][2] for rank in self._readers})
+
+    def _open_loader(self, plan: LoaderPlan) -> None:
+        """Make the ring of this machine and start its loader; every rank calls it.
+
+        Raises:
+            ConfigError: there is no room on one of the machines; on all ranks alike.
+        """
+        rank, is_reader = self._model.world.rank, self._needs
+        is_owner = is_reader and rank == self._readers[0]
+        assert self._sampler is not None
+        shape = plan.shape(
+            self._job.data.read_ahead,
+            len(self._readers),
+            has_segments=self._sampler.has_segments,
+            has_mask=self._sampler.has_mask,
+        )
+        folder = self._job.data.ring_folder
+        with _agreed() as problems:
+            if is_owner:
+                with problems:
+                    self._ring = Ring.create(shape, Path(folder).expanduser() if folder else None)
+        offer = None if self._ring is None else (self._ring.address, self._ring.token)
+        offers = _gather(offer)
+        with _agreed() as problems:
+            if is_reader and not is_owner:
+                with problems:
+                    self._ring = Ring.attach(offers[self._readers[0]][0], shape, offers[self._readers[0]][1])
+        if self._ring is None:
+            return
+        # All have it open: nothing that is killed from here leaves a name.
+        self._ring.unlink()
+        if is_owner:
+            self._loader = Loader(plan, self._ring)
+        self._reader = _Reader(self._ring, self._readers.index(rank), plan, self._dp, self._device, self._loader)
+
+    def _cut(self, batch: _Batch | None, num_samples: int = 0) -> Batches:
+        """Cut a rank's samples into micro-batches."""
+        size = self._job.batch.micro_size
+        scale = self._scale(batch)
+        if batch is None:  # of a stage that reads none: so many, and nothing in them
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            return [(nothing, nothing)] * (num_samples // size)
+        batches: list[MicroBatch | PackedBatch] = []
+        for first in range(0, len(batch.tokens), size):
+            rows = slice(first, first + size)
+            windows = batch.tokens[rows]
+            tokens_BT, targets_BT = windows[:, :-1], windows[:, 1:]
+            if scale is None:
+                batches.append((tokens_BT, targets_BT))
+                continue
+            if batch.mask is not None:
+                targets_BT = targets_BT.masked_fill(~batch.mask[rows], NO_TARGET)
+            segments_BT = None if batch.segments is None else batch.segments[rows]
+            batches.append((tokens_BT, targets_BT, Packed(segments_BT, scale)))
+        return batches
+
+    def _scale(self, batch: _Batch | None) -> Tensor | None:
+        """Return rows / targets of the whole batch: [Note: targets that do not count]; None where all count."""
+        if not self._job.data.masks:
+            return None
+        model = self._model
+        counts = model.zero().new_zeros(2)
+        if batch is not None and model.is_last and model.place.tp == 0:
+            mask = batch.mask
+            number = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
+            counts[0] = number
+            counts[1] = number if mask is None else mask.sum()
+        model.world.all_reduce(counts)
+        return counts[0] / counts[1].clamp(min=1)
+
+
+class _Batch:
+    """Rows of a rank on its device."""
+
+    def __init__(self, tokens: Tensor, segments: Tensor | None, mask: Tensor | None) -> None:
+        self.tokens, self.segments, self.mask = tokens, segments, mask
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (each for each in (self.tokens, self.segments, self.mask) if each is not None)
+
+
+def _tensors(rows: Rows, device: torch.device) -> _Batch:
+    """Copy rows to the device; on a GPU the host does not wait, on this stream."""
+
+    def tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+        own = torch.from_numpy(np.array(array))  # a copy: the rows are another step's soon
+        if device.type == "cuda":
+            own = own.pin_memory().to(device, non_blocking=True)
+        return own.to(dtype)
+
+    segments = None if rows.segments is None else tensor(rows.segments, torch.int32)
+    mask = None if rows.mask is None else tensor(rows.mask, torch.bool)
+    return _Batch(tensor(rows.tokens, torch.int64), segments, mask)
+
+
+class _Closed(Exception):
+    """The training has ended."""
+
+
+class _Reader:
+    """Takes a rank's rows out of the ring, a step ahead of the training.
+
+    Args:
+        loader: to look after, on the one rank of the machine that holds it.
+    """
+
+    def __init__(
+        self, ring: Ring, reader: int, plan: LoaderPlan, dp: int, device: torch.device, loader: Loader | None
+    ) -> None:
+        self._ring, self._number, self._plan, self._dp = ring, reader, plan, dp
+        self._device, self._loader = device, loader
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._batches: queue.Queue[tuple[int, _Batch, torch.cuda.Event | None] | BaseException] = queue.Queue(_AHEAD)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+        self._thread.start()
+
+    def take(self, step: int) -> _Batch:
+        """Wait for a step's rows; what the device does from here on waits for their copy."""
+        item = self._batches.get()
+        if isinstance(item, BaseException):
+            self._batches.put(item)  # for whoever asks again
+            raise item
+        number, batch, copied = item
+        assert number == step
+        if copied is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(copied)
+            for tensor in batch.tensors():
+                tensor.record_stream(current)
+        return batch
+
+    def close(self) -> None:
+        self._is_closed.set()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):  # it may wait for room in the queue
+                self._batches.get_nowait()
+            self._thread.join(0.01)
+
+    def _run(self) -> None:
+        try:
+            for step in range(self._plan.batches.first_step, self._plan.last_step + 1):
+                wait_until(partial(self._ring.holds, step), self._look_after)
+                self._batches.put(self._copy(step))
+        except _Closed:
+            pass
+        except Exception as exc:  # noqa: BLE001 - raised where the step is asked for
+            self._batches.put(exc)
+
+    def _look_after(self) -> None:
+        if self._is_closed.is_set():
+            raise _Closed
+        raise_failure(self._ring.error)
+        if self._loader is not None:
+            self._loader.check()
+
+    def _copy(self, step: int) -> tuple[int, _Batch, torch.cuda.Event | None]:
+        place, copies = self._plan.rows(step, self._dp), list[_Batch]()
+
+        def copy(rows: Rows) -> None:
+            copies.append(_tensors(rows.part(place), self._device))
+
+        if self._stream is None:
+            self._ring.take(step, self._number, copy)
+            return step, copies[0], None
+        # The device copies from pinned memory of this process, so the slot is free as soon as the host has copied.
+        with torch.cuda.stream(self._stream):
+            self._ring.take(step, self._number, copy)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
+        return step, copies[0], copied
+
+
+def machine_key(ring_folder: str) -> str:
+    """Return what ranks have alike that can share memory: the machine, and unless a folder joins them the container."""
+    parts = [_read("/proc/sys/kernel/random/boot_id") or os.uname().nodename]
+    if not ring_folder:
+        # A process of another container is not seen in /proc.
+        parts.append(_link("/proc/self/ns/pid"))
+    return "/".join(parts)
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(encoding="ascii").strip()
+    return ""
+
+
+def _link(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return str(Path(path).readlink())
+    return ""
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return every rank's object, in order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class _Problems(contextlib.AbstractContextManager[None]):
+    """Keeps the error of a block for all ranks."""
+
+    def __init__(self) -> None:
+        self.error: NetlayerError | None = None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+        if isinstance(error, NetlayerError):
+            self.error = error
+            return True
+        return False
+
+
+@contextlib.contextmanager
+def _agreed() -> Iterator[_Problems]:
+    """Raise the first error of any rank on all of them, at the end of the block: one alone would leave the others."""
+    problems = _Problems()
+    yield problems
+    for error in _gather(problems.error):
+        if error is not None:
+            raise error
