@@ -288,7 +288,10 @@ class BatchConfig(Section):
 class DatasetConfig(Section):
     """One dataset of a blend."""
 
-    path: str = Field(min_length=1, description="where it lies: a .npy file of token ids")
+    path: str = Field(
+        min_length=1,
+        description="folder of netlayer data prepare, Megatron's prefix (.bin, .idx), or a .npy file of token ids",
+    )
     weight: float = Field(1.0, gt=0, description="its part of the samples, against the other datasets' weights")
     loss_mask: str = Field(
         "", description="as many numbers as the dataset has tokens, 0 for each that is no target; empty: all are"

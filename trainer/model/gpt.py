@@ -221,7 +221,8 @@ class Block(nn.Module):
             branch = self._again(self._outer_of, packed, *self.inner(y))
         if not self.is_parallel and self.part != "mlp":
             y, x = self.norm(x, branch, bias_D)
-            branch, bias_D = self.out(self.attend(*self.qkv(y), packed=packed)), self.out.bias
+            q, k, v = self.qkv(y)
+            branch, bias_D = self.out(self.attend(q, k, v, packed)), self.out.bias
         if not self.is_parallel and self.part != "attention":
             y, x = self.mlp_norm(x, branch, bias_D)
             up = self.up(y)
