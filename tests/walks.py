@@ -173,7 +173,10 @@ def _train(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def _simulate(_folder: Path) -> tuple[list[str], dict[str, str]]:
-    return ["-m", "netlayer", "simulate", "incast", "--set", "scenario.senders=2", "--cc", "dcqcn"], {}
+    command = ["-m", "netlayer", "simulate", "incast", "--set", "scenario.senders=2", "--cc", "dcqcn"]
+    # Once without a profile, under which numba would take several times as long to compile what is not kept yet.
+    subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, check=True)
+    return command, {}
 
 
 def _apply(folder: Path) -> tuple[list[str], dict[str, str]]:
