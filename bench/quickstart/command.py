@@ -167,7 +167,7 @@ def _bench(
     total = len(names) * 2 * len(options.sizes())
     with stages.open("bench") as bar:
 
-        def count(record: RunRecord, _row: Mapping[str, Any]) -> None:
+        def count(record: RunRecord, _row: object) -> None:
             nonlocal done
             done += 1
             bar(done, total, record.name.removeprefix("bench."))
