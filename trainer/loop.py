@@ -135,6 +135,8 @@ class Trainer:
         self.feed = open_feed(job, corpus, self.model)
         self._resumed: Meta | None = None
         self._is_feed_open = False
+        self.held_out_losses: dict[str, float] = {}
+        """Of the last evaluation, by the names of job.data.evaluation."""
         if place.rank == 0 and job.model.vocab_size % job.parallel.tp:
             rows = padded_vocabulary(job.model.vocab_size, job.parallel.tp)
             logger.info("the vocabulary of %d is padded to %d, a multiple of tp", job.model.vocab_size, rows)
@@ -267,20 +269,18 @@ class Trainer:
     def evaluate(self, global_batches: int) -> float:
         """Mean loss of `global_batches * global_size` windows spread evenly over the held-out text: always the same.
 
-        Of several evaluation sets it is the mean of theirs; `evaluate_each` has them by name.
+        Of several evaluation sets it is the mean of theirs; `held_out_losses` has them by name.
 
         Raises:
             CheckFailed: the loss of a rank is not finite; on all ranks alike.
         """
-        losses = self.evaluate_each(global_batches)
-        return sum(losses.values()) / len(losses)
-
-    def evaluate_each(self, global_batches: int) -> dict[str, float]:
-        """Return the loss of each evaluation set, by name; raises as `evaluate`."""
         self.leave_out()
         with self.phase("evaluates"):
             self.open_feed()
-            return {name: self._evaluate(name, batches) for name, batches in self.feed.evaluation(global_batches)}
+            sets = self.feed.evaluation(global_batches)
+            losses = {name: self._evaluate(name, batches) for name, batches in sets}
+        self.held_out_losses = {name: loss for name, loss in losses.items() if name != TEXT}
+        return sum(losses.values()) / len(losses)
 
     def _evaluate(self, name: str, batches: Batches) -> float:
         losses_D = spread_losses(self.model, self.model.evaluate(batches))
@@ -463,9 +463,9 @@ class _BetweenSteps:
 
     def evaluate(self, step: int) -> None:
         with _timed() as seconds:
-            losses = self._trainer.evaluate_each(self._evaluation.global_batches)
-        row: Row = {"step": step, "validation_loss": sum(losses.values()) / len(losses), "eval_s": sum(seconds)}
-        row |= {f"validation_loss_{name}": loss for name, loss in losses.items() if name != TEXT}
+            loss = self._trainer.evaluate(self._evaluation.global_batches)
+        row: Row = {"step": step, "validation_loss": loss, "eval_s": sum(seconds)}
+        row |= {f"validation_loss_{name}": each for name, each in self._trainer.held_out_losses.items()}
         with self._trainer.phase("writes a row"):
             self._on_evaluation(row)
 

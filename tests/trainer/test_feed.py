@@ -5,22 +5,26 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
-from netlayer.config.tree import EvaluationConfig, JobConfig
+from netlayer.config.file import to_toml
+from netlayer.config.tree import Config, EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.store.meeting import meeting_place
 from trainer.checkpoint.meta import find
 from trainer.data.arrays import ArrayDataset, corpus_dataset, open_dataset
 from trainer.data.mixture import Mixture, check_samples, prepare_mixture, sampler_spec
 from trainer.data.prepare import Corpus
-from trainer.data.ring import PREFIX, SHARED_MEMORY
+from trainer.data.ring import PREFIX, SHARED_MEMORY, wait_until
 from trainer.feed import SampleFeed
 from trainer.loop import Place, Row, Trainer, run
 from trainer.model.gpt import build_model
@@ -368,6 +372,28 @@ def test_a_text_is_a_dataset_of_its_files(corpus: Corpus) -> None:
     for document in range(1, dataset.num_documents):
         assert tokens[dataset.document_start(document) - 1] == 0  # what ends each
     assert dataset.num_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_broken_off_leaves_no_process_and_no_memory(
+    sets: dict[str, Any], tmp_path: Path, signum: signal.Signals
+) -> None:
+    job = set_job(sets, 2, optimizer={"steps": 100_000})
+    tree = Config.model_validate({"cluster": {"gpus_per_server": 2}, "job": job.model_dump()})
+    (tmp_path / "job.toml").write_text(to_toml(tree))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "netlayer", "train", str(tmp_path / "job.toml"), "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    metrics = out / "metrics.jsonl"
+    wait_until(lambda: process.poll() is not None or (metrics.exists() and metrics.stat().st_size))
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert any("trainer.data.loader" in " ".join(child.cmdline()) for child in children)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (130 if signum == signal.SIGINT else -signum)
+    assert b"Traceback" not in errors
+    wait_gone([child.pid for child in children])
+    assert list(SHARED_MEMORY.glob(f"{PREFIX}*")) == []
 
 
 def test_a_masked_loss_is_the_mean_over_the_targets_that_count(tmp_path: Path) -> None:
