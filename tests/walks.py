@@ -105,7 +105,7 @@ WALKS: Mapping[str, Walk] = {
         "a row of `all_reduce_perf --backend gloo` on one rank of a launcher, from the calls that are bound for its "
         "size to the printed line",
         ["call bench.perf.driver:_Bench._row"],
-        ["return bench.perf.command:_Table.add"],
+        ["return bench.perf.table:LiveTable.add"],
     ),
     "job file": Walk(
         "a job file, from `netlayer train --config FILE` reading it, over the loop, to the end of the first optimiser "
