@@ -1,6 +1,6 @@
 """An NCCL communicator with its memory, buffer registrations, custom operators, and the wait for its work.
 
-It is configured as nccl-tests configures its own, so that the two can be compared. Not here: the collectives
+It is configured as nccl-tests configures its own, so that the two can be compared. Not covered: the collectives
 (`nccl`).
 """
 

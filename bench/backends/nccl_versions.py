@@ -1,6 +1,6 @@
 """Checks for options, dtypes and operators that need a newer NCCL or GPU: refused by version, never silently skipped.
 
-The versions come from NCCL's release notes and nccl-tests' own conditions. Not checked: calls that the backend emulates
+The versions come from NCCL's release notes and nccl-tests' own conditions. Not covered: calls that the backend emulates
 on an older NCCL (gather, scatter, alltoall), of which the user need not know.
 """
 

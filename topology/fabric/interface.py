@@ -2,7 +2,7 @@
 
 Failure analysis, placement, port plans and reports are written against `Fabric` alone. Two classes have it:
 `clos.Clos`, where all of it is closed form, and `imported.ImportedFabric`, which infers tiers, ToR sets, pods, rails.
-Omitted: what only a planned CLOS has (the ToR split, its picture, optics); commands say so where they leave it out.
+Not covered: what only a planned CLOS has (the ToR split, its picture, optics); commands say so where they leave it out.
 """
 
 from __future__ import annotations

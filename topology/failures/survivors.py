@@ -1,8 +1,8 @@
 """Routes over what is left of a fabric: ECMP groups shrink to the members that still lead to the destination.
 
 A switch drops an uplink from its group for a destination when the link is dead or nothing beyond it leads there, as BGP
-withdraws a route; the hash is then taken modulo the members that are left, so the group's other flows move too. Left
-out: resilient hashing, which moves only the flows of the dead member, and the seconds until routes converge.
+withdraws a route; the hash is then taken modulo the members that are left, so the group's other flows move too. Not
+covered: resilient hashing, which moves only the flows of the dead member, and the seconds until routes converge.
 """
 
 from __future__ import annotations
