@@ -48,7 +48,7 @@ class StandIn(nn.parallel.DistributedDataParallel):
             "or let a rank that has run out call finish_gradients() and optimizer.step() without a backward pass"
         )
 
-    join = join_hook  # type: ignore[assignment]
+    join = join_hook
 
     def _refuse_comm_hook(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(

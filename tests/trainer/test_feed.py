@@ -28,7 +28,8 @@ from trainer.data.ring import PREFIX, SHARED_MEMORY, wait_until
 from trainer.feed import SampleFeed
 from trainer.loop import Place, Row, Trainer, run
 from trainer.model.gpt import build_model
-from trainer.train import TrainResult, prepare_data, train
+from trainer.plan import prepare_data, resolve
+from trainer.train import TrainResult, train
 
 from .conftest import tiny_job
 from .loader_ranks import wait_gone
@@ -88,16 +89,8 @@ def losses(rows: Sequence[Row]) -> list[float]:
 def on_ranks(job: JobConfig, data: Corpus | Mixture, out: Path, resume: Path | None = None) -> TrainResult:
     ranks = job.parallel.layout.world_size
     with meeting_place() as place:
-        return train(
-            job,
-            data,
-            ranks=ranks,
-            init_method=place.init_method("feed"),
-            backend="gloo",
-            out=out,
-            seed=0,
-            resume=resume,
-        )
+        url = place.init_method("feed")
+        return train(resolve(job, data, ranks=ranks, init_method=url, backend="gloo", out=out, seed=0, resume=resume))
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
@@ -299,7 +292,7 @@ def test_going_on_from_text_with_datasets_or_back_is_no_silent_change(
     trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
     trainer.step(1)
     trainer.save(folder / "of_text")
-    trainer.vouch()
+    trainer.commit()
     trainer.close()
     of_text = find(folder / "of_text")
     assert of_text.data is None
