@@ -97,8 +97,11 @@ def simulate_by_heap(s: State) -> Rows:
 def _heap_of(s: State) -> Heap:
     flow, port = s.flow, np.zeros(len(s.port), dtype=_PORT)
     port["busy"], port["next_look"], port["last"], port["flow"] = -1, NEVER, -1, -1
-    port["is_switch"] = s.node["is_switch"][s.port["to"][s.port["peer"]]]
-    port["flow"][s.node["first_port"][flow["src"]]] = np.arange(len(flow))
+    peer, src = s.port["peer"], flow["src"]
+    owner = s.port["to"][peer]
+    port["is_switch"] = s.node["is_switch"][owner]
+    nic = s.node["first_port"][src]
+    port["flow"][nic] = np.arange(len(flow))
     packets = int(flow["num_packets"].sum())  # in flight is each or its ACK
     event = np.zeros(packets + 2 * len(port) + len(flow), dtype=_EVENT)
     return Heap(event, port, np.zeros(packets, dtype=np.int64), np.arange(1, packets + 1), np.zeros(1, dtype=_TALLY))

@@ -170,7 +170,9 @@ def _metrics(outcome: Outcome, made: scenario_catalogue.Case, fct_us: Any, case:
     )
     share = outcome.pause_ps / span_ps
     port = outcome.state.port
-    kinds = np.array([name.rstrip("0123456789") for name in made.fabric.names])[port["to"][port["peer"]]]
+    peer = port["peer"]
+    owner = port["to"][peer]
+    kinds = np.array([name.rstrip("0123456789") for name in made.fabric.names])[owner]
     return {
         "completion_us": span_ps / _PS_PER_US,
         "fct_us_p99": percentile(fct_us.tolist(), 99),

@@ -113,7 +113,8 @@ def build(
     flow = flow_rows(flows, num_waits, settings, law, port, kind, node)
     flow["num_links"] = num_links
     # The first path of each flow, that of its own header.
-    flow["base_rtt_ps"] = base_rtt(path[:: _num_paths(settings)], num_links, kind[port["kind"]])
+    port_kind = port["kind"]
+    flow["base_rtt_ps"] = base_rtt(path[:: _num_paths(settings)], num_links, kind[port_kind])
     waiting_from, waiting = waiting_flows(flows)
     many = sent_times(flow) if wants_rtt else 1
     # `many` is a power of two, so the place of a packet's time is its number & mask: no division a packet.
@@ -379,7 +380,9 @@ def _check_times(fabric: Graph, flows: FlowSet, port: Rows, node: Rows, kind: Ro
     for name, host in (("leaves", flows.src), ("goes to", flows.dst)):
         # The bound on the index is for nodes without a cable at the table's end: they have no flows, so any rate will
         # do.
-        rate = kind["rate"][port["kind"][np.minimum(node["first_port"], len(port) - 1)]]
+        first_port = np.minimum(node["first_port"], len(port) - 1)
+        nic_kind = port["kind"][first_port]
+        rate = kind["rate"][nic_kind]
         took = np.bincount(host, flows.num_bytes, fabric.num_nodes) * _BYTE_PS / rate
         if took.max() + float(flows.start_ps.min()) > NEVER:
             busiest = int(took.argmax())

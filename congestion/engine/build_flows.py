@@ -31,10 +31,12 @@ def flow_rows(
     flow["num_waits"] = num_waits
     flow["delay"] = 0 if flows.delay_ps is None else flows.delay_ps
     flow["timeout_at"] = flow["window_bytes"] = NEVER
-    flow["line_rate_bps"] = flow["rate_bps"] = kind["rate"][port["kind"][node["first_port"][flows.src]]]
+    nic = node["first_port"][flows.src]
+    nic_kind = port["kind"][nic]
+    flow["line_rate_bps"] = flow["rate_bps"] = kind["rate"][nic_kind]
     numbers = np.array([laws.number_of(each) for each in laws_by_class(settings, law)])
-    flow["tuned"] = flow_classes(settings, flows)
-    flow["law"] = numbers[flow["tuned"]]
+    flow["tuned"] = tuned = flow_classes(settings, flows)
+    flow["law"] = numbers[tuned]
     return flow
 
 
@@ -75,7 +77,8 @@ def base_rtt(path: NDArray[np.uint32], num_links: Ints, kind: Rows) -> Ints:
     ways = np.where(
         np.arange(tables.ACK_PATH) < num_links[:, None], path.reshape(len(path), 2, -1).swapaxes(0, 1), len(kind)
     )
-    delays_ps = np.stack([kind["tx_data"] + kind["delay"], kind["tx_ack"] + kind["delay"]])
+    there, back = kind["tx_data"] + kind["delay"], kind["tx_ack"] + kind["delay"]
+    delays_ps = np.stack([there, back])
     delays_ps = np.append(delays_ps, np.zeros((2, 1), dtype=np.int64), axis=1)  # of no port
     return np.asarray(delays_ps[0][ways[0]].sum(axis=1) + delays_ps[1][ways[1]].sum(axis=1))
 

@@ -67,7 +67,10 @@ def least_ps(state: State) -> Ints:
     if state.run["routing"][0] == ECMP:
         return ideal_ps(state)
     flow = state.flow
-    kind = state.kind[state.port["kind"][state.node["first_port"][flow["src"]]]]
+    src = flow["src"]
+    nic = state.node["first_port"][src]
+    nic_kind = state.port["kind"][nic]
+    kind = state.kind[nic_kind]
     full = (flow["num_packets"].astype(np.int64) - 1) * kind["tx_data"]
     return np.asarray(full + 2 * kind["delay"])
 

@@ -493,7 +493,10 @@ class Simulation:
         if not self._until_flows:
             return NEVER
         flow, port, node = self.state.flow, self.state.port, self.state.node
-        full_ps = self.state.kind["tx_data"][port["kind"][node["first_port"][flow["src"]]]]
+        src = flow["src"]
+        nic = node["first_port"][src]
+        nic_kind = port["kind"][nic]
+        full_ps = self.state.kind["tx_data"][nic_kind]
         # A flow that waits may start at any moment.
         begin = np.where(flow["num_waits"] > 0, self.time_ps, np.maximum(flow["start"], self.time_ps))
         # Without the last packet, which may be short and take hardly any time.

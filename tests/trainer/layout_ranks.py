@@ -68,6 +68,11 @@ def run_rank(
         return [train(job, context.env.rank, steps, device=device) for job in jobs]
 
 
+def in_turn(context: RankContext, calls: Sequence[tuple[Callable[..., Any], Sequence[Any], str]]) -> list[Any]:
+    """What several of the functions below give, each with its arguments and a place to meet: torch is imported once."""
+    return [function(context, *args, url) for function, args, url in calls]
+
+
 @contextlib.contextmanager
 def _world(context: RankContext, url: str, backend: str = "gloo") -> Iterator[torch.device]:
     torch.set_num_threads(1)
@@ -112,7 +117,7 @@ def _opened(job: JobConfig, rank: int) -> Opened:
     under_way = _threads() - before
     for _ in range(2):
         model.close()
-    return Opened(counted.call_count, len(under_way), sorted(_threads() - before))
+    return Opened(counted.call_count, len(under_way), sorted(thread.name for thread in _threads() - before))
 
 
 def alive_in_evaluation(context: RankContext, job: JobConfig, count: int, url: str) -> int:
@@ -140,8 +145,9 @@ def alive_in_evaluation(context: RankContext, job: JobConfig, count: int, url: s
     return most
 
 
-def _threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate()}
+def _threads() -> set[threading.Thread]:
+    """Not their names, which threads of a model that was never closed have too."""
+    return set(threading.enumerate())
 
 
 def compiled(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Trained]:

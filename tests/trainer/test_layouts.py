@@ -1,14 +1,16 @@
 """Every layout trains as one process does: losses, gradients, norms, parameters, on gloo ranks.
 
-One launch for all layouts of a world: ranks import torch once. In CI a cover of pairs of degrees and of model options;
+One launch for all tests of a world: ranks import torch once. In CI a cover of pairs of degrees and of model options;
 under `slow` all layouts of 8 ranks, in float32.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from netlayer.store.meeting import meeting_place
 from tests.trainer import layout_ranks
 from tests.trainer.layout_ranks import CPU, Trained
 from trainer.parallel import SplitModel
+
+pytestmark = pytest.mark.timeout(600)  # the first test of a world does the work of all
 
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "ffn_hidden": 64, "vocab_size": 301, "seq_len": 16, "dtype": "float64"}
 PLAIN: dict[str, Any] = {}
@@ -68,6 +72,40 @@ def job_of(
     return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
 
 
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One test's part of a launch: `function(context, *args, url)` on each of so many ranks."""
+
+    ranks: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> pytest.MarkDecorator:
+    """The work of a test, whose `by_rank(work)` gives what came out."""
+    return pytest.mark.parametrize("work", [pytest.param(Work(ranks, function, args), id=f"{ranks} ranks")])
+
+
+ByRank = Callable[[Work], Sequence[Any]]
+
+
+@pytest.fixture(scope="module")
+def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ByRank:
+    """`by_rank(work)`: what each rank has of it; works of all tests that were chosen are done in one launch a world."""
+    items = [item for item in request.session.items if item.module is request.module]
+    chosen = [item.callspec.params["work"] for item in items if "by_rank" in item.fixturenames]
+
+    @functools.cache
+    def done(ranks: int) -> dict[Work, Sequence[Any]]:
+        works = [work for work in chosen if work.ranks == ranks]
+        with meeting_place() as place:
+            calls = [(work.function, work.args, place.init_method(work.function.__name__)) for work in works]
+            found = launch(layout_ranks.in_turn, ranks, args=(calls,), log_dir=tmp_path_factory.mktemp("ranks"))
+        return dict(zip(works, zip(*found, strict=True), strict=True))
+
+    return lambda work: done(work.ranks)[work]
+
+
 def trained(jobs: Sequence[JobConfig], steps: int, folder: Path, backend: str = "gloo") -> list[Trained]:
     ranks = jobs[0].parallel.layout.world_size
     with meeting_place() as place:
@@ -103,19 +141,27 @@ def check(jobs: Sequence[JobConfig], found: Sequence[Trained], steps: int, toler
                 assert float((ours[key] - value).norm()) <= tolerance * float(value.norm()), (key, where)
 
 
-def test_a_cover_of_layouts_trains_as_one_process_in_float64(tmp_path: Path) -> None:
-    jobs = [job_of(*case) for case in COVER]
-    check(jobs, trained(jobs, 2, tmp_path), 2, 1e-10)
+@on_ranks(4, layout_ranks.run_rank, [job_of(*case) for case in COVER], 2)
+def test_a_cover_of_layouts_trains_as_one_process_in_float64(work: Work, by_rank: ByRank) -> None:
+    check(work.args[0], by_rank(work)[0], 2, 1e-10)
 
 
-def test_what_is_copied_to_peers_trains_as_one_process(tmp_path: Path) -> None:
-    degrees = [({"dp": 4}, PARALLEL, {}), ({"pp": 2, "dp": 2, "vpp": 2}, LLAMA, {}), ({"tp": 2, "dp": 2}, PLAIN, {})]
-    degrees += [({"dp": 4}, LLAMA, {"peer_reduce": False})]
-    jobs = [job_of(where, {**model, "dtype": "float32"}, overlap, eps=1e-3) for where, model, overlap in degrees]
-    with meeting_place() as place:
-        url = place.init_method("copied")
-        found = launch(layout_ranks.copied, 4, args=(jobs, 2, url), log_dir=tmp_path)[0]
-    check(jobs, found, 2, 1e-5)
+COPIED: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
+    ({"dp": 4}, PARALLEL, {}),
+    ({"pp": 2, "dp": 2, "vpp": 2}, LLAMA, {}),
+    ({"tp": 2, "dp": 2}, PLAIN, {}),
+    ({"dp": 4}, LLAMA, {"peer_reduce": False}),
+]
+
+
+@on_ranks(
+    4,
+    layout_ranks.copied,
+    [job_of(degrees, {**model, "dtype": "float32"}, overlap, eps=1e-3) for degrees, model, overlap in COPIED],
+    2,
+)
+def test_what_is_copied_to_peers_trains_as_one_process(work: Work, by_rank: ByRank) -> None:
+    check(work.args[0], by_rank(work)[0], 2, 1e-5)
 
 
 POSTPONED: list[tuple[dict[str, int], dict[str, Any]]] = [
@@ -126,15 +172,17 @@ POSTPONED: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-def test_weights_gradients_that_wait_are_the_same_bits(tmp_path: Path) -> None:
+@on_ranks(
+    4,
+    layout_ranks.postponed,
+    [job_of(*case, {"zero_bubble": zero_bubble}) for case in POSTPONED for zero_bubble in (True, False)],
+    2,
+)
+def test_weights_gradients_that_wait_are_the_same_bits(work: Work, by_rank: ByRank) -> None:
     """The same products, of the same shapes into the same places, in the same order: so switching it changes no run."""
-    switched = [{"zero_bubble": zero_bubble} for zero_bubble in (True, False)]
-    jobs = [job_of(*case, overlap) for case in POSTPONED for overlap in switched]
-    with meeting_place() as place:
-        url = place.init_method("postponed")
-        by_rank = launch(layout_ranks.postponed, 4, args=(jobs, 2, url), log_dir=tmp_path)
-    waited = [sum(found[index].num_postponed for found in by_rank) for index in range(len(jobs))]
-    trained = [step.trained for step in by_rank[0]]
+    jobs, each = work.args[0], by_rank(work)
+    waited = [sum(found[index].num_postponed for found in each) for index in range(len(jobs))]
+    trained = [step.trained for step in each[0]]
     for index, (ours, theirs) in enumerate(zip(trained[::2], trained[1::2], strict=True)):
         where = f"{jobs[2 * index].parallel}; {jobs[2 * index].model}"
         assert waited[2 * index] > 0 == waited[2 * index + 1], where
@@ -143,23 +191,18 @@ def test_weights_gradients_that_wait_are_the_same_bits(tmp_path: Path) -> None:
             torch.testing.assert_close(one, two, rtol=0, atol=0, msg=where)
 
 
-def test_streams_and_threads_do_not_grow_with_chunks_and_channels_and_none_is_left(tmp_path: Path) -> None:
-    degrees = {"pp": 2, "dp": 2}
-    jobs = [job_of({**degrees, "vpp": vpp}, {"layers": 8}, {}) for vpp in (2, 4)]
-    with meeting_place() as place:
-        url = place.init_method("opened")
-        for rank, found in enumerate(launch(layout_ranks.opened, 4, args=(jobs, url), log_dir=tmp_path)):
-            # The world's, the gathers', the reductions' and two beside these; four ends of links.
-            assert [each.num_streams for each in found] == [9, 9], rank
-            assert [each.num_threads for each in found] == [4, 4], rank
-            assert [each.left for each in found] == [[], []], rank
+@on_ranks(4, layout_ranks.opened, [job_of({"pp": 2, "dp": 2, "vpp": vpp}, {"layers": 8}, {}) for vpp in (2, 4)])
+def test_streams_and_threads_do_not_grow_with_chunks_and_channels_and_none_is_left(work: Work, by_rank: ByRank) -> None:
+    for rank, found in enumerate(by_rank(work)):
+        # The world's, the gathers', the reductions' and two beside these; four ends of links.
+        assert [each.num_streams for each in found] == [9, 9], rank
+        assert [each.num_threads for each in found] == [4, 4], rank
+        assert [each.left for each in found] == [[], []], rank
 
 
-def test_an_evaluation_does_not_pile_up_outputs_before_a_late_stage(tmp_path: Path) -> None:
-    job = job_of({"pp": 2}, {"layers": 2}, {})
-    with meeting_place() as place:
-        args = job, 4, place.init_method("evaluation")
-        most = launch(layout_ranks.alive_in_evaluation, 2, args=args, log_dir=tmp_path)
+@on_ranks(2, layout_ranks.alive_in_evaluation, job_of({"pp": 2}, {"layers": 2}, {}), 4)
+def test_an_evaluation_does_not_pile_up_outputs_before_a_late_stage(work: Work, by_rank: ByRank) -> None:
+    most = by_rank(work)
     assert 1 <= most[0] <= 9, most  # four for each stage, and the one that is being made
 
 
@@ -171,19 +214,22 @@ SLOTTED: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
-def test_tensor_parallel_linears_write_the_gradients_that_they_would_hand_over(tmp_path: Path) -> None:
-    """To rounding: a sum of two is rounded once less inside a product, and a slot lies at another address, by which a
-    library may choose its kernel."""
-    jobs = [
+@on_ranks(
+    4,
+    layout_ranks.slotted,
+    [
         job_of(degrees, {"layers": 2, **model}, {}).model_copy(
             update={"batch": BatchConfig(global_size=size, micro_size=2)}
         )
         for degrees, model in SLOTTED
         for size in (2 * degrees.get("dp", 1), 4 * degrees.get("dp", 1))
-    ]
-    with meeting_place() as place:
-        url = place.init_method("slotted")
-        found = launch(layout_ranks.slotted, 4, args=(jobs, 1, url), log_dir=tmp_path)[0]
+    ],
+    1,
+)
+def test_tensor_parallel_linears_write_the_gradients_that_they_would_hand_over(work: Work, by_rank: ByRank) -> None:
+    """To rounding: a sum of two is rounded once less inside a product, and a slot lies at another address, by which a
+    library may choose its kernel."""
+    jobs, found = work.args[0], by_rank(work)[0]
     for job, got in zip(jobs, found, strict=True):
         where = f"{job.parallel}; {job.model}; {job.batch}"
         passes = job.batch.global_size // (2 * job.parallel.dp)
@@ -198,13 +244,12 @@ def test_tensor_parallel_linears_write_the_gradients_that_they_would_hand_over(t
             assert distance <= tolerance * float(expected.norm()), (name, where)
 
 
-def test_compiled_blocks_of_a_tensor_parallel_group_train_as_one_process(tmp_path: Path) -> None:
-    model = {**PARALLEL, "layers": 1}
-    jobs = [job_of({"tp": 2}, {**model, "compile": True}, {})]
-    with meeting_place() as place:
-        url = place.init_method("compiled")
-        found = launch(layout_ranks.compiled, 2, args=(jobs, 1, url), log_dir=tmp_path)[0]
-    check([job_of({"tp": 2}, model, {})], found, 1, 1e-10)
+ONE_LAYER = {**PARALLEL, "layers": 1}
+
+
+@on_ranks(2, layout_ranks.compiled, [job_of({"tp": 2}, {**ONE_LAYER, "compile": True}, {})], 1)
+def test_compiled_blocks_of_a_tensor_parallel_group_train_as_one_process(work: Work, by_rank: ByRank) -> None:
+    check([job_of({"tp": 2}, ONE_LAYER, {})], by_rank(work)[0], 1, 1e-10)
 
 
 # Layouts by the number of GPUs; one is shared by four virtual nodes.
