@@ -24,7 +24,7 @@ from bench.convergence.rows import FACTS_FILE, METRICS_FILE, VALIDATION_FILE, Cu
 from bench.convergence.run import Plan, plans
 from bench.convergence.text import Chosen
 from netlayer.errors import ConfigError
-from tests.bench.test_convergence import ASKED, IDENTITY, STEP_TOKENS, made
+from tests.bench.test_convergence import IDENTITY, SETTINGS, STEP_TOKENS, made
 from trainer.checkpoint.meta import FORMAT, sealed
 
 WHOLE = [8.0, 7.0, 6.0, 5.0, 4.0]
@@ -47,7 +47,7 @@ def saved(curve: Curve, out: Path, checkpoint: int = 0) -> Curve:
 
 
 def planned(*kinds: str) -> list[Plan]:
-    return plans(ASKED, kinds, 16 * STEP_TOKENS)
+    return plans(SETTINGS, kinds, 16 * STEP_TOKENS)
 
 
 def with_rate(plan: Plan, lr: float) -> Plan:
@@ -149,8 +149,8 @@ def test_it_is_said_what_earlier_runs_are_to_this_call(tmp_path: Path) -> None:
 
 def test_plans_are_named_apart_from_earlier_runs() -> None:
     part, tokens = made("standard", WHOLE[:2], whole=False), 16 * STEP_TOKENS
-    [same] = plans(ASKED, ["standard"], tokens, [part.key])
-    [other] = plans(replace(ASKED, lr=(1.0,)), ["standard"], tokens, [part.key])
+    [same] = plans(SETTINGS, ["standard"], tokens, [part.key])
+    [other] = plans(replace(SETTINGS, lr=(1.0,)), ["standard"], tokens, [part.key])
     assert (same.name, other.name) == ("standard", "standard lr 1.0")
 
 

@@ -114,6 +114,7 @@ def test_no_document_sees_another() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU with CUDA")
 @pytest.mark.parametrize("window", [0, 100])
 def test_documents_on_a_gpu_are_those_of_the_mask(window: int) -> None:
     rng = torch.Generator("cuda").manual_seed(0)

@@ -93,6 +93,8 @@ def _lines(path: Path) -> tuple[list[list[str]], tuple[int, int, int]]:
         num_nodes, _, num_nvswitches, num_switches, num_links = _whole(path, 1, lines[0][:-1], 5)
     else:
         num_nvswitches, (num_nodes, num_switches, num_links) = 0, _whole(path, 1, lines[0], 3)
+    if min(num_nodes, num_nvswitches, num_switches, num_links) < 0:
+        raise _damaged(path, 1, "holds a number below 0")
     end = 2 + num_links
     for number, fields in enumerate(lines[end:], start=end + 1):
         if len(fields) >= 4 and fields[0].isdigit() and fields[1].isdigit() and _DELAY.fullmatch(fields[3]):
