@@ -26,7 +26,7 @@ PACKAGES = ("netlayer", "topology", "congestion", "collectives", "trainer", "ben
 MOST_ODD_SHARE = 0.02
 MOST_EMPTY_NAMES = 5
 MOST_OTHER_FORMS = 3
-MOST_BARE = 15
+MOST_BARE = 4
 LONG_LINES = 25  # a function of so many has a docstring
 DRAWN_LINES = 6  # what is shorter is not drawn
 # A docstring opens with a verb or a noun. `Whether` is fine for a predicate.

@@ -105,6 +105,7 @@ def _watched(context: RankContext, job: JobConfig) -> Iterator[Watch | None]:
 def _train_watched(
     context: RankContext, plan: Plan, stop: StopRequest, place: Place, groups: Groups, watch: Watch | None
 ) -> Outcome:
+    """Train as one rank under its watch: load the checkpoint, run the loop, report rows, and return the outcome."""
     trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch)
     if plan.resume is not None:
         with trainer.phase("loads a checkpoint"):

@@ -1,4 +1,4 @@
-"""What every bench's ranks stand on: their control group, the interface of a library, and torch.distributed as one.
+"""Ground of every bench's ranks: their control group, the interface of a library, and torch.distributed as one.
 
 `Control` is how ranks meet and agree on figures, apart from what is measured. `Backend` is a library that carries the
 bytes: its collectives, its clock, its device and its limits. Collectives are enqueued in order on one stream, as

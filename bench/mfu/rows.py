@@ -70,7 +70,7 @@ class MfuRun:
 
 @dataclass(frozen=True)
 class MfuProfile:
-    """Where a step's time goes on rank 0: `kinds` and `most_time` as `bench.mfu.profile` makes them."""
+    """Profile of a step on rank 0: `kinds` and `most_time` as `bench.mfu.profile` makes them."""
 
     system: str
     launch_ms: float

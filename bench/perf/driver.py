@@ -241,6 +241,7 @@ class _Bench:
         return [bound[id(call)] for call in calls]
 
     def _row(self, size: int, case: Case, in_place: bool, cycle: int) -> PerfRow:
+        """Measure one size, out of place or in place: time it, check the data, and return the row; all ranks alike."""
         collective, backend = self._collective, self._backend
         calls = self._calls(size, case, in_place, self._options.iters * self._options.agg_iters)
         launches, call = self._bind(calls), calls[0]

@@ -109,6 +109,7 @@ _TIMES = ("completion", "p99 FCT", "max FCT", "over the bound")
 
 
 def _ratios(report: Report, findings: Findings) -> None:
+    """Add the section on the entrant's completion times over each rival's, with intervals over seeds."""
     rows, entrant, rules = findings.rows, findings.entrant, findings.suite.rules
     section = report.section(
         f"{entrant} against each law",

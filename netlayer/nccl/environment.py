@@ -167,6 +167,7 @@ def _choice(
     number: Release,
     cost: Cost | None,
 ) -> Choice | None:
+    """Choose for one variable: set it, keep the user's value, or leave it out; None where nothing asks for it."""
     name, lacks = variable.name, number < variable.since
     value, why = _value_of(variable, settings, release, number, cost)
     since = ".".join(map(str, variable.since))

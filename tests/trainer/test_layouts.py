@@ -298,8 +298,8 @@ def test_the_norm_of_a_large_gradient_is_exact() -> None:
     assert float(model.grad_norm()) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # eight ranks, sixteen layouts, on two cores
+@pytest.mark.slow(minutes=19)  # eight ranks, sixteen layouts, on two cores
+@pytest.mark.timeout(6840)
 @pytest.mark.parametrize("options", [PLAIN, PARALLEL, LLAMA], ids=["plain", "parallel", "llama"])
 def test_all_layouts_of_eight_ranks_train_as_one_process_in_float32(tmp_path: Path, options: dict[str, Any]) -> None:
     degrees = [

@@ -171,7 +171,7 @@ def knobs(options: RunOptions, seeds: int, hash_name: str, placement: str, fabri
 
 
 def _placed(world: World, placement: str, seed: int) -> Placement | None:
-    """Where the job's slots stand; None without a job."""
+    """Return the placement of the job's slots; None without a job."""
     from topology.placement.strategies import num_slots, place_slots
 
     fabric, config = world

@@ -68,6 +68,7 @@ def _size(findings: Findings) -> str:
 
 
 def _overview(report: Report, findings: Findings) -> None:
+    """Add the section at a glance: the verdict, how many switches there are, and the main figures."""
     fabric, clos = findings.fabric, findings.clos
     tors, spines, cores = (fabric.count(kind) for kind in ("tor", "spine", "core"))
     first = verdict(findings.claims, findings.ratios, clos.design)[1] if clos else LEFT_OUT
@@ -128,6 +129,7 @@ def _fabric(report: Report, findings: Findings) -> None:
 
 
 def _split(report: Report, findings: Findings) -> None:
+    """Add the section on the ToR split: collisions with it and without, and the claims about it."""
     repeat = "# split.csv, claims.csv\n" + findings.command("report", "--seeds", findings.seeds)
     if not findings.split_has_effect:
         assert findings.clos is not None
@@ -176,6 +178,7 @@ def _split(report: Report, findings: Findings) -> None:
 
 
 def _distributions(report: Report, findings: Findings) -> None:
+    """Add the section on how many flows collide, over seeds, with the split and without."""
     section = report.section(
         "Collisions with and without the split" if findings.split_has_effect else "Collisions on ToR uplinks",
         f"A random permutation at full load, {HASH}, {findings.seeds} seeds from {findings.seed}.",
@@ -216,6 +219,7 @@ def _distributions(report: Report, findings: Findings) -> None:
 
 
 def _loads(report: Report, findings: Findings) -> None:
+    """Add the section on how full the links of each tier are."""
     section = report.section(
         "Link utilisation by tier",
         f"Demand over capacity of every link, {HASH}, seed {findings.seed}, ranks placed as given.",
@@ -300,6 +304,7 @@ def _over(links: pd.DataFrame) -> str:
 
 
 def _placements(report: Report, findings: Findings) -> None:
+    """Add the section on placements: bytes that cross ToRs and pods, a step's communication time, and collisions."""
     rows = pd.DataFrame(findings.placements)
     section = report.section(
         "Where the ranks stand",
@@ -339,6 +344,7 @@ def _placements(report: Report, findings: Findings) -> None:
 
 
 def _draw_bytes(section: Any, rows: pd.DataFrame) -> None:
+    """Draw the bytes between pods of each placement, without those that would flatten the rest."""
     total = rows["cross_pod_bytes"]
     if not total.any():
         section.text("No byte crosses between pods.")
@@ -388,6 +394,7 @@ def _paper_against_given(rows: pd.DataFrame) -> str:
 
 
 def _failures(report: Report, findings: Findings) -> None:
+    """Add the section on failures: the worst of each kind, alone and several together."""
     rows = pd.DataFrame(findings.worst)
     alone, several = rows[rows["together"] == 1], rows[rows["together"] > 1].sort_values(["kind", "together"])
     section = report.section(
@@ -471,6 +478,7 @@ def _range_chart(rows: pd.DataFrame) -> Chart:
 
 
 def _cures(report: Report, findings: Findings) -> None:
+    """Add the section on what lowers collisions: planned ports, and the switches' seeds, offsets and functions."""
     section = report.section(
         "What lowers collisions",
         "A UDP source port for each queue pair, planned against the switches' hash; and switch seeds, offsets and "

@@ -1,4 +1,4 @@
-"""What a job trains on where its samples count up through epochs: the datasets of job.data, or its text as one.
+"""Datasets that a job trains on where its samples count up through epochs: those of job.data, or its text as one.
 
 Read before any rank starts, so that a dataset that cannot be used, or is another than the checkpoint's, costs a line
 and no rank's traceback. Needs no torch.

@@ -79,7 +79,7 @@ def _mix(word_N: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Blend:
-    """Which dataset each sample is of: after any k samples, dataset i has had floor or ceil of k * share i.
+    """Order of datasets over samples: after any k samples, dataset i has had floor or ceil of k * share i.
 
     The order is that of unit jobs with deadlines: the j-th sample of dataset i belongs into the time from
     (j - 1) / share to j / share, and of those that may come, the one whose time ends first does. With shares that add

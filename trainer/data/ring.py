@@ -239,7 +239,7 @@ class Ring:
 
     @property
     def num_starts(self) -> int:
-        """How often a loader has begun."""
+        """Number of times that a loader has begun."""
         return int(self._fixed[_STARTS])
 
     @property

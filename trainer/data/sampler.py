@@ -1,4 +1,4 @@
-"""Which tokens each sample of a run is: a function of (seed, sample) alone, for any layout, machine and micro-batch.
+"""Sampler of a run: each sample's tokens are a function of (seed, sample) alone, for any layout and micro-batch.
 
 A run's samples count up from 0 over all steps and ranks. A blend says of which dataset sample k is; that dataset's
 samples go through its windows in epochs, each window once an epoch, in an order of the epoch's own. So nothing is

@@ -1,4 +1,4 @@
-"""What a model needs to know of sequences that hold several documents, or tokens that are no targets.
+"""Facts for a model on sequences that hold several documents, or tokens that are no targets.
 
 Shapes: B sequences, T positions.
 """

@@ -352,6 +352,7 @@ def _pause_rows(ports: pd.DataFrame, tiers: pd.DataFrame | None) -> pd.DataFrame
 
 
 def _links(report: Report, findings: Findings) -> None:
+    """Add the section on the busiest links over time; without samples of links, over the whole run."""
     section = report.section("Links", source=SOURCE)
     if findings.links is None or findings.links.empty:
         _whole_links(section, findings)

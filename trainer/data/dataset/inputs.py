@@ -373,6 +373,7 @@ def _read_jsonl(piece: Piece, text_field: str) -> Iterator[Text | Damage]:
 
 
 def _field_of(line: bytes, path: str, where: str, text_field: str) -> Text | Damage:
+    """Return the text in a field of one JSON line, or what is damaged about it."""
     decoded = _decoded(line, path, where)
     if isinstance(decoded, Damage):
         return decoded
