@@ -85,6 +85,12 @@ def test_good_nics_pass(nics: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)  # over the slowed NIC everything takes long
 def test_a_slow_nic_of_a_host_is_named(nics: list[str], tmp_path: Path) -> None:
-    with impaired(nics[2], "tbf", "rate", "200mbit", "burst", "64k", "limit", "4m"):
+    (tmp_path / "whole").mkdir()
+    # A share of what these NICs reach here: where the processor is emulated too, that is below any fixed rate.
+    measured = [row for row in accept({"lab": nics}, tmp_path / "whole").rows if "median_bps" in row]
+    largest = max(row["bytes"] for row in measured)
+    least_bps = min(row["median_bps"] for row in measured if row["bytes"] == largest)
+    rate = f"{max(1, round(least_bps / 3e6))}mbit"
+    with impaired(nics[2], "tbf", "rate", rate, "burst", "64k", "limit", "4m"):
         trial = accept({"lab": nics}, tmp_path)
     assert accused(trial) == [("FAIL", f"lab: {nics[2]}")]

@@ -66,7 +66,7 @@ def _captured(path: Path) -> Packets:
 def _sent(packets: Packets) -> dict[str, object]:
     """The stream of the one requester."""
     streams = [row for row in analyse(packets) if row["table"] == "stream" and row["requests"]]
-    assert len(streams) == 1
+    assert len(streams) == 1, streams
     return streams[0]
 
 
