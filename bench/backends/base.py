@@ -166,7 +166,7 @@ class Device:
 
 
 @dataclass
-class Heard:
+class AlgorithmChoice:
     """Algorithm and protocol that a library logged for the calls listened to; `unknown` where it logged none."""
 
     algorithm: str = UNKNOWN
@@ -266,9 +266,9 @@ class Backend(ABC):
         raise NotImplementedError(f"{self.name} has no graphs")
 
     @contextmanager
-    def listen(self) -> Iterator[Heard]:
+    def listen(self) -> Iterator[AlgorithmChoice]:
         """Note the library's choices for the calls within: on rank 0, and only where it logs them."""
-        yield Heard()
+        yield AlgorithmChoice()
 
     @classmethod
     def emulation(cls, collective: str, op: str, in_place: bool) -> str:

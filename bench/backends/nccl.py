@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.backends import nccl_versions
-from bench.backends.base import DTYPES, Backend, Call, Device, Facts, Heard, Launch, local_gpu
+from bench.backends.base import DTYPES, AlgorithmChoice, Backend, Call, Device, Facts, Launch, local_gpu
 from bench.backends.communicator import Communicator
 from bench.backends.compiled_loop import CCall, compile_calls, is_compiled
 from bench.backends.gpu import Gpu
@@ -173,8 +173,8 @@ class NcclBackend(Backend):
         return self._gpu.capture(launches)
 
     @contextmanager
-    def listen(self) -> Iterator[Heard]:
-        choice = Heard()
+    def listen(self) -> Iterator[AlgorithmChoice]:
+        choice = AlgorithmChoice()
         with self._log.record("TUNING") as lines:
             yield choice
             self.synchronise()

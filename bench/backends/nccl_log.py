@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.backends.base import Heard
+from bench.backends.base import AlgorithmChoice
 from bench.perf.collectives.collective import UNKNOWN
 
 # nvls.cc, enqueue.cc and scheduler/symmetric_sched.cc of 2.28; the latter two from rank 0 alone.
@@ -59,14 +59,14 @@ def read_nvls(lines: list[str]) -> str:
     return "not looked for" if lines else UNKNOWN
 
 
-def read_algorithm(lines: list[str]) -> Heard:
+def read_algorithm(lines: list[str]) -> AlgorithmChoice:
     """The algorithm and protocol of the one call that was logged; a symmetric kernel's name stands for both."""
     choices = {
         (match["algorithm"] or match["kernel"], match["protocol"]) for match in map(_TUNED.search, lines) if match
     }
     if len(choices) != 1:
-        return Heard()
+        return AlgorithmChoice()
     algorithm, protocol = choices.pop()
     if protocol is None:
         protocol = "LL" if "LL" in algorithm else "SIMPLE"
-    return Heard(algorithm, protocol)
+    return AlgorithmChoice(algorithm, protocol)

@@ -7,28 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from bench.backends import Heard
+from bench.backends import AlgorithmChoice
 from bench.backends.nccl_log import NcclLog, read_algorithm, read_nvls
 
 FRONT = "node7:4242:4242 [0] NCCL INFO "
 
 
-def tuned(words: str) -> Heard:
+def tuned(words: str) -> AlgorithmChoice:
     return read_algorithm([f"{FRONT}NCCL_ALGO set by environment to Ring", f"{FRONT}{words}"])
 
 
 def test_the_algorithm_of_a_call() -> None:
-    assert tuned("AllReduce: 65536 Bytes -> Algo RING proto LL128 channel{Lo..Hi}={0..15}") == Heard("RING", "LL128")
+    assert tuned("AllReduce: 65536 Bytes -> Algo RING proto LL128 channel{Lo..Hi}={0..15}") == AlgorithmChoice(
+        "RING", "LL128"
+    )
     symmetric = "[Symmetric]: 65536 Bytes -> Kernel {} nchannels 8 nthreads 512 nWorks 1"
-    assert tuned(f"AllReduce {symmetric.format('AllReduce_AGxLL_R')}") == Heard("AllReduce_AGxLL_R", "LL")
-    assert tuned(f"AllGather {symmetric.format('AllGather_STMC')}") == Heard("AllGather_STMC", "SIMPLE")
+    assert tuned(f"AllReduce {symmetric.format('AllReduce_AGxLL_R')}") == AlgorithmChoice("AllReduce_AGxLL_R", "LL")
+    assert tuned(f"AllGather {symmetric.format('AllGather_STMC')}") == AlgorithmChoice("AllGather_STMC", "SIMPLE")
 
 
 def test_silence_and_contradiction_are_unknown() -> None:
-    assert read_algorithm([]) == Heard()
+    assert read_algorithm([]) == AlgorithmChoice()
     ring, tree = (f"AllReduce: 8 Bytes -> Algo {name} proto LL channel{{Lo..Hi}}={{0..0}}" for name in ("RING", "TREE"))
-    assert read_algorithm([ring, tree]) == Heard()
-    assert read_algorithm([ring, ring]) == Heard("RING", "LL")
+    assert read_algorithm([ring, tree]) == AlgorithmChoice()
+    assert read_algorithm([ring, ring]) == AlgorithmChoice("RING", "LL")
 
 
 def test_whether_the_switch_may_reduce() -> None:

@@ -348,7 +348,7 @@ def test_an_array_is_read_with_its_documents_and_travels_as_its_path(tmp_path: P
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 1000
     assert pickle.loads(pickled).fingerprint == dataset.fingerprint
-    with pytest.raises(ValueError, match="outside the 20 of a"):
+    with pytest.raises(ValueError, match="of a: it has 20"):
         dataset.read(18, 3)
     np.save(tmp_path / "a.documents.npy", [0, 6])
     assert open_dataset(tmp_path / "a.npy", "a", 300).fingerprint != dataset.fingerprint

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from netlayer.errors import ConfigError
 from trainer.data import dataset as prepared
 from trainer.data.prepare import Corpus
-from trainer.data.source import TokenDataset, check_vocabulary
+from trainer.data.source import TokenDataset, check_document, check_run, check_token, check_vocabulary
 
 _BLOCK_TOKENS, _NUM_BLOCKS = 4096, 64  # of a fingerprint
 
@@ -45,14 +45,15 @@ class ArrayDataset:
         return type(self), self._arguments
 
     def read(self, start: int, count: int) -> NDArray[np.int32]:
-        if not 0 <= start <= start + count <= self.num_tokens:
-            raise ValueError(f"tokens {start} to {start + count}: outside the {self.num_tokens} of {self.name}")
+        check_run(self, start, count)
         return np.asarray(self._tokens[start : start + count]).astype(np.int32)
 
     def document_at(self, token: int) -> int:
+        check_token(self, token)
         return int(np.searchsorted(self._starts, token, side="right")) - 1
 
     def document_start(self, document: int) -> int:
+        check_document(self, document)
         return int(self._starts[document])
 
     def _find_starts(self, file: Path, end_token: int | None) -> NDArray[np.int64]:
