@@ -203,9 +203,10 @@ def test_a_host_that_runs_ahead_gets_the_error_at_the_next_launch(
     eventually(lambda: failures)
     assert time.monotonic() - begin_s < 1.0 or "has not completed in" not in caplog.text
     assert caplog.messages == [str(failures[0])]
-    assert str(failures[0]).startswith(
-        "all_gather #1 (100 B, bucket 3) of group gather rank 0 has not completed in 0.9"
-    )
+    # At 0.9 of the time; a machine that lets the watch's thread wait for longer hears of it when the time is over.
+    outcome = r"(has not completed in 0\.9\d* of 1 s|did not complete in [1-9][\d.]* s)"
+    what = r"all_gather #1 \(100 B, bucket 3\) of group gather rank 0 "
+    assert re.match(what + outcome, str(failures[0])), failures[0]
     assert "every rank has launched it and answers: the network or a device stands still" in str(failures[0])
 
     def is_raised() -> bool:

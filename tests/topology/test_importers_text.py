@@ -44,7 +44,7 @@ def test_hpcc_keeps_its_numbers(tmp_path: Path) -> None:
     ("old", "new", "rule"),
     [
         ("4 1 3", "4 1 9", "line 1: promises 9 links, the file has 3"),
-        ("4 1 3", "4 1 -1", "promises -1 links"),
+        ("4 1 3", "4 1 -1", "line 1: holds a number below 0"),
         ("4 1 3", "4 2 3", "line 2: has 1 numbers, 2 are due"),
         ("4 1 3", "999999999 1 3", "999999999 nodes"),
         ("4 1 3\n3", "4 2 3\n3 3", "names a switch twice"),
