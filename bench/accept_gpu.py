@@ -23,9 +23,9 @@ from typing import Any
 
 import click
 
+from bench.accept.agents.faults import FaultKind, InjectedFault
 from bench.accept.agents.fleet import Fleet
 from bench.accept.agents.links import Link, start_local
-from bench.accept.agents.plant import Plant, PlantKind
 from bench.accept.phases.gpu_speeds import measure_gpu_speeds
 from bench.accept.phases.pairing import measure_pairs
 from bench.accept.phases.trial import Trial
@@ -200,10 +200,10 @@ def _spike(trial: Trial, ctas: Sequence[int]) -> Iterator[dict[str, Any]]:
             }
     for few in ctas:
         args = {**trial.work.pairs, "bytes": 1024 * _MIB, "budget_s": 1.0, "only": [(0, 1)]}
-        args["plants"] = [Plant("ctas", (0, 1), few).to_json()]
+        args["faults"] = [InjectedFault("ctas", (0, 1), few).to_json()]
         rows = trial.together("spike", "pairs", args, [(0, 1)], turns=False)
         yield {"run": "spike", "ctas": few, "pair": _short_rows(rows)}
-    trial.together("spike", "pairs", {**trial.work.pairs, "bytes": _MIB, "plants": []}, [(0, 1)], turns=False)
+    trial.together("spike", "pairs", {**trial.work.pairs, "bytes": _MIB, "faults": []}, [(0, 1)], turns=False)
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -310,7 +310,7 @@ def _faults(trial: Trial, each: int, fault_options: Mapping[str, Any]) -> Iterat
     """Inject each fault several times into the same workers, on another pair each time or another GPU each grade."""
     num = len(trial.members)
     pairs = [(low, high) for low in range(num) for high in range(low + 1, num)]
-    grades: list[tuple[str, PlantKind, float, float]]
+    grades: list[tuple[str, FaultKind, float, float]]
     grades = [
         ("slow pair", "slowlink", share, fault_options["gib_ms"] * (1 / share - 1))
         for share in fault_options["slow_pair"]
@@ -319,13 +319,13 @@ def _faults(trial: Trial, each: int, fault_options: Mapping[str, Any]) -> Iterat
     for name, kind, grade, amount in grades:
         for number in range(each):
             pair = pairs[number % len(pairs)]
-            fault = {"plants": [Plant(kind, pair, amount).to_json()]}
+            fault = {"faults": [InjectedFault(kind, pair, amount).to_json()]}
             fresh = _fresh(trial, pairs={**fault, "bytes": 1024 * _MIB, "budget_s": 1.2})  # short, since there are many
             began = time.monotonic()
             measure_pairs(fresh, _no_progress)
             yield {"run": name, "grade": grade, "number": number, **_fault_row(fresh, pair, began)}
     if grades:
-        trial.together("pairs", "pairs", {**trial.work.pairs, "bytes": _MIB, "plants": []}, [trial.alive], turns=False)
+        trial.together("pairs", "pairs", {**trial.work.pairs, "bytes": _MIB, "faults": []}, [trial.alive], turns=False)
     for index, share in enumerate(fault_options["slow_gpu"]):
         rank = index % num
         with _load_on(rank, share):

@@ -139,7 +139,7 @@ def job_of(layout: str, **sections: dict[str, object]) -> JobConfig:
     tree: dict[str, Any] = {
         "model": _MODEL,
         "parallel": {**LAYOUTS[layout], "distributed_timeout_s": 60.0},
-        "batch": {"global_size": 8 if "tp" in LAYOUTS[layout] else 32, "micro_size": 2},
+        "batch": {"global_batch_size": 8 if "tp" in LAYOUTS[layout] else 32, "micro_batch_size": 2},
         "optimizer": {"steps": 4000},
         "evaluation": {"every_steps": 4000, "global_batches": 1},
         "data": {"max_mib": 0.5},

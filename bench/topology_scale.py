@@ -105,13 +105,13 @@ def grow(paper: Config, pods: int) -> Config:
     cluster, parallel, batch = tree["cluster"], tree["job"]["parallel"], tree["job"]["batch"]
     if (cluster["servers"] * pods) % cluster["pods"] or (parallel["dp"] * pods) % cluster["pods"]:
         raise ValueError(f"pods = {pods}: servers and dp of {cluster['pods']} pods cannot be scaled to it")
-    sequences = batch["global_size"] // parallel["dp"]
+    sequences = batch["global_batch_size"] // parallel["dp"]
     uplinks = cluster["switch_radix"] // 2
     fits = [cores for cores in range(1, uplinks + 1) if uplinks % cores == 0]
     enough = [cores for cores in fits if pods * uplinks // cores <= cluster["switch_radix"]]
     cluster["servers"] = cluster["servers"] * pods // cluster["pods"]
     parallel["dp"] = parallel["dp"] * pods // cluster["pods"]
-    batch["global_size"] = sequences * parallel["dp"]
+    batch["global_batch_size"] = sequences * parallel["dp"]
     if pods != cluster["pods"] and cluster["tiers"] == 3 and enough:
         cluster["core_switches_per_plane"] = enough[0]
     cluster["pods"] = pods

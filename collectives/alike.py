@@ -1,6 +1,6 @@
 """Whether all ranks mean the same, and in words what differs: the field, its values, and the ranks that have each.
 
-Not covered: how values reach the other ranks (`Lane.tell`, `Lane.tell_texts`).
+Not covered: how values reach the other ranks (`Lane.tell`, `Lane.all_gather_text`).
 """
 
 from __future__ import annotations

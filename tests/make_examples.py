@@ -14,7 +14,7 @@ from bench.blame.worlds import random_world, write_dumps
 from netlayer.config.tree import ClusterConfig
 from tests.congestion.nic_packets.talk import Talk
 from tests.topology.reports import write_sonic
-from topology.fabric.plant import Plant
+from topology.fabric.cable_plan import Plant
 
 _TESTS = Path(__file__).parent
 

@@ -39,7 +39,7 @@ from trainer.data.prepare import Corpus
 from trainer.data.ring import Ring, raise_failure, wait_until
 from trainer.data.sampler import Rows, Sampler
 from trainer.model.packed import NO_TARGET, Packed
-from trainer.parallel import Batches, MicroBatch, PackedBatch, SplitModel
+from trainer.parallel import Batches, MicroBatch, PackedBatch, ParallelModel
 from trainer.ramps import batch_size
 
 _AHEAD = 1  # steps in the queue; one more is in the reader's hands
@@ -64,7 +64,7 @@ class Feed(Protocol):
         """End what reads ahead."""
 
 
-def open_feed(job: JobConfig, corpus: Corpus | Mixture, model: SplitModel) -> Feed:
+def open_feed(job: JobConfig, corpus: Corpus | Mixture, model: ParallelModel) -> Feed:
     """Return the batches that a job asks for."""
     if job.data.counts_samples:
         return SampleFeed(job, corpus, model)
@@ -75,7 +75,7 @@ def open_feed(job: JobConfig, corpus: Corpus | Mixture, model: SplitModel) -> Fe
 class TextFeed:
     """Windows of a text, drawn with replacement: each rank makes its own, when it needs it."""
 
-    def __init__(self, job: JobConfig, corpus: Corpus, model: SplitModel) -> None:
+    def __init__(self, job: JobConfig, corpus: Corpus, model: ParallelModel) -> None:
         self._job, self._dp, self._device = job, model.place.dp, model.device
         self._train, self._validation = corpus.train_tokens(), corpus.validation_tokens()
         self._seed = 0
@@ -90,7 +90,7 @@ class TextFeed:
         return self._micro_batches(self._train, starts)
 
     def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
-        share = self._slice(self._job.batch.global_size).count * global_batches
+        share = self._slice(self._job.batch.global_batch_size).count * global_batches
         starts = even_starts(len(self._validation), self._job.model.seq_len, share * self._job.parallel.dp)
         own = starts[self._dp * share : (self._dp + 1) * share]
         yield TEXT, self._micro_batches(self._validation, own)
@@ -102,17 +102,17 @@ class TextFeed:
         """Nothing reads ahead."""
 
     def _slice(self, sequences: int) -> Slice:
-        return rank_slice(sequences, self._job.batch.micro_size, self._dp, self._job.parallel.dp)
+        return rank_slice(sequences, self._job.batch.micro_batch_size, self._dp, self._job.parallel.dp)
 
     def _micro_batches(self, tokens: NDArray[np.integer], starts_N: NDArray[np.int64]) -> list[MicroBatch]:
-        sizes = self._job.model.seq_len, self._job.batch.micro_size
+        sizes = self._job.model.seq_len, self._job.batch.micro_batch_size
         return list(micro_batches(tokens, starts_N, *sizes, self._device))
 
 
 class SampleFeed:
     """Samples that count up through epochs, from the machine's loader, or read by the rank itself."""
 
-    def __init__(self, job: JobConfig, corpus: Corpus | Mixture, model: SplitModel) -> None:
+    def __init__(self, job: JobConfig, corpus: Corpus | Mixture, model: ParallelModel) -> None:
         self._job, self._corpus, self._model = job, corpus, model
         self._dp, self._device = model.place.dp, model.device
         self._packs = job.data.packing == "documents"
@@ -153,7 +153,7 @@ class SampleFeed:
         if not self._held_out:
             specs = evaluation_specs(self._job, self._corpus)
             self._held_out = {name: spec.open() for name, spec in specs.items()}
-        share = self._job.batch.global_size // self._job.parallel.dp * global_batches
+        share = self._job.batch.global_batch_size // self._job.parallel.dp * global_batches
         own = range(self._dp * share, (self._dp + 1) * share)
         for name, sampler in self._held_out.items():
             rows = sampler.read_evenly(own, share * self._job.parallel.dp) if self._needs else None
@@ -222,7 +222,7 @@ class SampleFeed:
 
     def _cut(self, batch: _Batch | None, num_samples: int = 0) -> Batches:
         """Cut a rank's samples into micro-batches."""
-        size = self._job.batch.micro_size
+        size = self._job.batch.micro_batch_size
         scale = self._scale(batch)
         if batch is None:  # of a stage that reads none: so many, and nothing in them
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)

@@ -51,7 +51,7 @@ from trainer.data.prepare import Corpus
 from trainer.feed import open_feed
 from trainer.notes import Notes, NotesInFlight, every_ranks, spread_losses
 from trainer.optim import build_optimizer
-from trainer.parallel import Batches, SplitModel
+from trainer.parallel import Batches, ParallelModel
 from trainer.ramps import batch_size, learning_rate
 from trainer.step import open_steps
 from trainer.stop import StopRequest
@@ -64,7 +64,7 @@ _MOST_NAMED = 8  # ranks of an error
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Rank of this process, number of ranks, and the device that it computes on."""
 
     rank: int
@@ -119,7 +119,7 @@ class Trainer:
         job: JobConfig,
         corpus: Corpus | Mixture,
         seed: int,
-        place: Place,
+        place: RankInfo,
         groups: Groups | None = None,
         stop: StopRequest | None = None,
         watch: Watch | None = None,
@@ -131,7 +131,7 @@ class Trainer:
         self.num_parameters = num_parameters(job.model)
         # Each `Launched` holds its own step: the recorder needs to keep no more.
         self.recorder = Recorder(place.device, num_kept=1)
-        self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder, watch)
+        self.model = ParallelModel(job, seed, place.rank, place.device, groups, self.recorder, watch)
         self.feed = open_feed(job, corpus, self.model)
         self._resumed: Meta | None = None
         self._is_feed_open = False
@@ -144,7 +144,7 @@ class Trainer:
             lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)
         )
         # Infinity where nothing is clipped: the norm is still taken, for the rows and for the check.
-        self.steps = open_steps(self.model, self.optimizer, job.optimizer.clip_norm or math.inf)
+        self.steps = open_steps(self.model, self.optimizer, job.optimizer.max_grad_norm or math.inf)
         self.steps_done = 0
         self._before: StepComm | None = None
         self._pending: Path | None = None
@@ -164,7 +164,7 @@ class Trainer:
         checkpoint.load(meta, self.model, self.optimizer)
         self.steps_done, self._untouched, self._resumed = meta.step, meta.path, meta
         # With another text the samples are others in any case, and the user's seed may draw them.
-        self.seed = self.seed if self.job.checkpoint.other_text else meta.seed
+        self.seed = self.seed if self.job.checkpoint.allow_dataset_change else meta.seed
 
     def open_feed(self) -> None:
         """Begin to read the batches of the next step; every rank calls it, once it knows where it starts.
@@ -267,7 +267,8 @@ class Trainer:
         return self._row(launched, notes), notes.num_asked > 0
 
     def evaluate(self, global_batches: int) -> float:
-        """Mean loss of `global_batches * global_size` windows spread evenly over the held-out text: always the same.
+        """Mean loss of `global_batches * global_batch_size` windows spread evenly over the held-out text: always the
+        same.
 
         Of several evaluation sets it is the mean of theirs; `held_out_losses` has them by name.
 
@@ -407,7 +408,7 @@ def run(
 
     stopped = None
     trainer.open_feed()  # first: it reads while the starting point is evaluated
-    with _collected(trainer.job.loop.collect_every_steps) as collect:
+    with _collected(trainer.job.loop.gc_interval) as collect:
         # Also of a resumed run: it shows what the training starts from.
         between.evaluate(trainer.steps_done)
         for step in range(trainer.steps_done + 1, between.last + 1):

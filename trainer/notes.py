@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.parallel import SplitModel
+from trainer.parallel import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class NotesInFlight:
     Args:
         model: whose step it was.
         loss: of this data-parallel rank, on the device; zero but on the last stage.
-        grad_norm: as `SplitModel.grad_norm` gave it.
+        grad_norm: as `ParallelModel.grad_norm` gave it.
         is_asked: whether this rank was asked to stop.
     """
 
-    def __init__(self, model: SplitModel, loss: Tensor, grad_norm: Tensor, is_asked: bool) -> None:
+    def __init__(self, model: ParallelModel, loss: Tensor, grad_norm: Tensor, is_asked: bool) -> None:
         shared = torch.cat([spread_losses(model, loss), loss.new_full((1,), float(is_asked))])
         model.world.all_reduce(shared)
         own = torch.stack([grad_norm, model.own_square]).to(shared)
@@ -62,7 +62,7 @@ class NotesInFlight:
         return Notes(losses, round(num_asked), grad_norm, own_square)
 
 
-def spread_losses(model: SplitModel, loss: Tensor) -> Tensor:
+def spread_losses(model: ParallelModel, loss: Tensor) -> Tensor:
     """Zeros of shape (D,) with the loss of this rank in its place, on one rank of each D: to be added up."""
     losses_D = loss.new_zeros(model.layout.dp)
     if model.is_last and model.place.tp == 0:
@@ -70,7 +70,7 @@ def spread_losses(model: SplitModel, loss: Tensor) -> Tensor:
     return losses_D
 
 
-def every_ranks(model: SplitModel, own: float) -> list[float]:
+def every_ranks(model: ParallelModel, own: float) -> list[float]:
     """A number of every rank, in order; every rank calls it, and the host waits."""
     numbers_W = model.zero().new_zeros(model.layout.world_size)
     numbers_W[model.layout.rank(**model.place._asdict())] = own

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from collectives.pipeline.channel import PipelineChannel
 from collectives.pipeline.links import Path, PipelineLinks, open_link_groups
-from collectives.sharded.data_parallel import LanePair, ShardedDataParallel
+from collectives.sharded.data_parallel import CommunicatorPair, ShardedDataParallel
 from collectives.sharded.norms import each_norm, total_norm
-from collectives.sharded.prepare import open_groups, open_lanes
+from collectives.sharded.prepare import open_communicators, open_groups
 from collectives.tensor.exchange import DEFAULT_CHUNKS, TensorExchange, open_exchange
 from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from collectives.transport.lane import Flight, Lane
+from collectives.transport.communicator import Communicator, Work
 from collectives.transport.symmetric import why_unusable
 from collectives.transport.windows import are_worth_it
 from collectives.watch.recorder import Recorder
@@ -97,7 +97,7 @@ class Slot:
     counts: bool
 
 
-class SplitModel:
+class ParallelModel:
     """One rank's chunks of the model. Every rank calls the same methods in the same order.
 
     Args:
@@ -125,8 +125,8 @@ class SplitModel:
         self.place = layout.coordinates(rank)
         self.groups = {"tp": None, "dp": None, "pp": None, **(groups or {})}
         # For what all ranks agree on: norms, and whether somebody asks for the end.
-        self.world = Lane("world", dist.group.WORLD if layout.world_size > 1 else None, device, recorder, watch)
-        self.tied = Lane(TIED, self.groups.get(TIED), device, recorder, watch)
+        self.world = Communicator("world", dist.group.WORLD if layout.world_size > 1 else None, device, recorder, watch)
+        self.tied = Communicator(TIED, self.groups.get(TIED), device, recorder, watch)
         self.exchange = self._open_exchange(recorder, watch)
         self.is_first, self.is_last = self.place.pp == 0, self.place.pp == layout.pp - 1
         modules = [
@@ -139,7 +139,7 @@ class SplitModel:
         self.has_peer_reduce = self._takes_peer_reduce()
         """Whether copy engines carry the gradients to the peers."""
         # Before the chunks, which share them: streams and communicators are few.
-        self._data_lanes = self._open_data_lanes(recorder, watch)
+        self._data_comms = self._open_data_comms(recorder, watch)
         self.chunks = [self._wrap(module) for module in modules]
         self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
         self._stepped_square: Tensor | None = None
@@ -299,23 +299,23 @@ class SplitModel:
             return None
         overlap = self.job.overlap
         # The memory of the peers carries no float64.
-        path = "auto" if overlap.tp and overlap.peer_memory and not self._is_wide else "lane"
+        path = "auto" if overlap.tp and overlap.peer_memory and not self._is_wide else "communicator"
         return open_exchange(
             self.groups["tp"],
             self.device,
             path=path,
             chunks=DEFAULT_CHUNKS if overlap.tp else 1,
-            keeps_gathered=overlap.keep_gathered,
+            keeps_gathered=overlap.save_gathered_input,
             recorder=recorder,
             watch=watch,
         )
 
-    def _open_data_lanes(self, recorder: Recorder | None, watch: Watch | None) -> LanePair:
+    def _open_data_comms(self, recorder: Recorder | None, watch: Watch | None) -> CommunicatorPair:
         """Open one pair for all chunks: every rank of the group runs them in the order of its stage's schedule."""
         group = self.groups["dp"]
         names, windows = ("gather", "reduce"), self.has_windows
         gather, reduce = [None, None] if group is None else open_groups(group, self.device, names, windows=windows)
-        return open_lanes(None, (gather, reduce), self.device, None, recorder, watch)
+        return open_communicators(None, (gather, reduce), self.device, None, recorder, watch)
 
     def _compile(self, modules: Sequence[GPT]) -> None:
         if not self.job.model.compile:
@@ -336,7 +336,7 @@ class SplitModel:
         dtype = getattr(torch, self.job.model.dtype)
         return ShardedDataParallel(
             module,
-            lanes=self._data_lanes,
+            comms=self._data_comms,
             units=module.units,
             bucket_bytes=bucket_limit(self.job),
             prefetch=overlap.prefetch,
@@ -362,7 +362,7 @@ class SplitModel:
 
 
 @torch.no_grad()
-def _add_up(slots: Sequence[Slot], start_all_reduce: Callable[[Tensor], Flight]) -> None:
+def _add_up(slots: Sequence[Slot], start_all_reduce: Callable[[Tensor], Work]) -> None:
     """Sum the gradients of these pieces over the ranks that hold the same ones, in one message."""
     grads = [slot.piece.grad for slot in slots if slot.piece.grad is not None]
     if not grads:
@@ -435,7 +435,7 @@ def _beside(_tokens_BT: Tensor, _targets_BT: Tensor, packed: Packed | None = Non
 class _Pipeline:
     """The stage of this rank: its schedules and its channels."""
 
-    def __init__(self, model: SplitModel, watch: Watch | None) -> None:
+    def __init__(self, model: ParallelModel, watch: Watch | None) -> None:
         self.model, self.watch = model, watch
         layout, wraps = model.layout, model.layout.vpp > 1
         # All ranks make the groups of all pipelines: where NCCL's world is bound to a device, some alone cannot.
@@ -472,7 +472,7 @@ class _Pipeline:
             loss=lambda index, chunk, x: _loss(chunk, x, *batches[index][1:]),
             last_backward=ShardedDataParallel.last_backward,
             num_replicas=self.model.layout.dp,
-            postponing=ShardedDataParallel.weights_postponed,
+            deferring=ShardedDataParallel.defer_weight_grads,
             beside=lambda index: _beside(*batches[index]),
         )
         run_schedule(schedule, channel, stage, self.model.recorder)
@@ -488,7 +488,7 @@ class _Pipeline:
             else:
                 schedule = of_job(model.job, num_micro_batches)
             # Between the linears a tensor-parallel rank has its share of the positions alone.
-            shape = model.job.model.seq_len // layout.tp, model.job.batch.micro_size, model.job.model.hidden
+            shape = model.job.model.seq_len // layout.tp, model.job.batch.micro_batch_size, model.job.model.hidden
             channel = PipelineChannel(
                 shape,
                 getattr(torch, model.job.model.dtype),

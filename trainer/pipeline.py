@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives.pipeline.channel import PipelineChannel
-from collectives.sharded.postponed import Postponed
+from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
 from collectives.watch.recorder import Recorder
 from netlayer.workload.messages import Message
 from netlayer.workload.schedule import Action, Schedule
@@ -69,7 +69,7 @@ class StageModel:
             x)`; called on the last stage only.
         last_backward: around what computes the last gradients of each chunk in a step: `last_backward(chunk)`.
         num_replicas: pipelines whose gradients are summed.
-        postponing: around a backward pass that may leave weights' gradients: `postponing(chunk)`; None: it leaves none,
+        deferring: around a backward pass that may leave weights' gradients: `deferring(chunk)`; None: it leaves none,
             and their actions of the schedule do nothing.
         beside: further arguments of every chunk but the last, by micro-batch; None: there are none.
     """
@@ -83,7 +83,7 @@ class StageModel:
         loss: Callable[[int, Any, Tensor], Tensor],
         last_backward: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         num_replicas: int = 1,
-        postponing: Callable[[Any], contextlib.AbstractContextManager[Postponed]] | None = None,
+        deferring: Callable[[Any], contextlib.AbstractContextManager[DeferredWeightGrads]] | None = None,
         beside: Callable[[int], dict[str, Any]] | None = None,
     ) -> None:
         if len(chunks) != schedule.num_chunks:
@@ -92,14 +92,14 @@ class StageModel:
             )
         self.chunks, self.schedule, self.stage, self.inputs, self.loss = chunks, schedule, stage, inputs, loss
         self._last_backward, self._num_added = last_backward, schedule.num_micro_batches * num_replicas
-        self._postponing, self._beside = postponing, beside or (lambda _micro_batch: {})
-        self._postponed = schedule.postponed[stage] if postponing is not None else frozenset[tuple[int, int]]()
+        self._deferring, self._beside = deferring, beside or (lambda _micro_batch: {})
+        self._deferred = schedule.deferred[stage] if deferring is not None else frozenset[tuple[int, int]]()
         computes = [action for action in schedule.stages[stage] if self._computes_weights(action)]
         self._last = {action.chunk: action for action in computes}
         self.losses: dict[int, Tensor] = {}
         """Of this step so far, by micro-batch, before the division; empty on all but the last stage."""
         self._activations: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        self._waiting: dict[tuple[int, int], Postponed] = {}
+        self._waiting: dict[tuple[int, int], DeferredWeightGrads] = {}
 
     def zero_grad(self) -> None:
         """Drop the gradients and the losses of the last step."""
@@ -124,8 +124,8 @@ class StageModel:
     def backward(self, action: Action, received: Tensor | None) -> Tensor | None:
         pair, chunk = (action.micro_batch, action.chunk), self.chunks[action.chunk]
         x, output = self._activations.pop(pair)
-        if self._postponing is not None and pair in self._postponed:
-            with self._postponing(chunk) as self._waiting[pair]:
+        if self._deferring is not None and pair in self._deferred:
+            with self._deferring(chunk) as self._waiting[pair]:
                 torch.autograd.backward(output, received)
         else:
             with self._closing(action):
@@ -133,10 +133,10 @@ class StageModel:
         return None if x is None else x.grad
 
     def weights(self, action: Action) -> None:
-        postponed = self._waiting.pop((action.micro_batch, action.chunk), None)
-        if postponed is not None:
+        deferred = self._waiting.pop((action.micro_batch, action.chunk), None)
+        if deferred is not None:
             with self._closing(action):
-                postponed.compute()
+                deferred.compute()
 
     def _closing(self, action: Action) -> contextlib.AbstractContextManager[None]:
         is_last = self._last[action.chunk] is action
@@ -144,8 +144,8 @@ class StageModel:
 
     def _computes_weights(self, action: Action) -> bool:
         if action.kind == "backward":
-            return (action.micro_batch, action.chunk) not in self._postponed
-        return action.kind == "weights" and self._postponing is not None
+            return (action.micro_batch, action.chunk) not in self._deferred
+        return action.kind == "weights" and self._deferring is not None
 
 
 class _Run:

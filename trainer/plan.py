@@ -23,7 +23,7 @@ from netlayer.launch.rank import RankEnv
 from netlayer.nccl.environment import Choice, for_ranks
 from netlayer.workload.fit import check_room, in_room, with_overlap
 from netlayer.workload.memory import estimate, gib
-from trainer.checkpoint.meta import TOKENIZER, check_model, check_same_text, find, going_on, seed_of
+from trainer.checkpoint.meta import TOKENIZER, check_model, check_same_text, find, resume_notes, seed_of
 from trainer.checkpoint.resume import check_steps_left, start_of
 from trainer.data.mixture import Mixture, check_samples, prepare_mixture
 from trainer.data.prepare import Corpus, OnStage, check_enough, prepare_corpus
@@ -191,7 +191,7 @@ def draft(
         # The default seed is no wish of the user's, and gives way to the checkpoint's without a word.
         seed = seed_of(start.meta, None if is_default_seed else seed, job)
         check_model(start.meta, job)
-        notes += going_on(start.meta, job)
+        notes += resume_notes(start.meta, job)
     is_done = not check_steps_left(start, job)
     if is_done:
         notes = [f"{path} has taken all {steps_done:,} steps of the job: nothing to do"]
@@ -299,8 +299,14 @@ def prepare(
         raise ConfigError(
             "job.data.datasets", ", ".join(job.data.datasets), rule, "leave them out, or use netlayer train"
         )
-    brought = before.tokenizer_file if before and (job.checkpoint.other_text or TOKENIZER in before.digests) else None
-    tokenizer_file = brought if job.checkpoint.other_text else None  # else the text brings the same, and it is but read
+    brought = (
+        before.tokenizer_file
+        if before and (job.checkpoint.allow_dataset_change or TOKENIZER in before.digests)
+        else None
+    )
+    tokenizer_file = (
+        brought if job.checkpoint.allow_dataset_change else None
+    )  # else the text brings the same, and it is but read
     # A shared home may be read-only or full on this machine: the run itself can still go on.
     try:
         corpus = prepare_corpus(*text, cache_folder(), on_stage, tokenizer_file)
@@ -316,6 +322,6 @@ def prepare(
     if before:
         check_same_text(before, corpus.identity, job)
     # Only now: how many tokens there are depends on the tokenizer.
-    check_enough(corpus.facts, job.data.folder, job.batch.global_size, job.model.seq_len)
+    check_enough(corpus.facts, job.data.folder, job.batch.global_batch_size, job.model.seq_len)
     check_samples(job, corpus, before)
     return corpus

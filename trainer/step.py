@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from collectives.watch.recorder import Recorder
-from trainer.parallel import Batches, Optimizers, SplitModel
+from trainer.parallel import Batches, Optimizers, ParallelModel
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Steps:
         max_norm: of all gradients; infinity: it is only taken; None: nor that.
     """
 
-    def __init__(self, model: SplitModel, optimizer: Optimizers, max_norm: float | None = None) -> None:
+    def __init__(self, model: ParallelModel, optimizer: Optimizers, max_norm: float | None = None) -> None:
         self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
         if model.job.overlap.step_in_backward and max_norm is not None:
             model.measure_in_backward(optimizer)
@@ -107,7 +107,7 @@ class GraphedSteps(Steps):
 
     def __init__(
         self,
-        model: SplitModel,
+        model: ParallelModel,
         optimizer: Optimizers,
         max_norm: float | None = None,
         capture: Capture | None = None,
@@ -185,7 +185,7 @@ class GraphedSteps(Steps):
         self._captured.append(self._launch(self._inputs))
 
 
-def open_steps(model: SplitModel, optimizer: Optimizers, max_norm: float | None) -> Steps:
+def open_steps(model: ParallelModel, optimizer: Optimizers, max_norm: float | None) -> Steps:
     """Return steps that are replayed as a CUDA graph if job.loop.cuda_graph says so, and there is CUDA."""
     if not model.job.loop.cuda_graph:
         return Steps(model, optimizer, max_norm)

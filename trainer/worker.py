@@ -30,7 +30,7 @@ from netlayer.launch.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
 from trainer.checkpoint.meta import Meta, find
 from trainer.history import CHECKPOINTS, METRICS, VALIDATION, RowFile, resume_history
-from trainer.loop import Place, Row, Trainer, run
+from trainer.loop import RankInfo, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
 from trainer.parallel import further_groups
 from trainer.plan import Plan
@@ -103,7 +103,7 @@ def _watched(context: RankContext, job: JobConfig) -> Iterator[Watch | None]:
 
 
 def _train_watched(
-    context: RankContext, plan: Plan, stop: StopRequest, place: Place, groups: Groups, watch: Watch | None
+    context: RankContext, plan: Plan, stop: StopRequest, place: RankInfo, groups: Groups, watch: Watch | None
 ) -> Outcome:
     """Train as one rank under its watch: load the checkpoint, run the loop, report rows, and return the outcome."""
     trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch)
@@ -131,18 +131,20 @@ def _train_watched(
     return Outcome(tuple(rows.steps), tuple(rows.evaluations), trainer.num_parameters, place.device_name, ended)
 
 
-def meet(context: RankContext, plan: Plan) -> tuple[Place, Groups]:
-    """Call `meet_at` for the job; ranks must have equal arguments, for those of a launcher read them themselves.
+def meet(context: RankContext, plan: Plan) -> tuple[RankInfo, Groups]:
+    """Call `init_process_groups` for the job; ranks must have equal arguments, for those of a launcher read them
+    themselves.
 
     Raises:
-        As `meet_at`; ConfigError: ranks have other jobs, seeds, checkpoints or text; names what, and which ranks.
+        As `init_process_groups`; ConfigError: ranks have other jobs, seeds, checkpoints or text; names what, and which
+        ranks.
     """
-    return meet_at(context, plan.job, plan.init_method, plan.backend, _same(plan))
+    return init_process_groups(context, plan.job, plan.init_method, plan.backend, _same(plan))
 
 
-def meet_at(
+def init_process_groups(
     context: RankContext, job: JobConfig, init_method: str, backend: str, same: Mapping[str, object] | None = None
-) -> tuple[Place, Groups]:
+) -> tuple[RankInfo, Groups]:
     """Choose this rank's device and make the process groups of the layout.
 
     Args:
@@ -181,7 +183,7 @@ def meet_at(
     except RanksMissing as exc:
         remedy = f"see their logs, or raise job.store.timeout_s above {waits_s:g}"
         raise RanksMissing(f"{exc}; {remedy}", exc.missing) from exc
-    return Place(env.rank, env.world_size, device), groups
+    return RankInfo(env.rank, env.world_size, device), groups
 
 
 def _same(plan: Plan) -> dict[str, str]:
@@ -208,7 +210,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _be_deterministic(place: Place, seed: int) -> None:
+def _be_deterministic(place: RankInfo, seed: int) -> None:
     torch.manual_seed(seed)
     if place.device.type == "cpu":
         torch.use_deterministic_algorithms(True)

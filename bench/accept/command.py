@@ -18,8 +18,8 @@ from typing import IO, Any
 import click
 
 from bench.accept import run_output
+from bench.accept.agents.faults import parse_faults
 from bench.accept.agents.links import Link, close_all, join_run, master_address, meet_agents, start_local, start_ssh
-from bench.accept.agents.plant import parse_plants
 from bench.accept.phases import run as phases
 from bench.accept.phases.verbs import PHASE as VERBS
 from bench.accept.phases.verbs import Mode
@@ -212,7 +212,7 @@ def _open_links(
             yield links, hosts, 0
         else:
             ranks = _num_ranks(options, backend)
-            parse_plants(options.inject, ranks)
+            parse_faults(options.inject, ranks)
             per_node = _ranks_per_node(options, backend, ranks)
             links = [start_local(range(ranks), logs(""))]
             if not per_node:  # ranks of a real node are named by it
@@ -282,7 +282,7 @@ def _settings(
         members=members,
         backend=backend,
         work=work_for(backend, options.limit_s, bool(per_node), bool(shared_gpus)),
-        plants=parse_plants(options.inject, len(members)),
+        faults=parse_faults(options.inject, len(members)),
         chosen=chosen,
         tor_nodes=cluster.servers_per_tor_set if cluster else 0,
         virtual_nodes=bool(per_node),

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
+from bench.accept.agents.faults import InjectedFault
 from bench.accept.agents.fleet import Fleet
 from bench.accept.agents.links import Link
-from bench.accept.agents.plant import Plant
 from bench.accept.phases import run as phases
 from bench.accept.phases.counters import Counters
 from bench.accept.phases.nics import NicJobs
@@ -45,7 +45,7 @@ class Settings:
         members: all ranks.
         backend: `gloo` or `nccl`.
         work: amounts of work and their limits.
-        plants: faults to inject.
+        faults: faults to inject.
         chosen: names of the phases, in order.
         tor_nodes: nodes under one ToR; 0 if not known.
         virtual_nodes: True if this host is split into virtual nodes, also for NCCL: no NVLink, no shared memory.
@@ -59,7 +59,7 @@ class Settings:
     members: Sequence[Member]
     backend: str
     work: Work
-    plants: Sequence[Plant] = ()
+    faults: Sequence[InjectedFault] = ()
     chosen: Sequence[str] = ()
     tor_nodes: int = 0
     virtual_nodes: bool = False
@@ -72,7 +72,7 @@ class Settings:
     @property
     def dry_run(self) -> bool:
         """True for a dry run, whose verdict is not about real nodes."""
-        return self.virtual_nodes or bool(self.plants)
+        return self.virtual_nodes or bool(self.faults)
 
 
 @dataclass
@@ -200,7 +200,7 @@ def worker_config(settings: Settings, member: Member) -> dict[str, Any]:
     return {
         "device": "cpu" if settings.backend == "gloo" else f"cuda:{_gpu(settings, member)}",
         "environ": environ,
-        "plants": [plant.to_json() for plant in settings.plants],
+        "faults": [fault.to_json() for fault in settings.faults],
         "nccl": settings.nccl.model_dump(exclude_unset=True),
     }
 

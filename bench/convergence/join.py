@@ -142,7 +142,7 @@ def _check_same(name: str, ours: Mapping[str, Any], first: tuple[str, Mapping[st
 def _settings(job: JobConfig) -> dict[str, Any]:
     """Return the settings that runs of one kind share: batch and optimiser, except micro-batch and learning rate."""
     settings = job.model_dump(mode="json", include={"batch": True, "optimizer": True})
-    left_out = {("batch", "micro_size"), ("optimizer", "lr")}
+    left_out = {("batch", "micro_batch_size"), ("optimizer", "lr")}
     return {
         f"{section}.{name}": value
         for section, values in settings.items()
@@ -163,8 +163,8 @@ def _going_on(curve: Curve) -> Before | None:
 
 def _worth(curve: Curve) -> tuple[bool, bool, int, int]:
     """Return the sort key that prefers whole runs, then done ones, the latest resume step, the most steps."""
-    going_on = None if curve.is_done else _going_on(curve)
-    return curve.is_whole, curve.is_done, going_on.step if going_on else 0, len(curve.steps)
+    resume_notes = None if curve.is_done else _going_on(curve)
+    return curve.is_whole, curve.is_done, resume_notes.step if resume_notes else 0, len(curve.steps)
 
 
 def _likeness(job: JobConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,8 +172,8 @@ def _likeness(job: JobConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
     model = job.model.model_dump(mode="json", exclude=_COMPARED)
     return {
         **{f"job.model.{name}": value for name, value in model.items()},
-        "tokens": job.optimizer.steps * job.batch.global_size * job.model.seq_len,
-        "held-out windows": job.evaluation.global_batches * job.batch.global_size,
+        "tokens": job.optimizer.steps * job.batch.global_batch_size * job.model.seq_len,
+        "held-out windows": job.evaluation.global_batches * job.batch.global_batch_size,
         "seed": facts["seed"],
         "device": f"{facts['ranks']} x {facts['device']}",
         "text": facts["corpus"]["identity"]["text"],

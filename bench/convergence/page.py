@@ -190,13 +190,13 @@ def _settings(report: Report, record: RunRecord) -> None:
             "optimizer": optimizer["name"],
             "peak learning rate": f"{optimizer['lr']:g}",
             "warm-up": f"{optimizer['warmup_steps']:,} of {optimizer['steps']:,} steps",
-            "schedule": f"{optimizer['schedule']} to {optimizer['min_lr_share']:g}",
+            "schedule": f"{optimizer['schedule']} to {optimizer['min_lr_ratio']:g}",
             "betas": f"{optimizer['beta1']:g}, {optimizer['beta2']:g}",
             "eps": f"{optimizer['eps']:g}",
             "weight decay": f"{optimizer['weight_decay']:g}",
-            "clipping": f"{optimizer['clip_norm']:g}",
-            "batch": f"{job['batch']['global_size']} x {model['seq_len']} tokens",
-            "micro-batch": f"{job['batch']['micro_size']}",
+            "clipping": f"{optimizer['max_grad_norm']:g}",
+            "batch": f"{job['batch']['global_batch_size']} x {model['seq_len']} tokens",
+            "micro-batch": f"{job['batch']['micro_batch_size']}",
             "dtype": model["dtype"] + (", compiled" if model["compile"] else ""),
             "evaluated every": f"{job['evaluation']['every_steps']} steps",
         }
@@ -237,7 +237,7 @@ def _meaning(report: Report, _record: RunRecord) -> None:
         "that was broken off is drawn as far as it came, and compared with nothing."
     )
     section.text(
-        "MFU counts matrix products over time and peak: attention in full, by half (causal), or the keys that a query "
+        "MFU counts matmuls over time and peak: attention in full, by half (causal), or the keys that a query "
         "sees; a window is not taken off the first two."
     )
     section.note("One seed: differences of a hundredth of a nat may be chance.")

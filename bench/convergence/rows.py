@@ -64,7 +64,7 @@ class Curve:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.job.batch.global_size * self.job.model.seq_len
+        return self.job.batch.global_batch_size * self.job.model.seq_len
 
     @property
     def is_whole(self) -> bool:
@@ -193,7 +193,7 @@ def summary(curve: Curve, baseline: Curve | None) -> Row:
     """Summarise one run in one row; comparisons with the baseline are None unless both runs are whole."""
     model, batch, optimizer = curve.job.model, curve.job.batch, curve.job.optimizer
     steps, seconds, ranks = len(curve.steps), curve.seconds()[-1], curve.facts["ranks"]
-    tokens, flops = steps * curve.tokens_per_step, step_flops(model, batch.global_size)
+    tokens, flops = steps * curve.tokens_per_step, step_flops(model, batch.global_batch_size)
     peak = peak_flops(curve.facts["device"], model.dtype)
     rates = {
         f"mfu_{name}": utilisation(getattr(flops, name) * steps, seconds, peak, ranks) if seconds else None
@@ -212,7 +212,7 @@ def summary(curve: Curve, baseline: Curve | None) -> Row:
         "tokens_asked": optimizer.steps * curve.tokens_per_step,
         "epochs": tokens / curve.facts["corpus"]["train_tokens"],
         "steps": steps,
-        "batch_sequences": batch.global_size,
+        "batch_sequences": batch.global_batch_size,
         "batch_tokens": curve.tokens_per_step,
         "held_out_loss": curve.last_loss,
         "is_whole": curve.is_whole,

@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        return self.job.optimizer.steps * self.job.batch.global_size * self.job.model.seq_len
+        return self.job.optimizer.steps * self.job.batch.global_batch_size * self.job.model.seq_len
 
 
 def plans(settings: Settings, kinds: Sequence[str], tokens: int, earlier: Collection[RunKey] = ()) -> list[Plan]:
@@ -217,7 +217,7 @@ def tokens_in(minutes: float, settings: Settings, corpus: Corpus, place: Meeting
     )
     result = train(resolved)
     each_s = sum(row["step_ms"] for row in result.steps[_WARM_UP_STEPS:]) / 1e3 / (_CALIBRATION_STEPS - _WARM_UP_STEPS)
-    tokens: int = round(60 * minutes / each_s * job.batch.global_size * job.model.seq_len)
+    tokens: int = round(60 * minutes / each_s * job.batch.global_batch_size * job.model.seq_len)
     return tokens
 
 
@@ -290,7 +290,7 @@ def _job(settings: Settings, kind: str, lr: float, tokens: int) -> JobConfig:
         "model": {**model.model_dump(), **blocks},
         "optimizer": {**eps, **sections.get("optimizer", {}), **optimizer_keys},
         "parallel": {"dp": settings.ranks},
-        "batch": {"global_size": batch, "micro_size": _micro(settings)},
+        "batch": {"global_batch_size": batch, "micro_batch_size": _micro(settings)},
         "evaluation": {"every_steps": evaluated_every, "global_batches": evaluations},
         "checkpoint": {"every_steps": saved_every, "keep": 1},
     }

@@ -92,8 +92,8 @@ class Jobs:
             count = int(match[1])
         tree: dict[str, Any] = {
             "model": {"dtype": self.dtype},
-            "batch": {"micro_size": micro or self.micro, "global_size": self.micro * count * degrees["dp"]},
-            "optimizer": {"lr": 1e-4, "clip_norm": 0.0, "warmup_steps": 0},
+            "batch": {"micro_batch_size": micro or self.micro, "global_batch_size": self.micro * count * degrees["dp"]},
+            "optimizer": {"lr": 1e-4, "max_grad_norm": 0.0, "warmup_steps": 0},
             "overlap": {"bucket_mib": 0.0, "peer_memory": not self.holds_channels},
         }
         user_job = self._given([change for change in changes if not _COUNT.fullmatch(change)])
@@ -112,7 +112,7 @@ class Jobs:
         # First, so that the other overrides are checked against the preset's shape.
         named = self.model or ("" if self.options.config_path else "1m")
         first = [f"job.model.preset={named}"] if named else []
-        first.append("job.optimizer.clip_norm=0")  # as in every job here: some settings cannot be had with clipping
+        first.append("job.optimizer.max_grad_norm=0")  # as in every job here: some settings cannot be had with clipping
         overrides = (*first, *self.options.overrides, *changes)
         return dataclasses.replace(self.options, overrides=overrides).load_config().job
 

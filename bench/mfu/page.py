@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 
 NAME, OURS = "bench.mfu", "ours"
 _SHOWN_KINDS = {
-    "matrix products": "matrix products",
+    "matmuls": "matmuls",
     "attention": "attention",
     "optimiser": "optimiser",
     "": "norms, activations, loss",
@@ -37,7 +37,7 @@ _SHOWN_KINDS = {
 _LEAST = "data sheet's least"
 _COLUMNS = {
     "system": "system",
-    "micro_size": "micro-batch",
+    "micro_batch_size": "micro-batch",
     "step_ms": "step / ms",
     "spread": "spread",
     "p99_over_median": "p99 / median",
@@ -107,11 +107,11 @@ def label(record: RunRecord) -> str:
     job, arguments = record.config["job"], record.arguments
     model, batch = job["model"], job["batch"]
     model_name = f"{model['preset']} ({model['layers']} layers)"
-    count = batch["global_size"] // (batch["micro_size"] * job["parallel"]["dp"])
+    count = batch["global_batch_size"] // (batch["micro_batch_size"] * job["parallel"]["dp"])
     channels = f", {arguments['channels']} channels" if arguments.get("channels") else ""
     block = ", parallel block" if model["parallel_block"] else ""
     return (
-        f"{model_name}, {arguments['layout']} on {len(record.devices)}, {count} x {batch['micro_size']} sequences, "
+        f"{model_name}, {arguments['layout']} on {len(record.devices)}, {count} x {batch['micro_batch_size']} sequences, "
         f"reduced in {job['overlap']['reduce_dtype']}{block}{channels}"
     )
 

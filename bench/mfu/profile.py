@@ -25,7 +25,7 @@ from netlayer.workload.peaks import memory_bandwidth, peak_flops
 Row = dict[str, Any]
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|sdpa|attention|flex|dot_do_o|convert_dq"),
-    ("matrix products", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
+    ("matmuls", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
     ("optimiser", r"adam|lamb(?!da)|multi_tensor|foreach"),
     ("loss", r"cross_entropy|softmax|logsumexp|^_gradient|^_statistics"),
     ("copies, fills", r"memcpy|memset|copy|fill|catarray|chunk_cat|(?<!no)cast"),
@@ -123,17 +123,17 @@ def most_time(kernels: Sequence[Kernel], steps: int, count: int) -> list[Row]:
 def floors(job: JobConfig, device: str) -> dict[str, float]:
     """Compute the minimum ms per step and rank of some kinds from the data sheet of `device`; {} for an unknown one.
 
-    Matrix products and attention (of the keys that queries see) run at peak FLOP/s, which power limits keep a card from
+    Matmuls and attention (of the keys that queries see) run at peak FLOP/s, which power limits keep a card from
     sustaining for a step. AdamW runs at memory bandwidth: it reads the gradient, the master weight and both moments,
     and writes the last three and the parameter in the model's dtype.
     """
     layout, dtype = job.parallel.layout, job.model.dtype
-    flops = step_flops(job.model, job.batch.global_size)
+    flops = step_flops(job.model, job.batch.global_batch_size)
     linears = 2 * flops.causal - flops.full
     parameters = num_parameters(job.model) / layout.world_size
     floors_ms: dict[str, float] = {}
     if peak := peak_flops(device, dtype):
-        floors_ms["matrix products"] = linears / layout.world_size / peak * 1e3
+        floors_ms["matmuls"] = linears / layout.world_size / peak * 1e3
         floors_ms["attention"] = (flops.done - linears) / layout.world_size / peak * 1e3
     if bandwidth := memory_bandwidth(device):
         floors_ms["optimiser"] = parameters * (4 * 4 + 3 * 4 + 2 * (dtype == "bfloat16")) / bandwidth * 1e3

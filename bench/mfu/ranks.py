@@ -28,10 +28,10 @@ from bench.mfu.systems import Entry, Ours, System
 from bench.overlap.steps import StepTimer
 from netlayer.config.tree import JobConfig
 from netlayer.launch.rank import RankContext
-from trainer.loop import Place
+from trainer.loop import RankInfo
 from trainer.ops.attention import FULL_ORDER
 from trainer.parallel import MicroBatch
-from trainer.worker import meet_at
+from trainer.worker import init_process_groups
 
 _TIMEOUT = timedelta(minutes=10)
 PROFILED = 3
@@ -69,7 +69,7 @@ class Order:
 def run_rank(context: RankContext, order: Order, init_method: str, backend: str) -> None:
     """Do all of the work, as far as there is time for it; rank 0's rows have the times of the slowest rank."""
     with _at_most(order.limit_s):
-        place, groups = meet_at(context, order.work[0][1].job, init_method, backend)
+        place, groups = init_process_groups(context, order.work[0][1].job, init_method, backend)
         control = Control(context.env, _TIMEOUT)
     if order.prefers_flash:
         _prefer_flash()
@@ -87,7 +87,7 @@ def run_rank(context: RankContext, order: Order, init_method: str, backend: str)
 
 
 def _take_turn(
-    context: RankContext, run: int, entry: Entry, order: Order, place: Place, groups: Any, control: Control
+    context: RankContext, run: int, entry: Entry, order: Order, place: RankInfo, groups: Any, control: Control
 ) -> None:
     """Build, measure, report, and give back all memory."""
     device = place.device
@@ -182,7 +182,7 @@ def _batches(job: JobConfig, seed: int, device: torch.device) -> list[MicroBatch
     layout = job.parallel.layout
     dp = layout.coordinates(dist.get_rank()).dp
     generator = torch.Generator().manual_seed(seed)
-    shape = job.batch.global_size, job.model.seq_len + 1
+    shape = job.batch.global_batch_size, job.model.seq_len + 1
     tokens = torch.randint(job.model.vocab_size, shape, generator=generator)
     own = tokens.chunk(layout.dp)[dp].to(device)
-    return [(part[:, :-1], part[:, 1:]) for part in torch.split(own, job.batch.micro_size)]
+    return [(part[:, :-1], part[:, 1:]) for part in torch.split(own, job.batch.micro_batch_size)]

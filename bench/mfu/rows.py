@@ -106,7 +106,7 @@ def summarise(runs: Sequence[MfuRun], jobs: Mapping[str, JobConfig], device: str
                 "run": "median",
                 "change": own[0].change,
                 "runs": len(own),
-                "micro_size": jobs[system].batch.micro_size,
+                "micro_batch_size": jobs[system].batch.micro_batch_size,
                 "compile": jobs[system].model.compile,
                 "spread": (max(times) - min(times)) / median,
                 "p99_over_median": percentile(each, 99) / statistics.median(each),
@@ -142,11 +142,11 @@ def check_losses(runs: Sequence[MfuRun], tolerance: float) -> None:
 def heading(job: JobConfig, device: str) -> Iterator[str]:
     """Format the lines above the table: hardware and its peak, FLOPs of a step, and the formula of MFU."""
     batch, peak = job.batch, peak_flops(device, job.model.dtype)
-    flops = step_flops(job.model, batch.global_size)
+    flops = step_flops(job.model, batch.global_batch_size)
     known = f"peak {peak / 1e12:.1f} TFLOP/s in {job.model.dtype}" if peak else f"no peak known in {job.model.dtype}"
     yield f"{job.parallel.layout.world_size} x {device}, {known}"
     yield (
-        f"a step: {batch.global_size} sequences of {job.model.seq_len} tokens; {flops.full / 1e12:,.4g} TFLOP full, "
+        f"a step: {batch.global_batch_size} sequences of {job.model.seq_len} tokens; {flops.full / 1e12:,.4g} TFLOP full, "
         f"{flops.causal / 1e12:,.4g} causal; gradients reduced in {job.overlap.reduce_dtype}"
     )
     yield FORMULA
@@ -168,7 +168,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         memory = "-" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}"
         mhz, watts = ("-" if row[name] is None else f"{row[name]:.0f}" for name in ("clock_mhz", "power_w"))
         yield (
-            f"{row['system']:>{wide}} {row['micro_size']:5} {row['step_ms']:9.1f} {row['spread']:7.1%} "
+            f"{row['system']:>{wide}} {row['micro_batch_size']:5} {row['step_ms']:9.1f} {row['spread']:7.1%} "
             f"{row['p99_over_median']:10.3f} {row['tokens_per_s_gpu']:13,.0f} {cells['full']:>8} {cells['causal']:>7} "
             f"{cells['done']:>6} {memory:>6} {mhz:>5} {watts:>4} {row['runs']:4} {over:>9}"
         )
@@ -181,10 +181,10 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def _figures(step_ms: float, job: JobConfig, device: str) -> Row:
     ranks, seconds = job.parallel.layout.world_size, step_ms / 1e3
-    flops, peak = step_flops(job.model, job.batch.global_size), peak_flops(device, job.model.dtype)
+    flops, peak = step_flops(job.model, job.batch.global_batch_size), peak_flops(device, job.model.dtype)
     return {
         "step_ms": step_ms,
-        "tokens_per_s_gpu": job.batch.global_size * job.model.seq_len / seconds / ranks,
+        "tokens_per_s_gpu": job.batch.global_batch_size * job.model.seq_len / seconds / ranks,
         "mfu_full": utilisation(flops.full, seconds, peak, ranks),
         "mfu_causal": utilisation(flops.causal, seconds, peak, ranks),
         "mfu_done": utilisation(flops.done, seconds, peak, ranks),

@@ -200,7 +200,7 @@ def take_away(out: Path, made: Sequence[Path]) -> None:
 
 def _step_s(job: JobConfig, device: str) -> float | None:
     peak = peak_flops(device, job.model.dtype)
-    flops = step_flops(job.model, job.batch.global_size).causal
+    flops = step_flops(job.model, job.batch.global_batch_size).causal
     return flops / (_ASSUMED_MFU * peak * job.parallel.layout.world_size) if peak else None
 
 

@@ -15,7 +15,7 @@ from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.rendezvous import Groups
 from trainer.optim import build_optimizer
-from trainer.parallel import MicroBatch, SplitModel, further_groups
+from trainer.parallel import MicroBatch, ParallelModel, further_groups
 from trainer.step import open_steps
 
 OURS = "ours"
@@ -33,15 +33,15 @@ class System(Protocol):
 
 
 class Ours:
-    """Our system: `trainer.parallel.SplitModel`."""
+    """Our system: `trainer.parallel.ParallelModel`."""
 
     def __init__(self, job: JobConfig, seed: int, rank: int, device: torch.device, groups: Groups) -> None:
         self.job = job
-        self.model = SplitModel(job, seed, rank, device, groups)
+        self.model = ParallelModel(job, seed, rank, device, groups)
         self.optimizer = self.model.optimizer(
             lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)
         )
-        self._steps = open_steps(self.model, self.optimizer, job.optimizer.clip_norm or None)
+        self._steps = open_steps(self.model, self.optimizer, job.optimizer.max_grad_norm or None)
         self._step = 0
 
     def step(self, batches: Sequence[MicroBatch]) -> Tensor:

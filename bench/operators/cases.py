@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.adamw import adamw
 
-from collectives.tensor.product import add_product, multiply
-from collectives.tensor.tuned_product import can_tune
+from collectives.tensor.autotuned_gemm import can_tune
+from collectives.tensor.gemm import add_matmul, multiply
 from collectives.triton_support import HAS_TRITON
 from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention, flex_window, window_mask
@@ -220,7 +220,7 @@ def _products(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[Case]:
         def way(dy: Tensor, x: Tensor) -> Tensor:
             wide = torch.promote_types(dy.dtype, torch.float32)
             sum_NK = torch.empty(dy.shape[1], x.shape[1], dtype=wide, device=dy.device)
-            add_product(sum_NK, dy.t(), x, is_first=True, tuned=tuned)
+            add_matmul(sum_NK, dy.t(), x, is_first=True, tuned=tuned)
             return sum_NK
 
         return way

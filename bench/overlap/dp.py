@@ -24,7 +24,7 @@ from bench.overlap.settings import PEERS, DpSettings, System
 from bench.overlap.steps import StepTimer
 from collectives.watch.recorder import Recorder, StepComm
 from netlayer.errors import CheckFailed
-from trainer.loop import Place
+from trainer.loop import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Comparison:
     def __init__(
         self,
         settings: DpSettings,
-        place: Place,
+        place: RankInfo,
         group: dist.ProcessGroup,
         control: Control,
         report: Callable[[object], None],
@@ -182,24 +182,24 @@ class Comparison:
     def _time_communication(self, ours: Ours) -> Communication:
         """All gathers of a step one after the other, then all reductions, without computation."""
         ours.model.wait_parameters()
-        buckets, lane = ours.model.buckets, ours.model.gather_lane
+        buckets, comm = ours.model.buckets, ours.model.gather_comm
         largest = max(buckets, key=lambda bucket: bucket.plan.padded_numel)
-        input_N, output_S = ours.model.travel_buffers(largest)
+        input_N, output_S = ours.model.reduce_buffers(largest)
         input_N.zero_()
 
         def gather(_turn: int) -> None:
             for bucket in buckets:
-                lane.all_gather(bucket.full_N).wait()
+                comm.all_gather(bucket.unsharded_N).wait()
 
         def reduce(_turn: int) -> None:
             for plan in ours.model.plans:
-                lane.reduce_scatter(output_S[: plan.shard_numel], input_N[: plan.padded_numel]).wait()
+                comm.reduce_scatter(output_S[: plan.shard_numel], input_N[: plan.padded_numel]).wait()
 
         seconds = [
             statistics.median(self.control.average(self.timer.measure(collective, REPEATS, warmup=1).seconds, 1))
             for collective in (gather, reduce)
         ]
-        num_bytes = sum(bucket.full_N.nbytes for bucket in buckets)
+        num_bytes = sum(bucket.unsharded_N.nbytes for bucket in buckets)
         return Communication(num_bytes, seconds[0], seconds[1], self.place.world_size)
 
     def _make_batches(self) -> list[tuple[Tensor, Tensor]]:

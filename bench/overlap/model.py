@@ -109,7 +109,7 @@ class Ours:
         """Choose our variant for the next steps; nothing may be under way when communicators are muted."""
         self.model.wait_parameters()
         self.model.step_in_backward, self.model.overlap = step_in_backward, overlap
-        self.model.gather_lane.muted = self.model.reduce_lane.muted = muted
+        self.model.gather_comm.muted = self.model.reduce_comm.muted = muted
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         self.model.start_step()

@@ -15,7 +15,7 @@ from bench.overlap.dp import Comparison
 from bench.overlap.settings import MODULES, Backend, DpSettings, Technique
 from netlayer.errors import HardwareMissing
 from netlayer.launch.rank import RankContext
-from trainer.loop import Place
+from trainer.loop import RankInfo
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -34,7 +34,7 @@ def run_rank(
         group = dist.new_group(backend=backend, timeout=TIMEOUT)
         assert isinstance(group, dist.ProcessGroup)
         if technique == "dp":
-            place = Place(context.env.rank, context.env.world_size, device)
+            place = RankInfo(context.env.rank, context.env.world_size, device)
             rows = Comparison(settings, place, group, control, context.report).run(channels)
         else:
             measure: Callable[..., Sequence[Any]] = importlib.import_module(MODULES[technique]).measure

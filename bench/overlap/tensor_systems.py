@@ -64,7 +64,7 @@ def open_exchanges(group: dist.ProcessGroup, device: torch.device) -> dict[str, 
     exchanges: dict[str, TensorExchange] = {}
     if why_unusable(group, device) is None:
         exchanges["ours_peer"] = open_exchange(group, device, path="peer")
-    exchanges["ours_lane"] = open_exchange(group, device, path="lane")
+    exchanges["ours_lane"] = open_exchange(group, device, path="communicator")
     return exchanges
 
 

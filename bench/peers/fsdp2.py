@@ -82,8 +82,8 @@ class Fsdp2:
             loss: Tensor = self.model(tokens_BT, targets_BT) / len(batches)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        if self.job.optimizer.clip_norm:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.optimizer.clip_norm)
+        if self.job.optimizer.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.optimizer.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total

@@ -113,7 +113,7 @@ def optimizer_settings(job: JobConfig) -> dict[str, Any]:
         "adam_beta1": config.beta1,
         "adam_beta2": config.beta2,
         "adam_eps": config.eps,
-        "clip_grad": config.clip_norm,
+        "clip_grad": config.max_grad_norm,
         "bf16": job.model.dtype == "bfloat16",
         "params_dtype": getattr(torch, job.model.dtype),
         "use_distributed_optimizer": True,
@@ -159,7 +159,7 @@ class Mcore:
             model=self._of_chunks(self.chunks),
             num_microbatches=len(batches),
             seq_length=self.job.model.seq_len,
-            micro_batch_size=self.job.batch.micro_size,
+            micro_batch_size=self.job.batch.micro_batch_size,
             forward_only=False,
         )
         self.optimizer.step()
@@ -257,7 +257,7 @@ def _build_optimizer(job: JobConfig, chunks: Sequence[nn.Module]) -> Any:
         # Its schedule of learning rates would do this each step: vectors have factor 0.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
         group["fused"] = True  # torch's AdamW stands in for Apex's, which is
-    if not job.optimizer.clip_norm:  # it would take the norm all the same, and let the host wait for every gradient
+    if not job.optimizer.max_grad_norm:  # it would take the norm all the same, and let the host wait for every gradient
         optimizer.get_grad_norm = lambda: 0.0
     return optimizer
 

@@ -95,8 +95,8 @@ class Native3d:
         """Run a step and return this rank's part of the mean loss, on the device; zero on all but the last stage."""
         with loss_parallel() if self.job.parallel.tp > 1 else contextlib.nullcontext():
             total = self._accumulate(batches) if self.job.parallel.pp == 1 else self._run_pipeline(batches)
-        if self.job.optimizer.clip_norm:
-            self._clip(self.job.optimizer.clip_norm)
+        if self.job.optimizer.max_grad_norm:
+            self._clip(self.job.optimizer.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total

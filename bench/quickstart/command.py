@@ -111,7 +111,7 @@ def _resolve(options: RunOptions, steps: int | None) -> Config:
         ranks = len(environ.usable_gpus()) or 2
         micro = max(1, _GLOBAL_BATCH // ranks)
         base = ("cluster.gpus_per_server", ranks), ("job.parallel.dp", ranks)
-        batch = ("job.batch.micro_size", micro), ("job.batch.global_size", micro * ranks)
+        batch = ("job.batch.micro_batch_size", micro), ("job.batch.global_batch_size", micro * ranks)
         config = load_config(None, [*(f"{key}={value}" for key, value in (*base, *batch)), *overrides])
     if config.cluster.servers > 1:
         rule = "quickstart starts every rank on this machine"

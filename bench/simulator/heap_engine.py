@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from congestion.control import dcqcn
 from congestion.control.laws import DCQCN, NONE
-from congestion.engine.packets import drawn, serialise
+from congestion.engine.packets import hash_random, serialise
 from congestion.engine.tables import (
     ACK,
     ACK_PATH,
@@ -201,14 +201,14 @@ def _send(s, h, p, now, word, size):  # type: ignore[no-untyped-def]
     port = s.port[p]
     kind = s.kind[port.kind]
     if size == s.run[0].data_wire_bytes:
-        took = kind.tx_data
+        tx_time = kind.tx_data
     else:
-        took = kind.tx_ack if word & 3 else serialise(s.run[0], size, kind.rate)
+        tx_time = kind.tx_ack if word & 3 else serialise(s.run[0], size, kind.rate)
     before, since = _LONGEST, (now + kind.delay) >> 10
     if now <= h.port[p].busy:
         before, since = h.port[p].order >> 50, h.port[p].order
-    h.port[p].order = min(took >> 10, _LONGEST) << 50 | before << 38 | since & ((1 << 38) - 1)
-    h.port[p].busy = now + took
+    h.port[p].order = min(tx_time >> 10, _LONGEST) << 50 | before << 38 | since & ((1 << 38) - 1)
+    h.port[p].busy = now + tx_time
     h.tally[0].hops += 1
     _push(h, h.port[p].busy + kind.delay, -h.port[p].order, np.int64(port.peer), word)
 
@@ -272,7 +272,7 @@ def _marked(s, h, p, word):  # type: ignore[no-untyped-def]
     if queue <= kind.kmax:
         share = s.run[0].pmax * (queue - kind.kmin) / (kind.kmax - kind.kmin)
         number = ((word >> SEQ_SHIFT) & SEQ_MASK) << 8 | (word & (HOP_MASK << HOP_SHIFT)) | word & 3
-        if drawn(s.run[0].seed, word >> FLOW_SHIFT, number) >= share * _ONE:
+        if hash_random(s.run[0].seed, word >> FLOW_SHIFT, number) >= share * _ONE:
             return word
     h.tally[0].marks += 1
     return word if word & 3 else word | MARK_BIT

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.transport.carrier import Carrier
+from collectives.transport.comm_context import CommContext
 from collectives.transport.current_stream import current_stream
 from collectives.watch.recorder import Collective, Recorder
 from collectives.watch.track import Operation
@@ -49,7 +49,7 @@ class Transfer(Protocol):
         """Whether it has, as far as is known without waiting."""
 
 
-class Link(Carrier):
+class Link(CommContext):
     """The sending or the receiving end.
 
     Args:

@@ -31,7 +31,7 @@ import torch
 
 from collectives.sharded.bucket import Bucket, BucketPlan
 from collectives.sharded.gather import ParameterGather
-from collectives.transport.lane import Flight
+from collectives.transport.communicator import Work
 
 # A layer's backward pass has two products for the forward's one: gradients of its inputs and of its weights.
 BACKWARD_SHARE = 2 / 3
@@ -63,7 +63,7 @@ class BackwardStep:
     ) -> None:
         self._buckets, self._gather, self._step, self._lag, self._stream = buckets, gather, step, lag, stream
         self._early_buckets = choose_early([bucket.plan for bucket in buckets], share)
-        self._behind: deque[tuple[int, Flight]] = deque()
+        self._lagging: deque[tuple[int, Work]] = deque()
         self._updated_events: dict[int, torch.cuda.Event] = {}
 
     def begin(self) -> None:
@@ -72,38 +72,38 @@ class BackwardStep:
         A gather may read a shard no longer when that shard is stepped, and a step would overwrite what users have
         written into parameters since the last one.
         """
-        self._behind.clear()
-        # First, for `adopt` leaves out a bucket whose gather is under way.
+        self._lagging.clear()
+        # First, for `sync_masters` leaves out a bucket whose gather is under way.
         self._gather.wait_all()
-        self._gather.adopt(unseen=self._gather.compares_each_step)
+        self._gather.sync_masters(unseen=self._gather.compares_each_step)
 
-    def reduced(self, index: int, flight: Flight) -> None:
+    def reduced(self, index: int, work: Work) -> None:
         """Step a bucket after its reduction, which was just launched, and gather the one that is due."""
-        flight.follow(lambda: self._update(self._buckets[index]), self._stream)
-        self._behind.append((index, flight))
+        work.then(lambda: self._update(self._buckets[index]), self._stream)
+        self._lagging.append((index, work))
         # A gather right after its own reduction would hold up the wire until the update is through.
-        while len(self._behind) > self._lag:
-            self._gather_or_defer(*self._behind.popleft())
+        while len(self._lagging) > self._lag:
+            self._gather_or_defer(*self._lagging.popleft())
 
     def complete(self) -> None:
         """End the pass: gather the last early buckets, and start the gathers of all others."""
-        while self._behind:
-            self._gather_or_defer(*self._behind.popleft())
+        while self._lagging:
+            self._gather_or_defer(*self._lagging.popleft())
         # These in the order of the forward pass, and all after the last reduction: see [Note: order].
-        self._gather.publish_rest(self._updated_events)
+        self._gather.unshard_rest(self._updated_events)
         self._updated_events = {}
 
-    def _gather_or_defer(self, bucket_index: int, reduction: Flight) -> None:
-        """Gather a bucket now if it is an early one; else keep the event after its update, for `publish_rest`.
+    def _gather_or_defer(self, bucket_index: int, reduction: Work) -> None:
+        """Gather a bucket now if it is an early one; else keep the event after its update, for `unshard_rest`.
 
         On the CPU, which has no events, the update runs here, in the wait for the reduction.
         """
-        if reduction.landed_event is None:
+        if reduction.done_event is None:
             reduction.wait()
         if bucket_index in self._early_buckets:
-            self._gather.gather_early(bucket_index, reduction.landed_event)
-        elif reduction.landed_event is not None:
-            self._updated_events[bucket_index] = reduction.landed_event
+            self._gather.gather_early(bucket_index, reduction.done_event)
+        elif reduction.done_event is not None:
+            self._updated_events[bucket_index] = reduction.done_event
 
     def _update(self, bucket: Bucket) -> None:
         """Step the parameters of one bucket alone, and put its new shard where the all-gather takes it from."""
@@ -116,7 +116,7 @@ class BackwardStep:
         for piece in bucket.pieces:
             # Else the step of the next bucket would step this one again.
             piece.parameter.grad = None
-        bucket.publish()
+        bucket.copy_in_shard()
 
 
 def choose_early(plans: Sequence[BucketPlan], share: float) -> frozenset[int]:

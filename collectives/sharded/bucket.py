@@ -188,7 +188,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Handover:
+class CopyIn:
     """Gradients of one bucket on their way to the other ranks.
 
     Args:
@@ -202,28 +202,28 @@ class Handover:
     read: Sequence[Tensor]
 
 
-def _kernel_adopts(master_S: Tensor, own_S: Tensor) -> bool:
-    """Whether `collectives.sharded.adopt_kernel` computes on these.
+def _kernel_syncs(master_S: Tensor, shard_S: Tensor) -> bool:
+    """Whether `collectives.sharded.sync_masters_kernel` computes on these.
 
     Triton's interpreter rounds to bfloat16 otherwise than GPUs and torch do, so there it is left to torch.
     """
     dtypes = (torch.float16, torch.bfloat16) if master_S.is_cuda else (torch.float16,) if IS_INTERPRETED else ()
-    return HAS_TRITON and master_S.dtype == torch.float32 and own_S.dtype in dtypes
+    return HAS_TRITON and master_S.dtype == torch.float32 and shard_S.dtype in dtypes
 
 
 class Bucket:
     """The buffers of one bucket on this rank.
 
-    `full_N` holds the parameters that the module computes with. `master_S` is this rank's shard in the dtype of the
-    optimiser; where that is the dtype of the computation too, it is this rank's slice of `full_N` itself, so there is
-    nothing to copy before an all-gather; else `own_S` is that slice. `grad_S` is the reduced gradient.
+    `unsharded_N` holds the parameters that the module computes with. `master_S` is this rank's shard in the dtype of
+    the optimiser; where that is the dtype of the computation too, it is this rank's slice of `unsharded_N` itself, so
+    there is nothing to copy before an all-gather; else `shard_S` is that slice. `grad_S` is the reduced gradient.
 
     Args:
         plan: the layout.
         flat_N: initial values, in the dtype of the masters; taken over as a buffer where the dtype allows.
-        parameters: one for each slot of the plan; their storage moves into `full_N`.
+        parameters: one for each slot of the plan; their storage moves into `unsharded_N`.
         rank: whose shard this is.
-        full_N: memory for the parameters; None: as allocated here.
+        unsharded_N: memory for the parameters; None: as allocated here.
         grad_S: memory for the reduced gradient, of zeros in the dtype of the masters; None: as allocated here.
     """
 
@@ -233,30 +233,30 @@ class Bucket:
         flat_N: Tensor,
         parameters: Sequence[nn.Parameter],
         rank: int,
-        full_N: Tensor | None = None,
+        unsharded_N: Tensor | None = None,
         grad_S: Tensor | None = None,
     ) -> None:
         self.plan, self.parameters, self.rank = plan, tuple(parameters), rank
         # Into memory that is there already where gathers have to land in a window.
-        self.full_N = flat_N.to(plan.dtype) if full_N is None else full_N.copy_(flat_N)
+        self.unsharded_N = flat_N.to(plan.dtype) if unsharded_N is None else unsharded_N.copy_(flat_N)
         self.shares_storage = plan.dtype == flat_N.dtype
-        own_S = plan.own(self.full_N if self.shares_storage else flat_N, rank)
+        shard_S = plan.own(self.unsharded_N if self.shares_storage else flat_N, rank)
         # `.data` has a version counter of its own: it counts what an optimiser does, not what a gather does.
-        self.master_S = own_S.data if self.shares_storage else own_S.clone()
-        self.own_S = None if self.shares_storage else plan.own(self.full_N, rank)
+        self.master_S = shard_S.data if self.shares_storage else shard_S.clone()
+        self.shard_S = None if self.shares_storage else plan.own(self.unsharded_N, rank)
         self.grad_S = torch.zeros_like(self.master_S) if grad_S is None else grad_S
         self.local_N: Tensor | None = None
         """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
         self._written: set[int] = set()
-        for parameter, view in zip(self.parameters, plan.views(self.full_N), strict=True):
+        for parameter, view in zip(self.parameters, plan.views(self.unsharded_N), strict=True):
             # A storage each, though the memory is the bucket's: its count shows aliases (`guard`, [Note: aliases]).
             parameter.data = own_storage(view)
             parameter.grad = None
         # Both as they are now: `is_in_place` and `has_aliases` compare with them later.
         self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
         self._num_holders = [num_holders(parameter) for parameter in self.parameters]
-        self._published: int | None = None
-        """Version of the masters that `own_S` holds, where an optimiser has written it."""
+        self._copied_in: int | None = None
+        """Version of the masters that `shard_S` holds, where an optimiser has written it."""
         self._loaded: int | None = None
         """Version of the masters that were loaded themselves."""
         self.pieces = [
@@ -282,37 +282,37 @@ class Bucket:
         self._stand_in_at: set[int] = set()
         """Positions of the parameters that a stand-in was put on, as their `.grad`."""
 
-    def note_published(self) -> None:
-        """Note that an optimiser has written `own_S` with the masters, after the backward pass.
+    def note_copied_in(self) -> None:
+        """Note that an optimiser has written `shard_S` with the masters, after the backward pass.
 
         What is written into them after that is published all the same where autograd counts it: not through `.data`.
         """
-        self._published = self.master_S._version
+        self._copied_in = self.master_S._version
 
-    def publish(self) -> None:
+    def copy_in_shard(self) -> None:
         """Put the master shard where an all-gather in place takes it from."""
-        # An optimiser that has written `own_S` with the masters spares this pass over the shard.
-        if self.own_S is not None and self._published != self.master_S._version:
-            self.own_S.copy_(self.master_S)
+        # An optimiser that has written `shard_S` with the masters spares this pass over the shard.
+        if self.shard_S is not None and self._copied_in != self.master_S._version:
+            self.shard_S.copy_(self.master_S)
 
     @torch.no_grad()
-    def adopt(self) -> None:
+    def sync_masters(self) -> None:
         """Take over into the master shard what was written into the parameters.
 
         An element counts as written where it is not what its master rounds to: all others keep their precision.
         """
-        if self.own_S is None:
+        if self.shard_S is None:
             return
-        if _kernel_adopts(self.master_S, self.own_S):
+        if _kernel_syncs(self.master_S, self.shard_S):
             # Imported here: Triton takes a second to load, and only a program on GPUs has it.
-            from collectives.sharded.adopt_kernel import adopt_written
+            from collectives.sharded.sync_masters_kernel import sync_written
 
-            adopt_written(self.master_S, self.own_S)
+            sync_written(self.master_S, self.shard_S)
             # Autograd does not see what a kernel writes, and gathers go by the version.
             torch.autograd.graph.increment_version(self.master_S)
         else:
-            is_kept_S = self.own_S == self.master_S.to(self.own_S.dtype)
-            torch.where(is_kept_S, self.master_S, self.own_S, out=self.master_S)
+            is_kept_S = self.shard_S == self.master_S.to(self.shard_S.dtype)
+            torch.where(is_kept_S, self.master_S, self.shard_S, out=self.master_S)
 
     def note_masters_loaded(self) -> None:
         """Note that masters were set with all their digits: a load of the parameters, which rounds, leaves them."""
@@ -320,19 +320,19 @@ class Bucket:
 
     def holds_masters(self) -> bool:
         """Whether this rank's slice of the parameters is what the masters round to."""
-        return self.own_S is None or torch.equal(self.own_S, self.master_S.to(self.own_S.dtype))
+        return self.shard_S is None or torch.equal(self.shard_S, self.master_S.to(self.shard_S.dtype))
 
     @torch.no_grad()
     def take_loaded(self) -> None:
         """Set the masters to the parameters, which were loaded."""
-        if self.own_S is None:
+        if self.shard_S is None:
             return
         # Masters were loaded in full precision just before: only what now differs from them is newer.
         if self._loaded == self.master_S._version:
-            self.adopt()
+            self.sync_masters()
             self.note_masters_loaded()
         else:
-            self.master_S.copy_(self.own_S)
+            self.master_S.copy_(self.shard_S)
 
     @property
     def num_writes(self) -> int:
@@ -369,7 +369,7 @@ class Bucket:
     def open_new(self, dtype: torch.dtype) -> None:
         """Let gradients add up in new memory from now on."""
         # Not zeroed: a first gradient is copied, and `_clear_rest` zeroes what has none before it travels.
-        self.open(torch.empty(self.plan.padded_numel, dtype=dtype, device=self.full_N.device))
+        self.open(torch.empty(self.plan.padded_numel, dtype=dtype, device=self.unsharded_N.device))
 
     @property
     def is_wide_enough(self) -> bool:
@@ -402,7 +402,7 @@ class Bucket:
         # Left there, autograd would add the next pass's to them, and they would be counted twice.
         self.drop_gradients()
 
-    def hand_over(self, dtype: torch.dtype, divisor: int = 1, buffer_N: Tensor | None = None) -> Handover:
+    def copy_in(self, dtype: torch.dtype, divisor: int = 1, buffer_N: Tensor | None = None) -> CopyIn:
         """Hand over every gradient of this rank, to be divided by `divisor`: nothing is computed here, or kept.
 
         Args:
@@ -433,7 +433,7 @@ class Bucket:
 
         # Kept by the caller until its stream has read them: freed earlier, their memory could be handed out again.
         apart = [] if local_N is flat_N else [local_N]
-        return Handover(flat_N, fill, [*apart, *(grad for grad in grads if grad is not None)])
+        return CopyIn(flat_N, fill, [*apart, *(grad for grad in grads if grad is not None)])
 
     def forget(self) -> None:
         """Drop all gradients that are not reduced yet."""

@@ -78,12 +78,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan
-from collectives.sharded.departure import Travel
+from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
 from collectives.sharded.gather import ParameterGather
 from collectives.sharded.gradient import clip_pieces
 from collectives.sharded.optimizer_state import named_state
 from collectives.sharded.optimizer_steps import OptimizerSteps, Options, build_optimizer, drop_gradients
-from collectives.sharded.postponed import Postponed
 from collectives.sharded.prepare import (
     as_group,
     build_buckets,
@@ -91,15 +90,16 @@ from collectives.sharded.prepare import (
     check_module,
     check_same,
     find_owners,
-    open_lanes,
+    open_communicators,
     open_parameter_windows,
-    open_travel,
+    open_reduce_buffers,
     plan_module,
     same_start,
     send_buffers,
     wire_dtype,
 )
 from collectives.sharded.reduce import GradientReduce, inside_backward
+from collectives.sharded.reduce_scatter import ReduceScatterBuffers
 from collectives.sharded.scaler import ScalerCheck
 from collectives.sharded.state import (
     attach_state_hooks,
@@ -108,9 +108,9 @@ from collectives.sharded.state import (
     load_full_state_dict,
     load_parameters,
 )
-from collectives.sharded.step_check import Place, StepCheck, announced_step
+from collectives.sharded.step_check import StepCheck, StepState, announced_step
 from collectives.sharded.wrapped import StandIn, WrappedModule
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 from collectives.transport.windows import ALIGNMENT_BYTES, Windows
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch
@@ -119,7 +119,7 @@ from netlayer.workload.buckets import REDUCTIONS_IN_FLIGHT
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
-LanePair = tuple[Lane, Lane]
+CommunicatorPair = tuple[Communicator, Communicator]
 
 
 class ShardedDataParallel(StandIn):
@@ -157,15 +157,16 @@ class ShardedDataParallel(StandIn):
         peer_reduce: copy engines carry gradients to the peers, and a kernel adds them
             (`collectives.transport.peer_reduce`): for 2 to 8 ranks on one host, who hold twice the largest bucket more
             for it.
-        lanes: for gathers and for reductions, of `collectives.sharded.prepare.open_lanes`, with their groups, recorder
-            and watch. Several wrappers, chunks of one model, may share them where every rank uses these in one order.
+        comms: for gathers and for reductions, of `collectives.sharded.prepare.open_communicators`, with their groups,
+            recorder and watch. Several wrappers, chunks of one model, may share them where every rank uses these in one
+            order.
         mean: gradients are means over the ranks. False: sums, for a loss that the caller has divided by their number,
             which saves a pass over each shard where NCCL does not divide as it adds (from windows, over three ranks).
         unused: parameters that get a gradient on no rank: `"skip"`, the optimiser leaves them alone, as in plain torch;
             `"zero"`: their gradient counts as zeros (they decay, momentum goes on), and ranks need not ask each other.
-        data_writes: into parameters through `.data`, which autograd does not count. `"adopt"`: before each step every
-            rank compares its shard with its master where their dtypes differ, 6 bytes of memory traffic an element on
-            GPUs; `"ignore"`: for a loop that writes none.
+        data_writes: into parameters through `.data`, which autograd does not count. `"sync_masters"`: before each step
+            every rank compares its shard with its master where their dtypes differ, 6 bytes of memory traffic an
+            element on GPUs; `"ignore"`: for a loop that writes none.
         broadcast_buffers: rank 0's buffers (of batch norms, say) go to all ranks after each step.
         whole: says by name and shape which parameters one rank each owns whole, for optimisers that need a matrix:
             see [Note: whole matrices]. None: none.
@@ -196,7 +197,7 @@ class ShardedDataParallel(StandIn):
         watch: Watch | None = None,
         windows: bool = False,
         peer_reduce: bool = False,
-        lanes: LanePair | None = None,
+        comms: CommunicatorPair | None = None,
         mean: bool = True,
         unused: Literal["skip", "zero"] = "skip",
         data_writes: Literal["adopt", "ignore"] = "adopt",
@@ -212,52 +213,54 @@ class ShardedDataParallel(StandIn):
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
-        if lanes is not None and any(argument is not None for argument in (group, groups, timeout, recorder, watch)):
-            raise ValueError("lanes have their groups, timeout, recorder and watch: give these where lanes are opened")
-        self.gather_lane, self.reduce_lane = lanes or open_lanes(
+        if comms is not None and any(argument is not None for argument in (group, groups, timeout, recorder, watch)):
+            raise ValueError(
+                "communicators have their groups, timeout, recorder and watch: give these where communicators are opened"
+            )
+        self.gather_comm, self.reduce_comm = comms or open_communicators(
             group, groups, device, timeout, recorder, watch, windows
         )
         # One rank alone exchanges nothing: windows and copies would only cost memory.
-        in_windows = windows and self.gather_lane.group is not None
-        by_peers = peer_reduce and self.reduce_lane.group is not None
+        in_windows = windows and self.gather_comm.group is not None
+        by_peers = peer_reduce and self.reduce_comm.group is not None
         align = ALIGNMENT_BYTES if in_windows or by_peers else 1  # in elements, so for every dtype
-        plans = plan_module(module, bucket_bytes, self.reduce_lane.world_size, param_dtype, order, parts, align, whole)
+        plans = plan_module(module, bucket_bytes, self.reduce_comm.world_size, param_dtype, order, parts, align, whole)
         settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
         settings |= {"mean": mean, "peer_reduce": peer_reduce, "unused": unused, "broadcast_buffers": broadcast_buffers}
         settings |= {"data_writes": data_writes}
         # Before the calls below, which are collective: ranks that differ would hang in one of them, without a reason.
-        check_same(self.reduce_lane, module, plans, settings)
+        check_same(self.reduce_comm, module, plans, settings)
         # Tried here, where all ranks are, and not in the midst of the first backward pass.
-        self.reduce_lane.can_reduce_scatter(reduce_dtype)
-        room = open_parameter_windows(self.gather_lane, plans) if in_windows else None
+        self.reduce_comm.can_reduce_scatter(reduce_dtype)
+        room = open_parameter_windows(self.gather_comm, plans) if in_windows else None
         # One buffer more than may be in flight: the gradients of the next bucket fill it meanwhile.
         at_once, adds = in_flight + 1, stage == 2
-        travel = open_travel(
-            self.reduce_lane, module, plans, reduce_dtype, at_once, adds=adds, windows=in_windows, peers=by_peers
+        reduce_buffers = open_reduce_buffers(
+            self.reduce_comm, module, plans, reduce_dtype, at_once, adds=adds, windows=in_windows, peers=by_peers
         )
-        self._memory: list[Windows | Travel] = [travel, *([] if room is None else [room])]
+        self._memory: list[Windows | ReduceScatterBuffers] = [reduce_buffers, *([] if room is None else [room])]
         """Kept as long as what lies there."""
-        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_lane, room, travel.gradients)
+        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_comm, room, reduce_buffers.gradients)
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
-        frozen = same_start(module, self.reduce_lane, param_dtype)
-        self._gather = ParameterGather(self.buckets, self.gather_lane, prefetch, overlap, self.start_step)
+        frozen = same_start(module, self.reduce_comm, param_dtype)
+        self._gather = ParameterGather(self.buckets, self.gather_comm, prefetch, overlap, self.start_step)
         self._gather.compares_each_step = data_writes == "adopt"
         self._reduce = GradientReduce(
             self.buckets,
-            self.reduce_lane,
+            self.reduce_comm,
             reduce_dtype,
             in_flight,
             overlap,
             stage,
-            self._before_round,
-            travel,
+            self._before_reduction,
+            reduce_buffers,
             mean,
             unused == "skip",
             self,
         )
-        self._broadcasts_buffers = broadcast_buffers and self.gather_lane.world_size > 1
+        self._broadcasts_buffers = broadcast_buffers and self.gather_comm.world_size > 1
         self._steps = OptimizerSteps(
             self.buckets,
             self._gather,
@@ -265,7 +268,7 @@ class ShardedDataParallel(StandIn):
             self._finish_for_step,
             self.start_step,
         )
-        self._step_check = StepCheck(self.reduce_lane, self._place)
+        self._step_check = StepCheck(self.reduce_comm, self._step_state)
         self._step: int | None = None
         owners = find_owners(module, self.buckets, parts)
         self._wrapped = WrappedModule(self.buckets, parameters, frozen, owners, self._gather, self.start_step)
@@ -281,7 +284,7 @@ class ShardedDataParallel(StandIn):
         attach_state_hooks(module, self.buckets, make_current, self._gather.note_changed)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward; publish the shards first, if `start_step` has not."""
+        """Run the module's own forward; unshard the shards first, if `start_step` has not."""
         self._before_forward()
         result = self.module(*args, **kwargs)
         self._after_forward()
@@ -294,7 +297,7 @@ class ShardedDataParallel(StandIn):
             return
         self._wrapped.check_unchanged(self.module)
         # Before the first forward a program may still load values through `.data`, which autograd does not count.
-        self._gather.adopt(unseen=not self._wrapped.seen_forward)
+        self._gather.sync_masters(unseen=not self._wrapped.seen_forward)
         self._wrapped.warn_of_no_optimizer()
         # Only such a forward is followed by a backward pass, unless the step was left out.
         if torch.is_grad_enabled() and self.module.training:
@@ -318,12 +321,12 @@ class ShardedDataParallel(StandIn):
         # The other ranks wait for the rest of the round in which this rank's backward pass raised.
         if self._reduce.broken:
             self._reduce.abandon()
-        if self._gather.stale:
+        if self._gather.needs_unshard:
             self._reduce.begin_step()
-            # Before the gathers, which use the same lane: every rank needs one order on it.
+            # Before the gathers, which use the same communicator: every rank needs one order on it.
             if self._broadcasts_buffers:
-                send_buffers(self.module, self.gather_lane)
-            self._gather.publish()
+                send_buffers(self.module, self.gather_comm)
+            self._gather.unshard()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -341,16 +344,16 @@ class ShardedDataParallel(StandIn):
             yield
 
     @contextmanager
-    def weights_postponed(self) -> Iterator[Postponed]:
-        """A backward pass inside leaves the gradients of linears' weights for `Postponed.compute`.
+    def defer_weight_grads(self) -> Iterator[DeferredWeightGrads]:
+        """A backward pass inside leaves the gradients of linears' weights for `DeferredWeightGrads.compute`.
 
         That is where linears write into slots (`collectives.sharded.slot`); of others nothing is postponed.
 
         Raises:
             ValueError: in stage 2, with `step_in_backward`, or inside another one.
         """
-        with self._reduce.postponing() as postponed:
-            yield postponed
+        with self._reduce.deferring() as deferred:
+            yield deferred
 
     @contextmanager
     def no_gathers_after_step(self) -> Iterator[None]:
@@ -381,20 +384,20 @@ class ShardedDataParallel(StandIn):
             RuntimeError: the last backward pass raised.
         """
         # Where the optimiser is ours, its step looks at every value.
-        self._gather.adopt(unseen=not self._has_optimizer and self._gather.compares_each_step)
+        self._gather.sync_masters(unseen=not self._has_optimizer and self._gather.compares_each_step)
         self._reduce.finish(waits)
-        # Whoever reads these gradients may change the shards: parameters are not current until the next publish.
+        # Whoever reads these gradients may change the shards: parameters are not current until the next unshard.
         if not self._reduce.stepped:
-            self._gather.stale = True
+            self._gather.needs_unshard = True
 
     def _finish_for_step(self, waits: bool) -> None:
         # Before the step changes the masters: the next gather would overwrite what is not taken over by then.
-        self._gather.adopt(unseen=self._gather.compares_each_step)
+        self._gather.sync_masters(unseen=self._gather.compares_each_step)
         self.finish_gradients(waits=waits)
 
     def as_gradients_come(self) -> Iterator[Sequence[Bucket]]:
         """Yield all buckets, after `finish_gradients`: those whose gradients are there, then the others one by one."""
-        return self._reduce.departures.as_they_come(self.buckets)
+        return self._reduce.reduce_scatters.as_they_come(self.buckets)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all shards and ranks is at most `max_norm`; the norm before.
@@ -415,8 +418,8 @@ class ShardedDataParallel(StandIn):
             raise ValueError(f"max_norm must be above 0, got {max_norm}")
         self.finish_gradients()
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
-        zero = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_lane.device)
-        return clip_pieces(pieces, max_norm, norm_type, error_if_nonfinite, zero, self.reduce_lane.all_reduce)
+        zero = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_comm.device)
+        return clip_pieces(pieces, max_norm, norm_type, error_if_nonfinite, zero, self.reduce_comm.all_reduce)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the gradients to -`clip_value` .. `clip_value`. Finishes the gradients first.
@@ -430,7 +433,7 @@ class ShardedDataParallel(StandIn):
             [piece.parameter for bucket in self.buckets for piece in bucket.pieces], clip_value
         )
 
-    def reduced_pieces(self, places: Sequence[tuple[int, int]]) -> list[Tensor | None]:
+    def reduced_pieces(self, states: Sequence[tuple[int, int]]) -> list[Tensor | None]:
         """Return this rank's pieces of reduced gradients at (bucket, position): see `collectives.sharded.gradient`."""
         self._check_not_stepped("no gradients left")
         self.finish_gradients()
@@ -439,11 +442,11 @@ class ShardedDataParallel(StandIn):
             for bucket in self.buckets
             for piece in bucket.pieces
         }
-        return [grads.get(place) for place in places]
+        return [grads.get(place) for place in states]
 
     def reduce_norms(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """All-reduce in place: see `collectives.sharded.gradient`."""
-        self.reduce_lane.all_reduce(values, op)
+        self.reduce_comm.all_reduce(values, op)
 
     def _check_not_stepped(self, lack: str) -> None:
         if self.step_in_backward:
@@ -463,12 +466,12 @@ class ShardedDataParallel(StandIn):
             for piece in bucket.pieces:
                 yield piece.name, piece.shape, piece.parameter
 
-    def travel_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    def reduce_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Return buffers as a bucket's reduce-scatter has them, whole and a shard, for measurements between steps.
 
         What is written there may overwrite gradients of shards: they have been stepped and dropped.
         """
-        return self._reduce.departures.buffers_for(bucket)
+        return self._reduce.reduce_scatters.buffers_for(bucket)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every trainable parameter, in order of the buckets: the same on all ranks."""
@@ -524,7 +527,7 @@ class ShardedDataParallel(StandIn):
             )
         pieces = {name: piece for name, _, piece in self.named_shards() if name in shapes}
         optimizer = build_optimizer(
-            kind, settings, shapes, pieces, options, self.buckets, self.reduce_lane, self.wait_parameters, self._gather
+            kind, settings, shapes, pieces, options, self.buckets, self.reduce_comm, self.wait_parameters, self._gather
         )
         # Now the step itself looks for writes through `.data`, and `finish_gradients` need not.
         self._has_optimizer = True
@@ -555,7 +558,7 @@ class ShardedDataParallel(StandIn):
 
     @overlap.setter
     def overlap(self, value: bool) -> None:
-        self._gather.overlap = self._reduce.departures.overlap = value
+        self._gather.overlap = self._reduce.reduce_scatters.overlap = value
 
     @property
     def prefetch(self) -> int | None:
@@ -576,7 +579,7 @@ class ShardedDataParallel(StandIn):
         self.start_step()
         self._gather.wait_all()
 
-    def adopt_parameters(self) -> None:
+    def sync_masters_from_params(self) -> None:
         """Take over into the masters what was written into parameters through `.data`, the same on every rank.
 
         Not needed for what was written in place under `torch.no_grad()`, or before the first forward.
@@ -584,7 +587,7 @@ class ShardedDataParallel(StandIn):
         Raises:
             RuntimeError: something was written without `wait_parameters()` before.
         """
-        self._gather.adopt(unseen=True)
+        self._gather.sync_masters(unseen=True)
 
     def close(self) -> None:
         """End the training: parameters are current, and windows and the peers' memory given back. Twice is once.
@@ -615,10 +618,10 @@ class ShardedDataParallel(StandIn):
         with calling_all("full_state_dict()"):
             self._make_current("full_state_dict()")
             # The masters are what is saved: they must hold what was written through `.data` since the last step.
-            self._gather.adopt(unseen=True)
-            state = full_state_dict(self.module, self.buckets, self.gather_lane)
+            self._gather.sync_masters(unseen=True)
+            state = full_state_dict(self.module, self.buckets, self.gather_comm)
             # Inside `calling_all`, which can tell a rank that it was alone with the call.
-            self.gather_lane.wait_on_host()
+            self.gather_comm.wait_on_host()
         return state
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -673,17 +676,17 @@ class ShardedDataParallel(StandIn):
         """Gather all parameters and wait on the host, so that a rank that calls this alone gets its error here."""
         with calling_all(caller):
             self.wait_parameters()
-            self.gather_lane.wait_on_host()
+            self.gather_comm.wait_on_host()
 
-    def _before_round(self) -> None:
+    def _before_reduction(self) -> None:
         # All gathers before the first reduction: on one communicator their order must be the same on every rank.
         self._gather.launch_all()
         self._step_check.begin_round()
 
-    def _place(self) -> Place:
+    def _step_state(self) -> StepState:
         """Return where this rank's program stands and its settings, for all ranks to compare."""
-        return Place(
-            announced=announced_step(self._step, self.reduce_lane),
+        return StepState(
+            announced=announced_step(self._step, self.reduce_comm),
             # A forward that no backward pass followed looks like a step left out: `step_check`, [Note: which step].
             counted=self._reduce.num_finished + 1 + self._reduce.num_left_out,
             prefetch=self.prefetch or 0,

@@ -1,14 +1,15 @@
 """All-gathers of parameters, launched ahead of the computation that waits for them (MegaScale 3.2).
 
-After an optimiser step only a rank's own shards are current. `publish` starts the gathers of all buckets, in the order
+After an optimiser step only a rank's own shards are current. `unshard` starts the gathers of all buckets, in the order
 of the buckets on every rank, so that they run under data loading and the forward pass: all of them at once, so that
 whoever reads a parameter later waits on this rank alone, or `prefetch` of them ahead of the computation. Where the
-optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and `publish_rest`
+optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and `unshard_rest`
 starts the others. Not covered: letting go of the parameters after their use (ZeRO stage 3).
 
-[Note: parameters that others write] Where parameters are of another dtype than the masters, the next `publish` would
-overwrite what somebody has written into them (a checkpoint, say). `adopt` takes that over into the masters before an
-optimiser changes these: it looks at every value of a rank's own shard, for autograd does not count writes by `.data`.
+[Note: parameters that others write] Where parameters are of another dtype than the masters, the next `unshard` would
+overwrite what somebody has written into them (a checkpoint, say). `sync_masters` takes that over into the masters
+before an optimiser changes these: it looks at every value of a rank's own shard, for autograd does not count writes by
+`.data`.
 
 [Note: parameters that others read] Those of a bucket that is not current are marked (`collectives.sharded.guard`):
 whoever reads or writes one, on whatever thread, comes by `before_access`. Only where nothing has been launched since
@@ -25,8 +26,8 @@ import torch
 
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.guard import mark_current, mark_pending, watch_access
+from collectives.transport.communicator import Communicator, Work
 from collectives.transport.current_stream import current_stream
-from collectives.transport.lane import Flight, Lane
 
 
 class ParameterGather:
@@ -34,35 +35,35 @@ class ParameterGather:
 
     Args:
         buckets: in order of first use.
-        lane: which nothing else uses but calls from the same place in every rank's program.
+        comm: which nothing else uses but calls from the same place in every rank's program.
         prefetch: all-gathers launched ahead of the one that is waited for; None: all.
-        overlap: False: each is waited for at once, all of them in `publish`.
-        start_step: publishes shards that have changed, where somebody reads a parameter before that; None: `publish`.
+        overlap: False: each is waited for at once, all of them in `unshard`.
+        start_step: unshards shards that have changed, where somebody reads a parameter before that; None: `unshard`.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        lane: Lane,
+        comm: Communicator,
         prefetch: int | None,
         overlap: bool,
         start_step: Callable[[], None] | None = None,
     ) -> None:
-        self.buckets, self.lane, self.prefetch, self.overlap = buckets, lane, prefetch, overlap
-        self._start_step = start_step or self.publish
-        self._stale = self._changed_unseen = False
+        self.buckets, self.comm, self.prefetch, self.overlap = buckets, comm, prefetch, overlap
+        self._start_step = start_step or self.unshard
+        self._needs_unshard = self._changed_unseen = False
         self.compares_each_step = True
         """Whether each step looks for what was written through `.data` (a pass over every shard)."""
         # Any thread may read a parameter; re-entrant, for such a read may begin a step, which waits for buckets itself.
         self._lock = threading.RLock()
         self._home: torch.cuda.Stream | None = None
-        """The stream that the last `publish` stood in, which the optimiser and the forward pass run in."""
+        """The stream that the last `unshard` stood in, which the optimiser and the forward pass run in."""
         self._to_launch: deque[int] = deque()
         self._early: set[int] = set()
         """Buckets that this backward pass has gathered already."""
         self._stepped: set[int] = set()
         """Buckets that this backward pass has stepped already: of the next step is at least their own slice."""
-        self._flights: dict[int, Flight] = {}
+        self._works: dict[int, Work] = {}
         self._after: dict[int, torch.cuda.Event] = {}
         """From where on a bucket's gather may start."""
         self._in_place: set[int] = set()
@@ -74,13 +75,13 @@ class ParameterGather:
             watch_access(bucket.parameters, self, index)
 
     @property
-    def stale(self) -> bool:
-        """Whether an optimiser may have changed the shards since they were published."""
-        return self._stale
+    def needs_unshard(self) -> bool:
+        """Whether an optimiser may have changed the shards since they were unsharded."""
+        return self._needs_unshard
 
-    @stale.setter
-    def stale(self, value: bool) -> None:
-        self._stale = value
+    @needs_unshard.setter
+    def needs_unshard(self, value: bool) -> None:
+        self._needs_unshard = value
         if value:
             # From here on a read drives the gathers: see [Note: parameters that others read].
             for bucket in self.buckets:
@@ -90,7 +91,7 @@ class ParameterGather:
 
     def note_changed_unseen(self) -> None:
         """Note that the shards have changed where their versions do not show it."""
-        self.stale = self._changed_unseen = True
+        self.needs_unshard = self._changed_unseen = True
 
     @property
     def shards_have_changed(self) -> bool:
@@ -106,28 +107,30 @@ class ParameterGather:
             RuntimeError: in a backward pass that has stepped it already.
         """
         with self._lock:
-            if self.stale and self.shards_have_changed:  # else gradients are finished, and nobody has stepped yet
+            if (
+                self.needs_unshard and self.shards_have_changed
+            ):  # else gradients are finished, and nobody has stepped yet
                 self._start_step()
             self.wait_for((index,))
 
     @property
-    def settled(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether every parameter is current and waited for."""
-        return not self.stale and not self._flights and not self._to_launch and not self._stepped
+        return not self.needs_unshard and not self._works and not self._to_launch and not self._stepped
 
-    def publish(self) -> None:
+    def unshard(self) -> None:
         """Start the gathers of all buckets, if the shards have changed; the first `prefetch` are launched now."""
-        if not self.stale:
+        if not self.needs_unshard:
             return
         # First of all: the gathers below would overwrite what somebody has written, and nobody would notice.
         self._refuse_writes(range(len(self.buckets)))
-        # Gathers of the last publish still write into the buffers that these take.
+        # Gathers of the last unshard still write into the buffers that these take.
         self.wait_all()
         # Gathers start from here, whenever they are launched: not behind the computation queued up by then.
-        now = self.lane.mark()
-        self._home = None if now is None or self.lane.is_capturing else current_stream(self.lane.device)
+        now = self.comm.mark()
+        self._home = None if now is None or self.comm.is_capturing else current_stream(self.comm.device)
         self._after = {} if now is None else dict.fromkeys(range(len(self.buckets)), now)
-        self.stale = False
+        self.needs_unshard = False
         self._start(range(len(self.buckets)))
 
     def stepping(self, index: int) -> None:
@@ -145,11 +148,11 @@ class ParameterGather:
         if after is not None:
             self._after[index] = after
         self._early.add(index)
-        # `BackwardStep` has published the shard itself, after its update.
+        # `BackwardStep` has unsharded the shard itself, after its update.
         self._in_place.add(index)
         self._launch(index)
 
-    def publish_rest(self, after: dict[int, torch.cuda.Event]) -> None:
+    def unshard_rest(self, after: dict[int, torch.cuda.Event]) -> None:
         """Start, after the backward pass, the gathers of the buckets that `gather_early` did not.
 
         Args:
@@ -158,7 +161,7 @@ class ParameterGather:
         rest = [index for index in range(len(self.buckets)) if index not in self._early]
         self._stepped.clear()
         # Waited for during the pass already, but left marked then, for its parameters may not be read in it.
-        for index in self._early - self._flights.keys():
+        for index in self._early - self._works.keys():
             mark_current(self.buckets[index].parameters)
         self._early.clear()
         self._after.update(after)
@@ -176,20 +179,20 @@ class ParameterGather:
             with self._lock:
                 # Before the wait, so that the next gathers are on their way while this one is waited for.
                 self._launch_until(index + 1 + self._depth)
-                flight = self._flights.get(index)
-                if flight is not None:
-                    flight.wait()
+                work = self._works.get(index)
+                if work is not None:
+                    work.wait()
                     self._note_current(index)
 
     def _note_current(self, index: int) -> None:
         """Note that the current stream has waited for this bucket; the computing stream waits too, if it is another."""
-        if self._home is not None and not self.lane.is_capturing:
-            here = current_stream(self.lane.device)
+        if self._home is not None and not self.comm.is_capturing:
+            here = current_stream(self.comm.device)
             if here != self._home:
                 self._home.wait_stream(here)
-        del self._flights[index]
+        del self._works[index]
         # A bucket whose shard has changed again stays marked: its parameters are outdated.
-        if not self.stale and index not in self._stepped:
+        if not self.needs_unshard and index not in self._stepped:
             mark_current(self.buckets[index].parameters)
 
     @property
@@ -201,12 +204,12 @@ class ParameterGather:
         self._launch_until(len(self.buckets))
 
     def wait_all(self) -> None:
-        """Make every parameter ready to be read, with the values of the last `publish`."""
+        """Make every parameter ready to be read, with the values of the last `unshard`."""
         self.wait_for(range(len(self.buckets)))
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if shards were changed that nothing will publish."""
-        if self.stale:
+        """Raise RuntimeError if shards were changed that nothing will unshard."""
+        if self.needs_unshard:
             return
         waiting = set(self._to_launch)
         for index, (bucket, version) in enumerate(zip(self.buckets, self._versions, strict=True)):
@@ -214,10 +217,10 @@ class ParameterGather:
             if index not in waiting and bucket.master_S._version != version:
                 raise RuntimeError(
                     f"shards of bucket {index} ({bucket.plan.slots[0].name}, ...) were changed after they "
-                    "were published; the order is backward, finish_gradients(), optimiser step, start_step() or forward"
+                    "were unsharded; the order is backward, finish_gradients(), optimiser step, start_step() or forward"
                 )
 
-    def adopt(self, unseen: bool = False) -> None:
+    def sync_masters(self, unseen: bool = False) -> None:
         """Copy what others have written into parameters to the masters; see the note above.
 
         Args:
@@ -227,20 +230,20 @@ class ParameterGather:
             RuntimeError: something was written while the gather that overwrites it was under way.
         """
         # The masters are ahead of the parameters: to take these over would undo the step.
-        if self.stale and self.shards_have_changed:
+        if self.needs_unshard and self.shards_have_changed:
             return
         written = [index for index in range(len(self.buckets)) if self._is_written(index)]
-        self._refuse_writes(index for index in written if index in self._flights or index in self._to_launch)
+        self._refuse_writes(index for index in written if index in self._works or index in self._to_launch)
         for index in range(len(self.buckets)) if unseen else written:
             bucket = self.buckets[index]
-            if index not in self._flights and index not in self._to_launch:
-                bucket.adopt()
-                # The adoption has raised the version itself, and leaves nothing to publish.
+            if index not in self._works and index not in self._to_launch:
+                bucket.sync_masters()
+                # The adoption has raised the version itself, and leaves nothing to unshard.
                 self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
 
     def note_changed(self) -> None:
-        """Note that shards and full parameters were changed alike on every rank: there is nothing to publish."""
-        self.stale = False
+        """Note that shards and full parameters were changed alike on every rank: there is nothing to unshard."""
+        self.needs_unshard = False
         for bucket in self.buckets:
             mark_current(bucket.parameters)
         self._versions = [bucket.master_S._version for bucket in self.buckets]
@@ -260,7 +263,7 @@ class ParameterGather:
             if self._is_written(index):
                 raise RuntimeError(
                     f"parameters of bucket {index} ({self.buckets[index].plan.slots[0].name}, ...) were written in "
-                    "place between a step and the gather that publishes it, which overwrites them: call "
+                    "place between a step and the gather that unshards it, which overwrites them: call "
                     "wait_parameters() before writing, on every rank"
                 )
 
@@ -287,12 +290,12 @@ class ParameterGather:
     def _launch(self, index: int) -> None:
         """Launch the all-gather of one bucket; without overlap, wait for it."""
         bucket = self.buckets[index]
-        prepare = None if index in self._in_place else bucket.publish
-        flight = self.lane.all_gather(bucket.full_N, prepare, self._after.pop(index, None))
+        prepare = None if index in self._in_place else bucket.unshard
+        work = self.comm.all_gather(bucket.unsharded_N, prepare, self._after.pop(index, None))
         self._in_place.discard(index)
         # The version that travels: a later one was changed too late, see `check_unchanged`.
         self._versions[index] = bucket.master_S._version
-        self._flights[index] = flight
+        self._works[index] = work
         if not self.overlap:
-            flight.wait()
+            work.wait()
             self._note_current(index)

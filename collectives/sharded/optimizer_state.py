@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from collectives.alike import spread
 from collectives.sharded.bucket import Bucket, BucketPlan, Piece
 from collectives.sharded.state import gather_whole, own_range
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 
 MASTER = "master_param"
 
@@ -86,7 +86,7 @@ class NamedState:
 
     Args:
         optimizer: held weakly.
-        buckets, lane: of the wrapper.
+        buckets, comm: of the wrapper.
         names: of the parameters of each group of the optimiser, whole and in their order.
         probe: the state of a small parameter of group i after one step; None: it cannot be tried out.
         header: what makes a state that of this rank's shard.
@@ -98,7 +98,7 @@ class NamedState:
         self,
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[Bucket],
-        lane: Lane,
+        comm: Communicator,
         names: Sequence[Sequence[str]],
         probe: Callable[[int], Mapping[str, Any] | None],
         header: Mapping[str, Any],
@@ -110,7 +110,7 @@ class NamedState:
         self._all = [name for group in names for name in group]
         chosen = set(self._all)
         self._buckets = [b for b in buckets if any(slot.name in chosen for slot in b.plan.slots)]
-        self._lane, self._probe, self._header = lane, probe, header
+        self._comm, self._probe, self._header = comm, probe, header
         self._make_current, self._note_changed = make_current, note_changed
         self._pieces = {piece.name: (b, piece) for b in buckets for piece in b.pieces if piece.name in chosen}
 
@@ -173,7 +173,7 @@ class NamedState:
                 for key, spec in specs.get(slot.name, {}).items():
                     if spec.kind != "elements":
                         value = _value_of(spec, device)
-                    elif self._lane.group is None:
+                    elif self._comm.group is None:
                         value = self._elements(slot.name, key, spec).view(slot.shape)
                         value = value if device is None else value.to(device)
                     elif not slot.shape or not slot.numel:  # no shards of such: it is small, and the same on all ranks
@@ -198,7 +198,7 @@ class NamedState:
         except ValueError as exc:
             trouble = str(exc)
         # All ranks hear of it: one that went on alone would wait for the others.
-        troubles = self._lane.tell_texts(trouble, "state")
+        troubles = self._comm.all_gather_text(trouble, "state")
         if any(troubles):
             raise ValueError(trouble or next(filter(None, troubles)))
         self.optimizer.load_state_dict(local)
@@ -211,22 +211,22 @@ class NamedState:
             piece.parameter.copy_(values)
             bucket.note_masters_loaded()
         differ = any(not bucket.holds_masters() for bucket in self._buckets)
-        self._note_changed(any(there for [there] in self._lane.tell([differ], "state")))
+        self._note_changed(any(there for [there] in self._comm.all_gather_ints([differ], "state")))
 
     def load_broadcast(self, state: Mapping[str, Any], names: Names = str, strict: bool = True) -> None:
         """Load a state that only rank 0 has: it broadcasts one tensor after the other. Arguments as in `load`."""
-        if self._lane.ranks[0] != 0:
+        if self._comm.ranks[0] != 0:
             raise ValueError(
                 "broadcast_from_rank0: rank 0 has no replica in this group; load the state on every rank instead"
             )
-        lane = self._lane
-        source = {key: dict(value) for key, value in state["state"].items()} if lane.rank == 0 else {}
+        comm = self._comm
+        source = {key: dict(value) for key, value in state["state"].items()} if comm.rank == 0 else {}
         skeleton = {
             "state": {
                 name: {key: None if _is_large(value) else value for key, value in each.items()}
                 for name, each in source.items()
             },
-            "param_groups": state["param_groups"] if lane.rank == 0 else [],
+            "param_groups": state["param_groups"] if comm.rank == 0 else [],
             "large": [
                 (name, key, tuple(value.shape), value.dtype)
                 for name, each in source.items()
@@ -234,14 +234,14 @@ class NamedState:
                 if _is_large(value)
             ],
         }
-        text = base64.b64encode(pickle.dumps(skeleton)).decode() if lane.rank == 0 else ""
-        received = pickle.loads(base64.b64decode(lane.tell_texts(text, "state")[0]))
+        text = base64.b64encode(pickle.dumps(skeleton)).decode() if comm.rank == 0 else ""
+        received = pickle.loads(base64.b64decode(comm.all_gather_text(text, "state")[0]))
         places = {names(name): (name, piece) for name, (_, piece) in self._pieces.items()}
         for name, key, shape, dtype in received.pop("large"):
-            whole = torch.empty(shape, dtype=dtype, device=lane.device)
-            if lane.rank == 0:
+            whole = torch.empty(shape, dtype=dtype, device=comm.device)
+            if comm.rank == 0:
                 whole.copy_(source[name][key])
-            lane.broadcast(whole)
+            comm.broadcast(whole)
             # Of the whole only what is this rank's own is kept.
             received["state"][name][key] = self._own_part(whole, places[name][0]) if name in places else None
         self.load(received, names, strict)
@@ -285,7 +285,7 @@ class NamedState:
     def _agreed_specs(self) -> dict[str, dict[str, _Spec]]:
         """Return the specs of every parameter's state, whichever rank holds it."""
         optimizer, index_of = self.optimizer, {name: index for index, name in enumerate(self._all)}
-        has_none = not any(has for [has] in self._lane.tell([bool(optimizer.state)], "state"))
+        has_none = not any(has for [has] in self._comm.all_gather_ints([bool(optimizer.state)], "state"))
         own: dict[str, list[int]] = {}
         for name, (bucket, piece) in self._pieces.items():
             if has_none:  # nothing was stepped: what the first step would make
@@ -299,7 +299,7 @@ class NamedState:
             own.setdefault(json.dumps(specs, sort_keys=True), []).append(index_of[name])
         agreed: dict[str, dict[str, _Spec]] = {name: {} for name in self._all}
         first: dict[str, tuple[int, str]] = {}
-        for rank, text in zip(self._lane.ranks, self._lane.tell_texts(json.dumps(own), "state"), strict=True):
+        for rank, text in zip(self._comm.ranks, self._comm.all_gather_text(json.dumps(own), "state"), strict=True):
             for specs_text, indices in json.loads(text).items():
                 for index in indices:
                     name = self._all[index]
@@ -348,7 +348,7 @@ class NamedState:
         def value(piece: Piece) -> Tensor | None:
             return self._elements(piece.name, key, spec) if piece.name in holders else None
 
-        for name, whole in gather_whole(buckets, self._lane, value, dtype):
+        for name, whole in gather_whole(buckets, self._comm, value, dtype):
             if name in holders:
                 yield name, whole
 
@@ -385,20 +385,20 @@ class NamedState:
         from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
         from torch.distributed._shard.sharded_tensor.shard import Shard
 
-        lane = self._lane
+        comm = self._comm
         own = self._elements(name, key, spec)
         if device is not None:
             own = own.to(device)
-        at = lane.device if device is None else torch.device(device)
+        at = comm.device if device is None else torch.device(device)
         metadata, local = [], []
         for rank, first, box in shards:
-            place = ShardMetadata(list(box.offsets), list(box.sizes), f"rank:{lane.ranks[rank]}/{at}")
+            place = ShardMetadata(list(box.offsets), list(box.sizes), f"rank:{comm.ranks[rank]}/{at}")
             metadata.append(place)
-            if rank == lane.rank:
+            if rank == comm.rank:
                 local.append(Shard(own[box.start - first : box.end - first].view(box.sizes), place))
         whole = ShardedTensorMetadata(metadata, shape, TensorProperties(dtype=_dtype(spec.dtype)))
         kind = _quiet_sharded_tensor()
-        made = kind._init_from_local_shards_and_global_metadata(local, whole, lane.group)
+        made = kind._init_from_local_shards_and_global_metadata(local, whole, comm.group)
         made.__class__ = kind
         return made
 
@@ -474,7 +474,7 @@ class NamedState:
                     f"state {key!r} of {name} is cut otherwise than here: let torch.distributed.checkpoint.load() read "
                     "into what get_optimizer_state_dict() gives here"
                 )
-            parts.append(part.detach().flatten().to(self._lane.device))
+            parts.append(part.detach().flatten().to(self._comm.device))
         return torch.cat(parts)
 
 

@@ -24,7 +24,7 @@ from collectives.sharded.optimizer_state import NamedState, name_state
 from collectives.sharded.reduce import GradientReduce
 from collectives.sharded.scaler import make_scalers_finish
 from collectives.sharded.state import attach_shard_check
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Options = Callable[[str, torch.Size], Mapping[str, Any]]
@@ -37,7 +37,7 @@ class OptimizerSteps:
     Args:
         buckets, gather, reduce: of the wrapper.
         finish: its gradients; told whether to wait for all of them.
-        start_step: publishes changed shards.
+        start_step: unshards changed shards.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OptimizerSteps:
     ) -> None:
         self._buckets, self._gather, self._reduce = buckets, gather, reduce
         self._finish, self._start_step = finish, start_step
-        self._follower: BackwardStep | None = None
+        self._post_reduce_hook: BackwardStep | None = None
         self._tied: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[str]] = weakref.WeakKeyDictionary()
         """Optimisers that step after the backward pass, and the names of what each of them steps."""
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -69,7 +69,7 @@ class OptimizerSteps:
             names: of the parameters that it steps.
         """
         # The optimiser that was built last decides where steps are taken.
-        self._reduce.follower = self._follower = None
+        self._reduce.post_reduce_hook = self._post_reduce_hook = None
         stepped = frozenset(names)
         # `_after` would wait for a step of the replaced one that never comes, and start no gathers.
         for earlier in [each for each, others in self._tied.items() if others & stepped]:
@@ -84,22 +84,24 @@ class OptimizerSteps:
         Args:
             share: of the gathers that moves there, 0..1; None: what balances both passes.
         """
-        self._reduce.follower = self._follower = None
-        departures = self._reduce.departures
-        self.gather_share = balanced_share(self._buckets[0].plan.dtype, departures.dtype) if share is None else share
+        self._reduce.post_reduce_hook = self._post_reduce_hook = None
+        reduce_scatters = self._reduce.reduce_scatters
+        self.gather_share = (
+            balanced_share(self._buckets[0].plan.dtype, reduce_scatters.dtype) if share is None else share
+        )
         take_step = functools.partial(type(optimizer).step, optimizer)
         # The host does not wait for a device: one reduction in between covers an update. The CPU waits for a reduction.
-        stream = departures.stream
-        lag = departures.in_flight if stream is None else 1
-        self._follower = BackwardStep(self._buckets, self._gather, take_step, self.gather_share, lag, stream)
-        self._reduce.follower = self._follower
+        stream = reduce_scatters.stream
+        lag = reduce_scatters.in_flight if stream is None else 1
+        self._post_reduce_hook = BackwardStep(self._buckets, self._gather, take_step, self.gather_share, lag, stream)
+        self._reduce.post_reduce_hook = self._post_reduce_hook
 
         def step(_optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             called = self._before(_optimizer, (_optimizer, closure), {})
             # No backward pass has stepped: all were under `no_sync`, or `inside` is off.
             if not self._reduce.stepped:
                 take_step()
-            # `_start_step` does it for stale shards only, and a pass that steps has published them.
+            # `_start_step` does it for stale shards only, and a pass that steps has unsharded them.
             self._reduce.begin_step()
             self._start_step()
             return None if called is None else called[0][1]()
@@ -110,13 +112,13 @@ class OptimizerSteps:
     @property
     def inside(self) -> bool:
         """Whether backward passes take the steps."""
-        return self._reduce.follower is not None
+        return self._reduce.post_reduce_hook is not None
 
     @inside.setter
     def inside(self, value: bool) -> None:
-        if value and self._follower is None:
+        if value and self._post_reduce_hook is None:
             raise ValueError("step_in_backward = True: take the optimiser with optimizer(..., step_in_backward=True)")
-        self._reduce.follower = self._follower if value else None
+        self._reduce.post_reduce_hook = self._post_reduce_hook if value else None
 
     def _before(
         self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any], waits: bool = True
@@ -137,7 +139,7 @@ class OptimizerSteps:
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         # With `waits=False` the step has waited for the gradients that it read, and for no others.
-        self._reduce.departures.wait_all()
+        self._reduce.reduce_scatters.wait_all()
         self._have_stepped.add(optimizer)
         # Of several optimisers the last one starts the gathers; where it takes no step, the next forward pass does.
         if all(each in self._have_stepped for each in self._tied):
@@ -181,7 +183,7 @@ def build_optimizer(
     pieces: Mapping[str, nn.Parameter],
     options: Options,
     buckets: Sequence[Bucket],
-    lane: Lane,
+    comm: Communicator,
     make_current: Callable[[], None],
     gather: ParameterGather,
 ) -> OptimizerT:
@@ -191,7 +193,7 @@ def build_optimizer(
         kind: built as `kind(param_groups, **settings)`.
         settings: of all parameters.
         shapes, pieces, options: as in `parameter_groups`.
-        buckets, lane: where the parameters lie, and the lane by which their state travels.
+        buckets, comm: where the parameters lie, and the communicator by which their state travels.
         make_current: has every parameter of the module current.
         gather: of the buckets; hears where masters were loaded.
 
@@ -203,14 +205,14 @@ def build_optimizer(
     _check_kind(kind, settings, of_groups, names, buckets)
     optimizer = kind(groups, **settings)
     # The optimiser's own state_dict numbers this rank's pieces: on another rank it might fit by chance.
-    header = attach_shard_check(optimizer, buckets, lane)
+    header = attach_shard_check(optimizer, buckets, comm)
 
     def probe(index: int) -> Mapping[str, Any] | None:
         # Of more than one element, so that a state like the parameter is told from one of a single number.
-        like = torch.empty(2, 3, dtype=buckets[0].master_S.dtype, device=lane.device)
+        like = torch.empty(2, 3, dtype=buckets[0].master_S.dtype, device=comm.device)
         return probed_state(kind, of_groups[index], like)
 
-    named = NamedState(optimizer, buckets, lane, names, probe, header, make_current, gather.note_masters_loaded)
+    named = NamedState(optimizer, buckets, comm, names, probe, header, make_current, gather.note_masters_loaded)
     name_state(optimizer, named)
     # A scaler reads gradients before it calls `step`, whose hook would finish them too late.
     make_scalers_finish()

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from collectives.alike import first_difference
 from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
-from collectives.sharded.departure import Travel
-from collectives.transport.lane import Lane
+from collectives.sharded.reduce_scatter import ReduceScatterBuffers
+from collectives.transport.communicator import Communicator
 from collectives.transport.nccl_options import nccl_options
 from collectives.transport.peer_reduce import DTYPES, PeerReduce
 from collectives.transport.symmetric import why_unusable
@@ -150,7 +150,7 @@ def open_groups(
     ]
 
 
-def open_lanes(
+def open_communicators(
     group: dist.ProcessGroup | None,
     groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None,
     device: torch.device,
@@ -158,15 +158,15 @@ def open_lanes(
     recorder: Recorder | None = None,
     watch: Watch | None = None,
     windows: bool = False,
-) -> tuple[Lane, Lane]:
-    """The lanes of gathers and of reductions; one and the same where `groups` holds one group twice."""
+) -> tuple[Communicator, Communicator]:
+    """The communicators of gathers and of reductions; one and the same where `groups` holds one group twice."""
     gather_group, reduce_group = groups or open_groups(group, device, ("gather", "reduce"), timeout, windows)
     if gather_group is not None and gather_group is reduce_group:
-        lane = Lane("data", gather_group, device, recorder, watch)
-        return lane, lane
+        comm = Communicator("data", gather_group, device, recorder, watch)
+        return comm, comm
     return (
-        Lane("gather", gather_group, device, recorder, watch),
-        Lane("reduce", reduce_group, device, recorder, watch),
+        Communicator("gather", gather_group, device, recorder, watch),
+        Communicator("reduce", reduce_group, device, recorder, watch),
     )
 
 
@@ -200,7 +200,9 @@ def plan_module(
     return plan_buckets(layout, bucket_bytes, world_size, units_of, align, is_whole)
 
 
-def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], settings: Mapping[str, object]) -> None:
+def check_same(
+    comm: Communicator, module: nn.Module, plans: Sequence[BucketPlan], settings: Mapping[str, object]
+) -> None:
     """Raise the same ValueError on all ranks if they differ, which would hang or mix up parameters later.
 
     Args:
@@ -217,44 +219,44 @@ def check_same(lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], setti
     described["order"] = ", ".join(slot.name for plan in plans for slot in plan.slots)
     text = json.dumps(described)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    if len({one for [one] in lane.tell([digest], "arguments")}) == 1:
+    if len({one for [one] in comm.all_gather_ints([digest], "arguments")}) == 1:
         return
-    arguments = [json.loads(one) for one in lane.tell_texts(text, "arguments")]
+    arguments = [json.loads(one) for one in comm.all_gather_text(text, "arguments")]
     raise ValueError(
         "ranks differ in the module's parameters or buffers, or in the arguments of the wrapper: "
-        f"{first_difference(arguments, lane.ranks)}; give every rank the same"
+        f"{first_difference(arguments, comm.ranks)}; give every rank the same"
     )
 
 
-def open_parameter_windows(lane: Lane, plans: Sequence[BucketPlan]) -> Windows:
-    """Register with NCCL memory for the parameters of all buckets, on a lane of several ranks."""
-    assert lane.group is not None
-    return Windows(lane.group, lane.device, sum(Windows.room(plan.padded_numel, plan.dtype) for plan in plans))
+def open_parameter_windows(comm: Communicator, plans: Sequence[BucketPlan]) -> Windows:
+    """Register with NCCL memory for the parameters of all buckets, on a communicator of several ranks."""
+    assert comm.group is not None
+    return Windows(comm.group, comm.device, sum(Windows.room(plan.padded_numel, plan.dtype) for plan in plans))
 
 
 def build_buckets(
     module: nn.Module,
     plans: Sequence[BucketPlan],
-    lane: Lane,
+    comm: Communicator,
     windows: Windows | None = None,
     gradients: Mapping[int, Tensor] = types.MappingProxyType({}),
 ) -> list[Bucket]:
     """Move the trainable parameters into buckets that hold rank 0's values.
 
     Args:
-        module, plans, lane: as planned.
+        module, plans, comm: as planned.
         windows: the parameters lie there; None: in memory that is allocated here.
         gradients: where reduced gradients lie, by the index of a bucket; of others in memory that is allocated here.
     """
     parameters = dict(module.named_parameters())
     return [
-        _build(plan, [parameters[slot.name] for slot in plan.slots], lane, windows, gradients.get(plan.index))
+        _build(plan, [parameters[slot.name] for slot in plan.slots], comm, windows, gradients.get(plan.index))
         for plan in plans
     ]
 
 
-def open_travel(
-    lane: Lane,
+def open_reduce_buffers(
+    comm: Communicator,
     module: nn.Module,
     plans: Sequence[BucketPlan],
     dtype: torch.dtype,
@@ -263,11 +265,12 @@ def open_travel(
     adds: bool,
     windows: bool,
     peers: bool,
-) -> Travel:
-    """Open the buffers in which gradients travel in `dtype`, `count` buckets at once, on a lane of several ranks.
+) -> ReduceScatterBuffers:
+    """Open the buffers in which gradients travel in `dtype`, `count` buckets at once, on a communicator of several
+    ranks.
 
     Args:
-        lane, module, plans: the communicator, the module and its buckets.
+        comm, module, plans: the communicator, the module and its buckets.
         dtype, count: of the gradients on their way; buckets in flight at once.
         adds: whether sums are added to those of a pass before: then none stays where it lands.
         windows: in NCCL's windows.
@@ -277,38 +280,38 @@ def open_travel(
         ValueError: the peers' memory cannot be written to, or takes no `dtype`.
     """
     if peers:
-        return Travel(by=_open_peer_reduce(lane, plans, dtype))
-    return _open_travel_windows(lane, module, plans, dtype, count, adds) if windows else Travel()
+        return ReduceScatterBuffers(by=_open_peer_reduce(comm, plans, dtype))
+    return _open_reduce_windows(comm, module, plans, dtype, count, adds) if windows else ReduceScatterBuffers()
 
 
-def _open_peer_reduce(lane: Lane, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
+def _open_peer_reduce(comm: Communicator, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
     """Open the reduction of gradients by copies to the peers, with buffers for the largest bucket.
 
     Raises:
         ValueError: peers cannot be reached, or gradients are of a type that it cannot add.
     """
-    assert lane.group is not None
-    reason = why_unusable(lane.group, lane.device)
+    assert comm.group is not None
+    reason = why_unusable(comm.group, comm.device)
     if reason is None and dtype not in DTYPES:
         reason = f"gradients travel in {dtype}"
     if reason is not None:
         raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); leave it out")
     part_bytes = max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize
-    peers = PeerReduce(lane.group, lane.device, part_bytes, lane.peer_streams)
-    lane.peer_streams = peers.streams
+    peers = PeerReduce(comm.group, comm.device, part_bytes, comm.peer_streams)
+    comm.peer_streams = peers.streams
     return peers
 
 
-def _open_travel_windows(
-    lane: Lane, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int, adds: bool
-) -> Travel:
+def _open_reduce_windows(
+    comm: Communicator, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int, adds: bool
+) -> ReduceScatterBuffers:
     """Register with NCCL one allocation for all buffers of the reduce-scatters: pairs of input and output, and shards.
 
     Args:
         count: reduce-scatters that may be under way, each with a pair.
         adds: gradients add up in the masters' shards over passes, so none is reduced in place.
     """
-    assert lane.group is not None
+    assert comm.group is not None
     parameters = dict(module.named_parameters())
     staying = {
         plan.index: plan.shard_numel
@@ -319,20 +322,20 @@ def _open_travel_windows(
     shard = max((plan.shard_numel for plan in plans if plan.index not in staying), default=0)
     num_bytes = count * (Windows.room(whole, dtype) + Windows.room(shard, dtype))
     num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
-    windows = Windows(lane.group, lane.device, num_bytes)
-    return Travel(
+    windows = Windows(comm.group, comm.device, num_bytes)
+    return ReduceScatterBuffers(
         [(windows.take(whole, dtype), windows.take(shard, dtype)) for _ in range(count)],
         {index: windows.take(numel, dtype) for index, numel in staying.items()},
         windows=windows,
     )
 
 
-def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -> list[nn.Parameter]:
+def same_start(module: nn.Module, comm: Communicator, param_dtype: torch.dtype | None) -> list[nn.Parameter]:
     """Give frozen parameters and buffers rank 0's values; frozen ones are cast to `param_dtype`, and returned."""
     frozen: list[nn.Parameter] = []
     for _, tensor in _replicated(module):
         values = tensor.detach().contiguous()
-        lane.broadcast(values)
+        comm.broadcast(values)
         tensor.detach().copy_(values)
         if isinstance(tensor, nn.Parameter):
             frozen.append(tensor)
@@ -342,16 +345,16 @@ def same_start(module: nn.Module, lane: Lane, param_dtype: torch.dtype | None) -
 
 
 @torch.no_grad()
-def send_buffers(module: nn.Module, lane: Lane) -> None:
+def send_buffers(module: nn.Module, comm: Communicator) -> None:
     """Broadcast rank 0's values into the buffers of every rank, a broadcast a dtype, and wait."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in module.buffers():
-        if buffer.device.type == lane.device.type and buffer.layout == torch.strided and buffer.numel():
+        if buffer.device.type == comm.device.type and buffer.layout == torch.strided and buffer.numel():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         values = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        lane.broadcast(values.view(torch.uint8))  # backends lack some dtypes
-        if lane.rank != 0:
+        comm.broadcast(values.view(torch.uint8))  # backends lack some dtypes
+        if comm.rank != 0:
             parts = torch.split(values, [buffer.numel() for buffer in buffers])
             for buffer, own in zip(buffers, parts, strict=True):
                 buffer.copy_(own.view(buffer.shape))
@@ -431,17 +434,17 @@ def _master_dtype(parameter: nn.Parameter) -> torch.dtype:
 def _build(
     plan: BucketPlan,
     parameters: Sequence[nn.Parameter],
-    lane: Lane,
+    comm: Communicator,
     windows: Windows | None,
     grad_S: Tensor | None,
 ) -> Bucket:
     """Build one bucket of its parameters, with the values of rank 0 on all ranks."""
-    flat_N = torch.zeros(plan.padded_numel, dtype=_master_dtype(parameters[0]), device=lane.device)
+    flat_N = torch.zeros(plan.padded_numel, dtype=_master_dtype(parameters[0]), device=comm.device)
     for view, parameter in zip(plan.views(flat_N), parameters, strict=True):
         view.copy_(parameter)
-    lane.broadcast(flat_N)
-    full_N = None if windows is None else windows.take(plan.padded_numel, plan.dtype)
-    return Bucket(plan, flat_N, parameters, lane.rank, full_N, grad_S)
+    comm.broadcast(flat_N)
+    unsharded_N = None if windows is None else windows.take(plan.padded_numel, plan.dtype)
+    return Bucket(plan, flat_N, parameters, comm.rank, unsharded_N, grad_S)
 
 
 def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

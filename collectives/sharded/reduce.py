@@ -3,8 +3,8 @@
 A round is one reduce-scatter of every bucket. Each backward pass outside `no_sync` is one round: a bucket is launched
 when all its gradients have come, what is then left is launched at the end of the pass, with zeros for parameters that
 got no gradient. A `BackwardStep` may step the optimiser bucket by bucket after the reductions of a step's last pass.
-Not covered: what a reduce-scatter itself is (`collectives.sharded.departure`), and telling ranks apart, so every rank
-must run the same number of such passes between two calls of `finish`.
+Not covered: what a reduce-scatter itself is (`collectives.sharded.reduce_scatter`), and telling ranks apart, so every
+rank must run the same number of such passes between two calls of `finish`.
 
 [Note: launch order] A backend matches collectives by the order in which each rank launches them. Autograd may complete
 buckets in any order, and in another one on another rank (branches, unused parameters). So buckets are launched strictly
@@ -29,12 +29,12 @@ from torch import Tensor, nn
 
 from collectives.sharded.backward_step import BackwardStep
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.departure import Departures, Travel
+from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
 from collectives.sharded.gradient import ReducedPieces
-from collectives.sharded.postponed import Postponed
+from collectives.sharded.reduce_scatter import ReduceScatterBuffers, ReduceScatterQueue
 from collectives.sharded.slot import GradientSlot, Promise, SlotSource, Write, set_slot_source
+from collectives.transport.communicator import Communicator, Work
 from collectives.transport.current_stream import current_stream
-from collectives.transport.lane import Flight, Lane
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,14 @@ class GradientReduce:
 
     Args:
         buckets: in order of first use.
-        lane: which nothing else uses but calls from the same place in every rank's program.
+        comm: which nothing else uses but calls from the same place in every rank's program.
         dtype: of the sums on the wire.
         in_flight: reduce-scatters that may be under way; their buffers are all the memory that reduction takes.
         overlap: False: each is waited for at once.
         stage: of ZeRO; 2: every backward pass is a round, 1: those outside `no_sync` are.
-        before_round: called before the first launch of a round; what it raises, a backward pass raises.
-        travel: the memory that gradients travel in, and what reduces them; None: allocated, and the lane's backend.
+        before_reduction: called before the first launch of a round; what it raises, a backward pass raises.
+        reduce_buffers: the memory that gradients travel in, and what reduces them; None: allocated, and the
+            communicator's backend.
         mean: over ranks; False: sums, of losses that were divided by the number of ranks.
         skips_unused: whether a parameter that has a gradient on no rank has none for the optimiser; False: zeros.
         source: held weakly; reaches the reduced gradients for whom asks a parameter for its `.grad`.
@@ -59,45 +60,47 @@ class GradientReduce:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        lane: Lane,
+        comm: Communicator,
         dtype: torch.dtype,
         in_flight: int,
         overlap: bool,
         stage: int = 1,
-        before_round: Callable[[], None] = lambda: None,
-        travel: Travel | None = None,
+        before_reduction: Callable[[], None] = lambda: None,
+        reduce_buffers: ReduceScatterBuffers | None = None,
         mean: bool = True,
         skips_unused: bool = False,
         source: ReducedPieces | None = None,
     ) -> None:
         self._skips_unused = skips_unused
         self._source = None if source is None else weakref.ref(source)
-        self._used_by_all: tuple[Flight, Tensor, Tensor] | None = None
-        """In flight: which parameters have a gradient on some rank; and, on CUDA, a host copy of this rank's own."""
-        self.buckets, self.lane, self.stage = buckets, lane, stage
-        self.departures = Departures(lane, dtype, in_flight, overlap, travel or Travel(), mean)
+        self._used_by_all: tuple[Work, Tensor, Tensor] | None = None
+        """In work: which parameters have a gradient on some rank; and, on CUDA, a host copy of this rank's own."""
+        self.buckets, self.comm, self.stage = buckets, comm, stage
+        self.reduce_scatters = ReduceScatterQueue(
+            comm, dtype, in_flight, overlap, reduce_buffers or ReduceScatterBuffers(), mean
+        )
         self.is_last = True
         """Whether the next backward pass is the last of a step, as far as one knows; False inside `no_sync`."""
-        self.follower: BackwardStep | None = None
+        self.post_reduce_hook: BackwardStep | None = None
         self.stepped = False
         """Whether the follower has taken the step that these gradients are for."""
-        self._before_round = before_round
+        self._before_reduction = before_reduction
         self._writers: set[torch.cuda.Stream] = set()
         """Streams in which slots were given."""
-        self._waiting: list[Postponed] = []
+        self._waiting: list[DeferredWeightGrads] = []
         """What backward passes have left of this step, and nobody has computed."""
-        self._into: Postponed | None = None
+        self._into: DeferredWeightGrads | None = None
         """Where the backward pass that runs now leaves it."""
         self._promises: list[Promise] = []
         """Of the backward pass that runs now, kept or not."""
         # What adds up on this rank over several passes would lose digits in a narrow dtype of the wire.
         self._local_dtype = torch.promote_types(dtype, torch.float32)
         self._in_backward = False
-        self._is_round = False
-        self._follows = False
+        self._reduces = False
+        self._steps_in_backward = False
         self._missing = [0] * len(buckets)
         self._next = -1
-        self._num_rounds = 0
+        self._num_reductions = 0
         self._unreduced = False
         self._finished = False
         self.num_finished = self.num_left_out = 0
@@ -149,13 +152,13 @@ class GradientReduce:
             reduce = owner()
             return None if reduce is None else reduce._slot(index, position)
 
-        def postpones() -> bool:
+        def defers() -> bool:
             reduce = owner()
             return reduce is not None and reduce._into is not None
 
-        def postpone(write: Write) -> bool:
+        def defer(write: Write) -> bool:
             reduce = owner()
-            return reduce is not None and reduce._postpone(index, position, write)
+            return reduce is not None and reduce._defer(index, position, write)
 
         def promise(write: Write) -> Promise | None:
             reduce = owner()
@@ -163,7 +166,7 @@ class GradientReduce:
 
         parameter.register_hook(before)  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-        set_slot_source(parameter, SlotSource(give, postpones, postpone, promise))
+        set_slot_source(parameter, SlotSource(give, defers, defer, promise))
 
     def _slot(self, index: int, position: int) -> GradientSlot | None:
         """Return the place for a parameter's gradient, or None; begin the backward pass if that is its first one."""
@@ -172,9 +175,9 @@ class GradientReduce:
             self._begin_backward()
         self._open(index)
         slot = self.buckets[index].slot(position)
-        if slot is not None and self.lane.device.type == "cuda":
+        if slot is not None and self.comm.device.type == "cuda":
             # Operators may run on several streams of autograd: the reduction has to follow all of them.
-            self._writers.add(current_stream(self.lane.device))
+            self._writers.add(current_stream(self.comm.device))
         return slot
 
     @contextmanager
@@ -187,7 +190,7 @@ class GradientReduce:
             self.is_last = before
 
     @contextmanager
-    def postponing(self) -> Iterator[Postponed]:
+    def deferring(self) -> Iterator[DeferredWeightGrads]:
         """A backward pass inside leaves the gradients of linears' weights; it is no round, what computes them may be.
 
         Raises:
@@ -196,23 +199,23 @@ class GradientReduce:
         """
         if self.stage == 2:
             raise ValueError("weights' gradients cannot be postponed in stage 2, which reduces every pass; use stage 1")
-        if self.follower is not None:
+        if self.post_reduce_hook is not None:
             raise ValueError("weights' gradients cannot be postponed where step_in_backward steps them; build without")
         if self._into is not None:
-            raise ValueError("weights' gradients are postponed already: one backward pass in each weights_postponed()")
-        postponed = Postponed(self._compute)
-        was_last, self.is_last, self._into = self.is_last, False, postponed
-        self._waiting.append(postponed)
+            raise ValueError("weights' gradients are postponed already: one backward pass in each defer_weight_grads()")
+        deferred = DeferredWeightGrads(self._compute)
+        was_last, self.is_last, self._into = self.is_last, False, deferred
+        self._waiting.append(deferred)
         try:
-            yield postponed
+            yield deferred
         except BaseException:  # of a pass that did not complete nothing is wanted
-            if postponed in self._waiting:
-                self._waiting.remove(postponed)
+            if deferred in self._waiting:
+                self._waiting.remove(deferred)
             raise
         finally:
             self.is_last, self._into = was_last, None
 
-    def _postpone(self, index: int, position: int, write: Write) -> bool:
+    def _defer(self, index: int, position: int, write: Write) -> bool:
         """Keep a weight gradient's product for later; return False if the gradient has no place."""
         assert self._into is not None
         if not self._in_backward:
@@ -245,28 +248,28 @@ class GradientReduce:
         return promise
 
     @torch.no_grad()
-    def _compute(self, postponed: Postponed) -> None:
+    def _compute(self, deferred: DeferredWeightGrads) -> None:
         """Compute a pass's postponed weight gradients, bucket by bucket, and launch each bucket's reduction in a round.
 
         Raises:
             RuntimeError: they were computed or dropped before.
         """
-        if postponed not in self._waiting:
+        if deferred not in self._waiting:
             raise RuntimeError("these weights' gradients were computed or dropped before: compute each pass's once")
-        self._waiting.remove(postponed)
-        self._in_backward, self._is_round = True, self.is_last  # until it is through: what raises here leaves it broken
-        if self._is_round:
-            self._begin_round()
+        self._waiting.remove(deferred)
+        self._in_backward, self._reduces = True, self.is_last  # until it is through: what raises here leaves it broken
+        if self._reduces:
+            self._begin_reduction()
         # From the last to the first, as in every round: see [Note: launch order].
         for index in reversed(range(len(self.buckets))):
-            for position, write in postponed.take(index):
+            for position, write in deferred.take(index):
                 slot = self._slot(index, position)
                 assert slot is not None, "it had a place when it was postponed"
                 write(slot)
-            if self._is_round:
+            if self._reduces:
                 self._launch_next()
-        if self._is_round:
-            self._end_round()
+        if self._reduces:
+            self._end_reduction()
         self._join_writers()
         self._in_backward = False
 
@@ -282,24 +285,24 @@ class GradientReduce:
         bucket = self.buckets[index]
         if bucket.local_N is not None:
             return
-        if self.departures.stays(bucket):
+        if self.reduce_scatters.is_local(bucket):
             bucket.open(bucket.grad_S, holds_all=self._adds(index))
-        elif not self._is_round:
+        elif not self._reduces:
             bucket.open_new(self._local_dtype)
         # The others have no memory yet in a round: see [Note: slots].
         elif index == self._next:
-            self.departures.claim(bucket)
+            self.reduce_scatters.acquire_send_buffer(bucket)
 
     def _fold(self, index: int) -> None:
         self._join_writers()
-        if self.departures.stays(self.buckets[index]):
+        if self.reduce_scatters.is_local(self.buckets[index]):
             self._open(index)
         self.buckets[index].fold_gradients(self._local_dtype)
 
     def _join_writers(self) -> None:
         """Make the current stream wait for the streams that have written into slots."""
         if self._writers:
-            here = current_stream(self.lane.device)
+            here = current_stream(self.comm.device)
             for stream in self._writers - {here}:
                 here.wait_stream(stream)
             self._writers.clear()
@@ -316,7 +319,7 @@ class GradientReduce:
             )
         if self._missing[index] > 0:
             return
-        if self._is_round:
+        if self._reduces:
             self._launch_while_ready()
         else:
             self._fold(index)
@@ -338,15 +341,15 @@ class GradientReduce:
         cleared = self._take_cleared(hides=False)
         if self._finished:
             if waits:
-                self.departures.wait_all()
+                self.reduce_scatters.wait_all()
             return
         # Passes since the last round were under `no_sync`, or this rank had none: the others wait for its part.
-        if self._unreduced or self._num_rounds == 0:
-            self._begin_round()
-            self._end_round()
+        if self._unreduced or self._num_reductions == 0:
+            self._begin_reduction()
+            self._end_reduction()
             self._show_reduced()
         if waits:
-            self.departures.wait_all()
+            self.reduce_scatters.wait_all()
         unused = self._unused_on_all()
         for bucket in self.buckets if not self.stepped else ():
             for piece in bucket.pieces:
@@ -354,7 +357,7 @@ class GradientReduce:
                     piece.parameter.grad = piece.grad
         # The next round adds to these sums only where their gradients are still on the pieces (`keep_reduced`).
         self._reduced.clear()
-        self._num_rounds, self._finished = 0, True
+        self._num_reductions, self._finished = 0, True
         self.num_finished, self._num_forwards = self.num_finished + 1, 0
 
     def begin_step(self) -> None:
@@ -368,7 +371,7 @@ class GradientReduce:
         if self.broken:
             self.abandon()
         # Reductions in flight still write into what is dropped here.
-        self.departures.wait_all()
+        self.reduce_scatters.wait_all()
         self._waiting.clear()
         for bucket in self.buckets:
             bucket.forget()
@@ -379,20 +382,20 @@ class GradientReduce:
                 elif piece.parameter.grad is not None:
                     piece.parameter.grad.zero_()
         self._reduced.clear()
-        self._num_rounds, self._unreduced, self._finished, self.stepped = 0, False, False, False
+        self._num_reductions, self._unreduced, self._finished, self.stepped = 0, False, False, False
 
     def abandon(self) -> None:
         """Complete the round of a backward pass that raised, so that ranks stay in step, and drop its gradients."""
         logger.warning("a backward pass did not complete: %s", self._loss())
         self._promises.clear()  # nobody else holds them
         # The others go through the whole round: this rank launches its part, and drops what comes.
-        if self._is_round:
-            self._end_round()
-        self._in_backward = self._follows = False
+        if self._reduces:
+            self._end_reduction()
+        self._in_backward = self._steps_in_backward = False
         self.drop()
 
     def _loss(self) -> str:
-        if self._follows:
+        if self._steps_in_backward:
             return "the step was taken with the gradients that had come; load a checkpoint"
         return "its gradients are dropped; skip this step"
 
@@ -414,13 +417,13 @@ class GradientReduce:
         # This pass belongs to the last of the forward passes; none came for those before it.
         self.num_left_out += max(0, self._num_forwards - 1)
         self._num_forwards = 0
-        self._is_round = self.is_last or self.stage == 2
-        self._follows = self.is_last and self.follower is not None
+        self._reduces = self.is_last or self.stage == 2
+        self._steps_in_backward = self.is_last and self.post_reduce_hook is not None
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        if self._follows and self.follower is not None:
-            self.follower.begin()
-        if self._is_round:
-            self._begin_round()
+        if self._steps_in_backward and self.post_reduce_hook is not None:
+            self.post_reduce_hook.begin()
+        if self._reduces:
+            self._begin_reduction()
         # The engine calls it when this backward pass is through, and not if it raises.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -430,8 +433,8 @@ class GradientReduce:
         for promise in self._promises:
             promise()
         self._promises.clear()
-        if self._is_round:
-            self._end_round()
+        if self._reduces:
+            self._end_reduction()
             self._advise()
         else:
             self._unreduced = True
@@ -440,7 +443,7 @@ class GradientReduce:
                 if bucket.has_gradients():
                     self._fold(index)
             self._join_writers()
-        is_round, self._in_backward, self._follows = self._is_round, False, False
+        is_round, self._in_backward, self._steps_in_backward = self._reduces, False, False
         if is_round:
             self._show_reduced()
 
@@ -461,20 +464,20 @@ class GradientReduce:
 
     def _exchange_used(self) -> None:
         """Let all ranks know which parameters have a gradient; whoever has all of them never waits for the answer."""
-        lane = self.lane
+        comm = self.comm
         if self._used_by_all is not None:
             self._used_by_all[0].wait()  # of a round before: it has landed long ago
             self._used_by_all = None
-        if not self._skips_unused or lane.world_size == 1 or lane.muted or lane.is_capturing:
+        if not self._skips_unused or comm.world_size == 1 or comm.muted or comm.is_capturing:
             return
         is_used = [position in bucket.used for bucket in self.buckets for position in range(len(bucket.parameters))]
-        on_cuda = lane.device.type == "cuda"
+        on_cuda = comm.device.type == "cuda"
         # Pinned: a copy from other memory would make the host wait for what the device has to do by now.
         own = torch.tensor(is_used, dtype=torch.uint8, device="cpu", pin_memory=on_cuda)
-        shared = own.to(lane.device, non_blocking=True) if on_cuda else own
-        flight = lane.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
+        shared = own.to(comm.device, non_blocking=True) if on_cuda else own
+        work = comm.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
         # `own` too, until the copy has read it.
-        self._used_by_all = flight, shared, own
+        self._used_by_all = work, shared, own
 
     def _unused_on_all(self) -> set[tuple[int, int]]:
         """Return (bucket, position) of parameters without a gradient on any rank, where those are skipped."""
@@ -485,13 +488,13 @@ class GradientReduce:
             for position in range(len(bucket.parameters))
             if position not in bucket.used
         }
-        if not unused or self.lane.world_size == 1:
+        if not unused or self.comm.world_size == 1:
             return unused
         if self._used_by_all is None:  # nobody can tell inside the capture of a CUDA graph
             return set()
         # From here the host waits: only on a rank that lacks a gradient itself.
-        flight, shared, _ = self._used_by_all
-        flight.wait()
+        work, shared, _ = self._used_by_all
+        work.wait()
         places = ((bucket.plan.index, p) for bucket in self.buckets for p in range(len(bucket.parameters)))
         return unused & {place for place, is_used in zip(places, shared.tolist(), strict=True) if not is_used}
 
@@ -507,32 +510,32 @@ class GradientReduce:
             cleared |= {(bucket.plan.index, position) for position in bucket.cleared}
         if cleared:
             # Reductions in flight would write the gradients that somebody has forgotten once more.
-            self.departures.wait_all()
+            self.reduce_scatters.wait_all()
             for bucket in self.buckets:
                 bucket.forget_cleared()
         return cleared
 
-    def _begin_round(self) -> None:
+    def _begin_reduction(self) -> None:
         self._check_nothing_waits()
         # Gathers are launched and steps compared before any reduction: one order of collectives on all ranks.
-        self._before_round()
+        self._before_reduction()
         self._next = len(self.buckets) - 1
 
     def _launch_while_ready(self) -> None:
         while self._next >= 0 and self._missing[self._next] == 0:
             self._launch_next()
 
-    def _end_round(self) -> None:
+    def _end_reduction(self) -> None:
         """Launch the reductions that are left, and complete the optimiser's step where it is in the backward pass."""
         while self._next >= 0:
             self._launch_next()
-        self.departures.land()
+        self.reduce_scatters.launch_rest()
         # At a fixed place, after the reductions: it goes on the same communicator.
         self._exchange_used()
-        if self._follows and self.follower is not None:
-            self.follower.complete()
+        if self._steps_in_backward and self.post_reduce_hook is not None:
+            self.post_reduce_hook.complete()
             self.stepped = True
-        self._num_rounds += 1
+        self._num_reductions += 1
         self._unreduced = False
 
     def _launch_next(self) -> None:
@@ -540,25 +543,25 @@ class GradientReduce:
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
         self._join_writers()
-        stays = self.departures.stays(bucket)
-        if stays:
+        is_local = self.reduce_scatters.is_local(bucket)
+        if is_local:
             self._open(index)
         # Not asked of one that stays: that may write into the shard, where its gradients are already.
-        flight = self.departures.launch(bucket, adds=not stays and self._adds(index))
+        work = self.reduce_scatters.launch(bucket, adds=not is_local and self._adds(index))
         self._reduced.add(index)
         # After this bucket's sends: by then, ranks in step have sent what the bucket before is summed of.
-        self.departures.land_before()
-        if self._follows and self.follower is not None:
-            self.follower.reduced(index, flight)
+        self.reduce_scatters.launch_rest_of_previous()
+        if self._steps_in_backward and self.post_reduce_hook is not None:
+            self.post_reduce_hook.reduced(index, work)
         # Last: the next bucket may be filled while as many as allowed are in flight.
-        self.departures.wait_for_room()
+        self.reduce_scatters.wait_for_room()
 
     def _adds(self, index: int) -> bool:
         """Whether a reduction of this bucket adds to one of the same step, or to what the user has left there."""
         return index in self._reduced or self.buckets[index].keep_reduced()
 
     def _advise(self) -> None:
-        if self._num_rounds > 1 and not self._advised:
+        if self._num_reductions > 1 and not self._advised:
             self._advised = True
             logger.info("gradients are reduced once per backward pass; put all but a step's last one under no_sync()")
 

@@ -49,13 +49,13 @@ class ScalerCheck:
 
     def share(self, found_inf: torch.Tensor) -> None:
         """Whether any rank has found an infinity, in place."""
-        lane = self._reduce.lane
-        shared = found_inf.to(lane.device, copy=True)
-        lane.all_reduce(shared, torch.distributed.ReduceOp.MAX)
+        comm = self._reduce.comm
+        shared = found_inf.to(comm.device, copy=True)
+        comm.all_reduce(shared, torch.distributed.ReduceOp.MAX)
         found_inf.copy_(shared)
 
     def _refuse_stepped(self) -> None:
-        if self._reduce.follower is not None:
+        if self._reduce.post_reduce_hook is not None:
             raise RuntimeError(
                 "GradScaler: step_in_backward has taken the step unscaled; build the optimiser without it"
             )

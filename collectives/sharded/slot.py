@@ -6,8 +6,8 @@ wide dtype (Megatron-LM's gradient accumulation fusion, for buckets). In its bac
 writes there, and returns None for the parameter; without a slot it returns the gradient, as ever. Either way the bucket
 learns from autograd when a parameter has all of its gradients: it may be used several times, in either way.
 
-What writes may also wait, until the end of the pass (`promise`) or longer (`collectives.sharded.postponed`): then the
-slot is asked for when its turn comes.
+What writes may also wait, until the end of the pass (`promise`) or longer
+(`collectives.sharded.deferred_weight_grads`): then the slot is asked for when its turn comes.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class SlotSource:
 
     Args:
         give: a slot, to be written at once; None where none is free.
-        postpones: whether the backward pass leaves for later what it can.
-        postpone: takes what writes; False: there is no place for it.
+        defers: whether the backward pass leaves for later what it can.
+        defer: takes what writes; False: there is no place for it.
         promise: takes what writes; None: likewise.
     """
 
     def __init__(
         self,
         give: Callable[[], GradientSlot | None],
-        postpones: Callable[[], bool],
-        postpone: Callable[[Write], bool],
+        defers: Callable[[], bool],
+        defer: Callable[[Write], bool],
         promise: Callable[[Write], Promise | None] = lambda _write: None,
     ) -> None:
-        self._give, self._postpones, self._postpone, self._promise = give, postpones, postpone, promise
+        self._give, self._defers, self._defer, self._promise = give, defers, defer, promise
 
     def slot(self, accumulator: object) -> GradientSlot | None:
         """Return a slot, when called in a backward pass; None: there is none, return the gradient.
@@ -91,8 +91,8 @@ class SlotSource:
 
         What it reads must stay as it is until then.
         """
-        if self._postpones():
-            return _will_accumulate(accumulator) and self._postpone(write)
+        if self._defers():
+            return _will_accumulate(accumulator) and self._defer(write)
         slot = self.slot(accumulator)
         if slot is not None:
             write(slot)
@@ -103,14 +103,14 @@ class SlotSource:
 
         What it reads must stay as it is until then.
         """
-        if self._postpones() or not _will_accumulate(accumulator):
+        if self._defers() or not _will_accumulate(accumulator):
             return None
         return self._promise(write)
 
     @property
-    def postpones(self) -> bool:
+    def defers(self) -> bool:
         """Whether `write` would fill a slot later, after the backward pass."""
-        return self._postpones()
+        return self._defers()
 
 
 # Beside the parameters, and not an attribute of theirs: that would be saved with them.

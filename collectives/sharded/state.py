@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from collectives.sharded.bucket import Bucket, Piece
 from collectives.sharded.guard import CompanionHook
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 from netlayer.errors import CollectiveFailed
 from netlayer.layout import describe_ranks
 
@@ -40,12 +40,12 @@ def calling_all(caller: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], lane: Lane) -> dict[str, Any]:
+def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], comm: Communicator) -> dict[str, Any]:
     """Return copies of all parameters, in master precision, and of buffers; parameters must be current."""
     copies: dict[int, Tensor] = {}
     for bucket in buckets:
-        full_N = _gather_masters(bucket, lane)
-        for parameter, view in zip(bucket.parameters, bucket.plan.views(full_N), strict=True):
+        unsharded_N = _gather_masters(bucket, comm)
+        for parameter, view in zip(bucket.parameters, bucket.plan.views(unsharded_N), strict=True):
             copies[id(parameter)] = view.clone()
     # What has several names in the module stays one tensor with several names.
     return {
@@ -57,7 +57,7 @@ def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], lane: Lane) ->
 @torch.no_grad()
 def gather_whole(
     buckets: Sequence[Bucket],
-    lane: Lane,
+    comm: Communicator,
     value: Callable[[Piece], Tensor | None],
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -69,15 +69,15 @@ def gather_whole(
     """
     room: dict[torch.dtype, Tensor] = {}
     for bucket in buckets:
-        full_N = _room_for(bucket, buckets, room, dtype)
-        own_S = bucket.plan.own(full_N, bucket.rank)
-        own_S.zero_()
+        unsharded_N = _room_for(bucket, buckets, room, dtype)
+        shard_S = bucket.plan.own(unsharded_N, bucket.rank)
+        shard_S.zero_()
         for piece, (_, start, end) in zip(bucket.pieces, bucket.plan.pieces(bucket.rank), strict=True):
             values = value(piece)
             if values is not None:
-                own_S[start:end] = values.flatten()
-        lane.all_gather(full_N).wait()
-        for slot, view in zip(bucket.plan.slots, bucket.plan.views(full_N), strict=True):
+                shard_S[start:end] = values.flatten()
+        comm.all_gather(unsharded_N).wait()
+        for slot, view in zip(bucket.plan.slots, bucket.plan.views(unsharded_N), strict=True):
             yield slot.name, view
 
 
@@ -150,7 +150,7 @@ _SHARD_VERSION = 1
 
 
 def attach_shard_check(
-    optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], lane: Lane
+    optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], comm: Communicator
 ) -> dict[str, dict[str, Any]]:
     """Let the optimiser's state say which shard it is of, and refuse one of another; return what it says.
 
@@ -169,7 +169,7 @@ def attach_shard_check(
             ]
         ).encode()
     ).hexdigest()[:16]
-    own = {"version": _SHARD_VERSION, "rank": lane.rank, "world_size": lane.world_size, "layout": layout}
+    own = {"version": _SHARD_VERSION, "rank": comm.rank, "world_size": comm.world_size, "layout": layout}
 
     def note(_optimizer: object, state: dict[str, Any]) -> dict[str, Any]:
         state[_SHARD] = dict(own)
@@ -181,7 +181,9 @@ def attach_shard_check(
         differing = [field for field, value in own.items() if shard is None or shard.get(field) != value]
         # All ranks hear of it: one that went on alone would wait for the others.
         wrong = [
-            rank for rank, [is_wrong] in zip(lane.ranks, lane.tell([bool(differing)], "state"), strict=True) if is_wrong
+            rank
+            for rank, [is_wrong] in zip(comm.ranks, comm.all_gather_ints([bool(differing)], "state"), strict=True)
+            if is_wrong
         ]
         remedy = (
             "load each rank's own file, on as many ranks, wrapped with the same arguments; or save what torch's "
@@ -203,13 +205,13 @@ def attach_shard_check(
     return {_SHARD: own}
 
 
-def _gather_masters(bucket: Bucket, lane: Lane) -> Tensor:
+def _gather_masters(bucket: Bucket, comm: Communicator) -> Tensor:
     if bucket.shares_storage:
-        return bucket.full_N
-    full_N = torch.empty(bucket.plan.padded_numel, dtype=bucket.master_S.dtype, device=bucket.master_S.device)
-    bucket.plan.own(full_N, bucket.rank).copy_(bucket.master_S)
-    lane.all_gather(full_N).wait()
-    return full_N
+        return bucket.unsharded_N
+    unsharded_N = torch.empty(bucket.plan.padded_numel, dtype=bucket.master_S.dtype, device=bucket.master_S.device)
+    bucket.plan.own(unsharded_N, bucket.rank).copy_(bucket.master_S)
+    comm.all_gather(unsharded_N).wait()
+    return unsharded_N
 
 
 def _own_places(bucket: Bucket) -> Iterator[tuple[Piece, slice]]:

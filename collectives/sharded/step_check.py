@@ -8,7 +8,7 @@ parameters (a shard has no room that would not tear parameters apart).
 [Note: what it costs] Rounds 1, 2, 4, 8 and each 16th are checked: what has gone apart stays apart, so it is found all
 the same, and 15 of 16 rounds have no collective more. On CUDA nobody waits for it: the numbers are looked at in the
 next round, when they have come long ago. The first round waits, for what ranks do differently may hang there. A watch
-hears of it, a recorder does not. Nothing is compared inside the capture of a CUDA graph, or on a muted lane.
+hears of it, a recorder does not. Nothing is compared inside the capture of a CUDA graph, or on a muted communicator.
 
 [Note: which step] The announced one (`ShardedDataParallel.start_step`, `Watch.begin_step`, `Recorder.begin_step`).
 Where not every rank announces one: the steps taken so far, and the forward passes in training that no backward pass
@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from collectives.alike import spread
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 from netlayer.errors import CheckFailed
 
 CHECKED_EVERY = 16
 UNANNOUNCED = -1
 
 
-class Place(NamedTuple):
+class StepState(NamedTuple):
     """Step and settings of one rank.
 
     Args:
@@ -50,10 +50,11 @@ class Place(NamedTuple):
     gather_in_backward: int
 
 
-def announced_step(step: int | None, lane: Lane) -> int:
-    """Return the step that was announced to the wrapper (None: none was), else to the lane's watch or recorder."""
-    of_watch = None if lane.track is None else lane.track.watch.step
-    of_recorder = None if lane.recorder is None else lane.recorder.step
+def announced_step(step: int | None, comm: Communicator) -> int:
+    """Return the step that was announced to the wrapper (None: none was), else to the communicator's watch or
+    recorder."""
+    of_watch = None if comm.track is None else comm.track.watch.step
+    of_recorder = None if comm.recorder is None else comm.recorder.step
     return next((each for each in (step, of_watch, of_recorder) if each is not None), UNANNOUNCED)
 
 
@@ -61,13 +62,13 @@ class StepCheck:
     """Compares the places of all ranks before a round of reductions.
 
     Args:
-        lane: of the reductions.
+        comm: of the reductions.
         place: where this rank is; asked when a round is checked.
     """
 
-    def __init__(self, lane: Lane, place: Callable[[], Place]) -> None:
-        self._lane, self._place = lane, place
-        self._num_rounds = 0
+    def __init__(self, comm: Communicator, place: Callable[[], StepState]) -> None:
+        self._comm, self._step_state = comm, place
+        self._num_reductions = 0
         self._coming: tuple[Tensor, torch.cuda.Event, object] | None = None
         """Numbers of an earlier round on their way to the host, the event after that, and what is read until then."""
 
@@ -79,20 +80,20 @@ class StepCheck:
             ValueError: ranks run with different settings.
         """
         self._look_at_earlier()
-        self._num_rounds += 1
-        lane = self._lane
-        if lane.world_size == 1 or lane.muted or lane.is_capturing or not is_checked(self._num_rounds):
+        self._num_reductions += 1
+        comm = self._comm
+        if comm.world_size == 1 or comm.muted or comm.is_capturing or not is_checked(self._num_reductions):
             return
-        numbers = torch.empty(lane.world_size * len(Place._fields), dtype=torch.int64, device=lane.device)
+        numbers = torch.empty(comm.world_size * len(StepState._fields), dtype=torch.int64, device=comm.device)
         # From pinned memory: a copy from other memory lets the host wait for all that the stream does by now.
-        own = torch.tensor(self._place(), dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda)
+        own = torch.tensor(self._step_state(), dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda)
 
         def prepare() -> None:
-            numbers.chunk(lane.world_size)[lane.rank].copy_(own, non_blocking=True)
+            numbers.chunk(comm.world_size)[comm.rank].copy_(own, non_blocking=True)
 
-        flight = lane.all_gather(numbers, prepare, is_recorded=False)
-        if lane.stream is None or self._num_rounds == 1:
-            flight.wait()
+        work = comm.all_gather(numbers, prepare, is_recorded=False)
+        if comm.stream is None or self._num_reductions == 1:
+            work.wait()
             self._judge(numbers)
             return
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
@@ -100,21 +101,21 @@ class StepCheck:
         def bring() -> None:
             on_host.copy_(numbers, non_blocking=True)
 
-        flight.follow(bring, lane.stream)
-        assert flight.landed_event is not None
-        self._coming = on_host, flight.landed_event, (numbers, own)
+        work.then(bring, comm.stream)
+        assert work.done_event is not None
+        self._coming = on_host, work.done_event, (numbers, own)
 
     def _look_at_earlier(self) -> None:
-        if self._coming is not None and not self._lane.is_capturing:
+        if self._coming is not None and not self._comm.is_capturing:
             numbers, landed, _ = self._coming
             self._coming = None
             landed.synchronize()
             self._judge(numbers)
 
     def _judge(self, numbers: Tensor) -> None:
-        places = [Place(*row) for row in numbers.view(self._lane.world_size, -1).tolist()]
-        if len(set(places)) > 1:
-            raise_difference(places, self._lane.ranks)
+        states = [StepState(*row) for row in numbers.view(self._comm.world_size, -1).tolist()]
+        if len(set(states)) > 1:
+            raise_difference(states, self._comm.ranks)
 
 
 def is_checked(number: int) -> bool:
@@ -122,15 +123,15 @@ def is_checked(number: int) -> bool:
     return number % CHECKED_EVERY == 0 or (number < CHECKED_EVERY and number & (number - 1) == 0)
 
 
-def raise_difference(places: Sequence[Place], ranks: Sequence[int]) -> None:
+def raise_difference(states: Sequence[StepState], ranks: Sequence[int]) -> None:
     """Raise what `StepCheck.begin_round` raises, if these places of these ranks differ."""
-    for field in Place._fields[2:]:
-        values = [getattr(place, field) for place in places]
+    for field in StepState._fields[2:]:
+        values = [getattr(place, field) for place in states]
         if len(set(values)) > 1:
             texts = [_format_setting(field, value) for value in values]
             raise ValueError(f"ranks differ in their settings: {spread(field, texts, ranks)}; give every rank the same")
-    are_announced = all(place.announced != UNANNOUNCED for place in places)
-    steps = [place.announced if are_announced else place.counted for place in places]
+    are_announced = all(place.announced != UNANNOUNCED for place in states)
+    steps = [place.announced if are_announced else place.counted for place in states]
     if len(set(steps)) > 1:
         hint = (
             "" if are_announced else ", and run forward passes that are not trained on under torch.no_grad() or eval()"

@@ -113,12 +113,12 @@ class WrappedModule:
         if not self.seen_forward:
             self._called.add(module)
         # The common case, so it must cost next to nothing: no lock, no look at the buckets.
-        if self._gather.settled:
+        if self._gather.is_unsharded:
             return
         if inside_backward():  # recomputation
             self._gather.wait_for(indices)
             return
-        if self._gather.stale:  # called past the wrapper's own forward, as `sharded.module.encode(x)` is
+        if self._gather.needs_unshard:  # called past the wrapper's own forward, as `sharded.module.encode(x)` is
             self._start_step()
         self._gather.wait_for(self.upfront)
         self._gather.wait_for(indices)

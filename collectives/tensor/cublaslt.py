@@ -105,7 +105,7 @@ def alignment(tensor: Tensor) -> int:
     return min(LARGEST_ALIGNMENT, address & -address) if address else LARGEST_ALIGNMENT
 
 
-class Product:
+class Gemm:
     """One shape's descriptors and algorithms. They stay as long as the process; one thread at a time runs it.
 
     Raises:

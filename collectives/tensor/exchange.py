@@ -4,8 +4,8 @@ A matrix that is spread over the ranks by rows is multiplied as its parts arrive
 leave as they are computed (`scatter`). Two ways to carry the parts:
 
 - `PeerTensorExchange`: all GPUs of the group reach each other's memory; copy engines carry the rows of one rank each,
-  and no multiprocessor is taken from the matrix products;
-- `LaneTensorExchange`: anything torch.distributed runs on; a lane carries some rows of all ranks each.
+  and no multiprocessor is taken from the matmuls;
+- `CommunicatorTensorExchange`: anything torch.distributed runs on; a communicator carries some rows of all ranks each.
 
 Not covered: sums of partial products in a ring (one rounding more a hop, and each hop waits for the one before).
 
@@ -29,8 +29,8 @@ from torch import Tensor
 from collectives.alike import spread
 from collectives.arguments import as_device
 from collectives.sharded.slot import Promise
+from collectives.transport.communicator import Communicator, Work
 from collectives.transport.current_stream import current_stream
-from collectives.transport.lane import Flight, Lane
 from collectives.transport.symmetric import PeerRounds, adds_in_sum, why_unusable
 from collectives.watch.recorder import Collective, Recorder
 from collectives.watch.track import Operation
@@ -83,7 +83,7 @@ class TensorExchange(ABC):
     One gathering and one scattering may be under way at a time, more where it defers, and sums by `start_all_reduce`.
 
     Args:
-        lane: of the group; whatever torch.distributed runs on the group runs there, in order.
+        comm: of the group; whatever torch.distributed runs on the group runs there, in order.
     """
 
     defers = False
@@ -92,8 +92,8 @@ class TensorExchange(ABC):
     spared = 0
     """Multiprocessors that products should leave to the kernels that carry the parts meanwhile."""
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane, self.rank, self.world_size = lane, lane.rank, lane.world_size
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
         self.keeps_gathered = False
         """Whether linears keep what they have gathered until the backward pass, and do not gather it again there."""
         self.last_column: weakref.ref[Any] | None = None
@@ -135,9 +135,9 @@ class TensorExchange(ABC):
         Raises:
             ValueError: ranks differ; on all of them.
         """
-        if self.lane.world_size == 1 or self.lane.is_capturing or not (is_first or self.lane.stream is None):
+        if self.comm.world_size == 1 or self.comm.is_capturing or not (is_first or self.comm.stream is None):
             return
-        shapes = self.lane.tell([num_rows, features_in, features_out], "shapes")
+        shapes = self.comm.all_gather_ints([num_rows, features_in, features_out], "shapes")
         remedies = {
             "rows": "each rank gives as many rows; pad the shorter ones",
             "features in": "make the layer with one width on every rank",
@@ -146,14 +146,14 @@ class TensorExchange(ABC):
         for index, (name, remedy) in enumerate(remedies.items()):
             values = [shape[index] for shape in shapes]
             if len(set(values)) > 1:
-                raise ValueError(f"{spread(name, values, self.lane.ranks)}: {remedy}")
+                raise ValueError(f"{spread(name, values, self.comm.ranks)}: {remedy}")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give windows back, between exchanges; every rank calls it, and exchanges nothing more."""
 
-    def start_all_reduce(self, tensor: Tensor) -> Flight:
+    def start_all_reduce(self, tensor: Tensor) -> Work:
         """The sum over ranks, in place, once it was waited for."""
-        return self.lane.start_all_reduce(tensor)
+        return self.comm.start_all_reduce(tensor)
 
 
 def open_exchange(
@@ -170,8 +170,8 @@ def open_exchange(
 
     Args:
         group: used by nothing else from now on; None: one rank alone.
-        path: `peer` (memory of the peers), `lane` (torch.distributed), or `auto`: peer where it can be.
-        chunks: parts of a gather or scatter by lane; more hide more, and make smaller matrix products.
+        path: `peer` (memory of the peers), `comm` (torch.distributed), or `auto`: peer where it can be.
+        chunks: parts of a gather or scatter by communicator; more hide more, and make smaller matmuls.
         keeps_gathered: linears keep the rows of all ranks until the backward pass, a fifth less to carry.
         recorder: notes every collective.
         watch: says who is late where a collective does not complete.
@@ -179,20 +179,22 @@ def open_exchange(
     Raises:
         HardwareMissing: `peer` was asked for and cannot be.
     """
-    if path not in ("auto", "peer", "lane"):
-        raise ValueError(f"path must be auto, peer or lane, got {path!r}")
+    if path not in ("auto", "peer", "communicator"):
+        raise ValueError(f"path must be auto, peer or communicator, got {path!r}")
     device = as_device(device)
     alone = group is None or dist.get_world_size(group) == 1
     exchange: TensorExchange | None = None
-    if path != "lane" and not alone:
+    if path != "communicator" and not alone:
         reason = why_unusable(group, device)
         if reason is None:
             assert group is not None
             exchange = PeerTensorExchange(group, device, recorder, watch)
         elif path == "peer":
-            raise HardwareMissing(f"no peer memory in this group: {reason}; take path='lane'")
+            raise HardwareMissing(f"no peer memory in this group: {reason}; take path='communicator'")
     if exchange is None:
-        exchange = LaneTensorExchange(Lane("tensor", None if alone else group, device, recorder, watch), chunks)
+        exchange = CommunicatorTensorExchange(
+            Communicator("tensor", None if alone else group, device, recorder, watch), chunks
+        )
     exchange.keeps_gathered = keeps_gathered
     return exchange
 
@@ -210,7 +212,7 @@ class PeerTensorExchange(TensorExchange):
         recorder: Recorder | None = None,
         watch: Watch | None = None,
     ) -> None:
-        super().__init__(Lane("tensor", group, device, recorder, watch))
+        super().__init__(Communicator("tensor", group, device, recorder, watch))
         self.group, self.device = group, device
         self._rounds: dict[str, PeerRounds] = {}
 
@@ -236,13 +238,13 @@ class PeerTensorExchange(TensorExchange):
 
     def sending(self, rounds: PeerRounds, kind: str, num_bytes: int) -> AbstractContextManager[Collective | None]:
         """Wrap the sends of one collective: they start, and are recorded, from this point of the current stream on."""
-        rounds.follow()
-        return self.lane.recording("tensor", kind, num_bytes, lane=f"tensor {kind}", stream=rounds.copy_stream)
+        rounds.then()
+        return self.comm.recording("tensor", kind, num_bytes, comm=f"tensor {kind}", stream=rounds.copy_stream)
 
     def _rounds_of(self, kind: str, num_bytes: int) -> PeerRounds:
         rounds = self._rounds.get(kind)
         if rounds is None or rounds.slot_bytes < num_bytes:
-            if self.lane.is_capturing:
+            if self.comm.is_capturing:
                 raise RuntimeError(f"no window for {num_bytes} bytes yet: call reserve({num_bytes}) before capturing")
             if rounds is not None and rounds.is_open:
                 raise RuntimeError(
@@ -264,7 +266,7 @@ class _PeerGathering(Gathering):
         self._exchange, self._rounds, self._own_mC = exchange, rounds, own_mC
         self._is_whole = False
         num_bytes = exchange.world_size * own_mC.nbytes
-        self._counted = exchange.lane.counted("all_gather", num_bytes)
+        self._counted = exchange.comm.counted("all_gather", num_bytes)
         rounds.begin()
         self._staged_WmC = rounds.staged(own_mC.nbytes).view(own_mC.dtype).view(exchange.world_size, *own_mC.shape)
         with exchange.sending(rounds, "all_gather", num_bytes) as self._collective:
@@ -274,16 +276,16 @@ class _PeerGathering(Gathering):
     def parts(self) -> Iterator[tuple[Rows, Tensor]]:
         rank, world_size = self._exchange.rank, self._exchange.world_size
         yield _rows_of(rank), self._own_mC.unsqueeze(0)
-        for behind in range(1, world_size):
-            source = (rank - behind) % world_size
-            with self._exchange.lane.waiting(self._collective):
-                self._rounds.wait(behind)
+        for post_reduce_stream in range(1, world_size):
+            source = (rank - post_reduce_stream) % world_size
+            with self._exchange.comm.waiting(self._collective):
+                self._rounds.wait(post_reduce_stream)
             yield _rows_of(source), self._staged_WmC[source].unsqueeze(0)
 
     def whole(self) -> Tensor:
         if not self._is_whole:
             self._rounds.send(self._own_mC, 0)
-            with self._exchange.lane.waiting(self._collective):
+            with self._exchange.comm.waiting(self._collective):
                 self._rounds.wait(1, self._exchange.world_size - 1)
                 self._rounds.join()
             self._is_whole = True
@@ -301,7 +303,7 @@ class _PeerScattering(Scattering):
     def __init__(self, exchange: PeerTensorExchange, rounds: PeerRounds, partial_WmC: Tensor) -> None:
         self._exchange, self._rounds, self._partial_WmC = exchange, rounds, partial_WmC
         self._collective: Collective | None = None
-        self._counted = exchange.lane.counted("reduce_scatter", partial_WmC.nbytes)
+        self._counted = exchange.comm.counted("reduce_scatter", partial_WmC.nbytes)
         rounds.begin()
 
     def parts(self) -> Iterator[tuple[Rows, Tensor]]:
@@ -318,7 +320,7 @@ class _PeerScattering(Scattering):
     def result(self, bias_C: Tensor | None = None) -> Tensor:
         own_mC = self._partial_WmC[self._exchange.rank]
         out_mC = torch.empty_like(own_mC)
-        with self._exchange.lane.waiting(self._collective):
+        with self._exchange.comm.waiting(self._collective):
             self._rounds.wait(1, self._exchange.world_size - 1)
         in_sum = bias_C is not None and adds_in_sum(bias_C, out_mC)
         self._rounds.reduce(own_mC, out_mC, bias_C if in_sum else None)
@@ -327,7 +329,7 @@ class _PeerScattering(Scattering):
         return out_mC if bias_C is None or in_sum else out_mC.add_(bias_C)
 
 
-class LaneTensorExchange(TensorExchange):
+class CommunicatorTensorExchange(TensorExchange):
     """Parts are some rows of every rank, each one collective of torch.distributed.
 
     [Note: who is first] NCCL's kernel needs whole multiprocessors, and a product takes all of them until it ends: a
@@ -335,24 +337,24 @@ class LaneTensorExchange(TensorExchange):
     some.
 
     Args:
-        lane: of the tensor-parallel group.
+        comm: of the tensor-parallel group.
         chunks: parts, where the number of rows divides by it; else the next smaller number that divides.
     """
 
-    def __init__(self, lane: Lane, chunks: int = DEFAULT_CHUNKS) -> None:
+    def __init__(self, comm: Communicator, chunks: int = DEFAULT_CHUNKS) -> None:
         if chunks < 1:
             raise ValueError(f"chunks must be at least 1, got {chunks}")
-        super().__init__(lane)
-        self.chunks = chunks if lane.world_size > 1 else 1
+        super().__init__(comm)
+        self.chunks = chunks if comm.world_size > 1 else 1
         self.defers = self.chunks > 1
         # The blocks of a product come in pairs on neighbours: one that is taken may cost it two.
-        self.spared = 2 * nccl_blocks(os.environ) if self.defers and lane.stream is not None else 0
+        self.spared = 2 * nccl_blocks(os.environ) if self.defers and comm.stream is not None else 0
 
     def gather(self, own_mC: Tensor, *, in_parts: bool = True) -> Gathering:
-        return _LaneGathering(self, own_mC, self.slices(len(own_mC)) if in_parts else [slice(0, len(own_mC))])
+        return _CommunicatorGather(self, own_mC, self.slices(len(own_mC)) if in_parts else [slice(0, len(own_mC))])
 
     def scatter(self, num_rows: int, num_columns: int, like: Tensor) -> Scattering:
-        return _LaneScattering(self, like.new_empty(num_rows, num_columns))
+        return _CommunicatorScatter(self, like.new_empty(num_rows, num_columns))
 
     def slices(self, num_rows: int) -> list[slice]:
         """The rows of each part."""
@@ -361,47 +363,47 @@ class LaneTensorExchange(TensorExchange):
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
 
-class _LaneGathering(Gathering):
-    def __init__(self, exchange: LaneTensorExchange, own_mC: Tensor, slices: Sequence[slice]) -> None:
+class _CommunicatorGather(Gathering):
+    def __init__(self, exchange: CommunicatorTensorExchange, own_mC: Tensor, slices: Sequence[slice]) -> None:
         self._exchange, self._own_mC = exchange, own_mC
-        self._stream = None if exchange.lane.stream is None else current_stream(own_mC.device)
-        self._flights: list[tuple[slice, Tensor, Flight]] = []
+        self._stream = None if exchange.comm.stream is None else current_stream(own_mC.device)
+        self._works: list[tuple[slice, Tensor, Work]] = []
         for rows in slices:
             part_WiC = own_mC.new_empty(exchange.world_size, rows.stop - rows.start, own_mC.shape[1])
             part_WiC[exchange.rank] = own_mC[rows]
-            self._flights.append((rows, part_WiC, exchange.lane.all_gather(part_WiC.view(-1))))
+            self._works.append((rows, part_WiC, exchange.comm.all_gather(part_WiC.view(-1))))
 
     def __del__(self) -> None:
         """Close it for a backward pass that raised or did not use it: the device may still write to its memory."""
-        if self._stream is not None and not all(flight.was_waited_for for _, _, flight in self._flights):
+        if self._stream is not None and not all(work.was_waited_for for _, _, work in self._works):
             with torch.cuda.stream(self._stream):
                 self.close()
 
     def parts(self) -> Iterator[tuple[Rows, Tensor]]:
-        for rows, part_WiC, flight in self._flights:
-            flight.wait()
+        for rows, part_WiC, work in self._works:
+            work.wait()
             yield (slice(None), rows), part_WiC
 
     def whole(self) -> Tensor:
-        if len(self._flights) == 1:
-            [(_, whole_WmC, flight)] = self._flights
-            flight.wait()
+        if len(self._works) == 1:
+            [(_, whole_WmC, work)] = self._works
+            work.wait()
             return whole_WmC.flatten(0, 1)
         whole_WmC = self._own_mC.new_empty(self._exchange.world_size, *self._own_mC.shape)
-        for rows, part_WiC, flight in self._flights:
-            flight.wait()
+        for rows, part_WiC, work in self._works:
+            work.wait()
             whole_WmC[:, rows] = part_WiC
         return whole_WmC.flatten(0, 1)
 
     def close(self) -> None:
-        for _, _, flight in self._flights:
-            flight.wait()
+        for _, _, work in self._works:
+            work.wait()
 
 
-class _LaneScattering(Scattering):
-    def __init__(self, exchange: LaneTensorExchange, out_mC: Tensor) -> None:
+class _CommunicatorScatter(Scattering):
+    def __init__(self, exchange: CommunicatorTensorExchange, out_mC: Tensor) -> None:
         self._exchange, self._out_mC = exchange, out_mC
-        self._flights: list[Flight] = []
+        self._works: list[Work] = []
 
     def parts(self) -> Iterator[tuple[Rows, Tensor]]:
         for rows in self._exchange.slices(self._out_mC.shape[0]):
@@ -409,11 +411,11 @@ class _LaneScattering(Scattering):
             part_WiC = self._out_mC.new_empty(shape)
             yield (slice(None), rows), part_WiC
             out = self._out_mC[rows].view(-1)
-            self._flights.append(self._exchange.lane.reduce_scatter(out, part_WiC.view(-1)))
+            self._works.append(self._exchange.comm.reduce_scatter(out, part_WiC.view(-1)))
 
     def result(self, bias_C: Tensor | None = None) -> Tensor:
-        for flight in self._flights:
-            flight.wait()
+        for work in self._works:
+            work.wait()
         return self._out_mC if bias_C is None else self._out_mC.add_(bias_C)
 
 
@@ -430,11 +432,15 @@ def nccl_blocks(variables: Mapping[str, str]) -> int:
 def _check_sendable(rows_mC: Tensor) -> None:
     """Raise for rows that cannot be sent, before anything is: a later error would leave the peers waiting."""
     if rows_mC.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"peer memory carries bfloat16, float16 and float32, got {rows_mC.dtype}; take path='lane'")
+        raise ValueError(
+            f"peer memory carries bfloat16, float16 and float32, got {rows_mC.dtype}; take path='communicator'"
+        )
     num_bytes = rows_mC.numel() * rows_mC.element_size()
     if num_bytes % 16:
         shape = " x ".join(map(str, rows_mC.shape))
-        raise ValueError(f"peer memory carries multiples of 16 bytes, got {shape} = {num_bytes}; take path='lane'")
+        raise ValueError(
+            f"peer memory carries multiples of 16 bytes, got {shape} = {num_bytes}; take path='communicator'"
+        )
 
 
 def _rows_of(rank: int) -> Rows:

@@ -1,4 +1,4 @@
-"""Tensor / sequence parallel linears whose collectives run under their matrix products (MegaScale 3.2).
+"""Tensor / sequence parallel linears whose collectives run under their matmuls (MegaScale 3.2).
 
 Activations outside are spread over the ranks by rows (sequence parallel); inside, the features are. A column-parallel
 linear gathers the rows and multiplies them as they arrive; a row-parallel linear multiplies and sends the partial sums
@@ -40,9 +40,9 @@ from torch.autograd.function import once_differentiable
 
 from collectives.arguments import as_dtype
 from collectives.sharded.slot import SlotSource, slot_source
+from collectives.tensor.autotuned_gemm import is_large
 from collectives.tensor.exchange import Gathering, TensorExchange
-from collectives.tensor.product import WeightGradient, multiply
-from collectives.tensor.tuned_product import is_large
+from collectives.tensor.gemm import WeightGradient, multiply
 
 Join = Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]]
 """Gradients [M, n] of several outputs side by side, [M, N], and where there is a bias its own, their sum, [N]."""
@@ -65,7 +65,7 @@ class ColumnParallelLinear(nn.Module):
         adds_bias: False: the bias (this rank's part) is there, and left to what reads the output.
         device, dtype: of the parameters, or their names.
         join: for the backward pass.
-        tuned: products by the fastest algorithms, where there is a choice (`collectives.tensor.tuned_product`).
+        tuned: products by the fastest algorithms, where there is a choice (`collectives.tensor.autotuned_gemm`).
 
     Raises:
         ValueError: a number of features does not divide by the number of ranks.
@@ -399,8 +399,8 @@ def _source(weight_NK: Tensor) -> SlotSource | None:
 
 def _whole(gathering: Gathering, sources: Sequence[SlotSource | None]) -> Tensor:
     """Return the gathered rows, which live as long as the weights' products need them."""
-    postpones = any(source is not None and source.postpones for source in sources)
-    return gathering.kept() if postpones else gathering.whole()
+    defers = any(source is not None and source.defers for source in sources)
+    return gathering.kept() if defers else gathering.whole()
 
 
 def _view(matrix_MC: Tensor, exchange: TensorExchange) -> Tensor:

@@ -1,14 +1,14 @@
 """Reduce-scatters of gradients that hold no multiprocessor while they travel: copy engines carry them, a kernel adds.
 
-A matrix product has one block on each multiprocessor, in clusters of two on neighbours, and as many waves of these as
+A matmul has one block on each multiprocessor, in clusters of two on neighbours, and as many waves of these as
 its tiles need: where a collective holds but one multiprocessor, a wave is added. On two H200 NCCL's reduce-scatter had
 9 of 132 for 3.4 ms of each layer's backward pass, and concurrent products took 16% longer, as on 114; a kernel that
 waited for the peer on a single one cost 4 to 13%.
 
 So the parts are copied into the peers' memory (`collectives.transport.symmetric`), and added between two products, on
 the whole GPU at once. Little waits for a peer there either: the sum of one bucket is launched after the sends of the
-next, by when its parts have come if the ranks are in step (`Flight.land`). Sums are of float32, in the order of the
-ranks, whatever travels.
+next, by when its parts have come if the ranks are in step (`Work.launch_rest`). Sums are of float32, in the order of
+the ranks, whatever travels.
 
 Not covered: groups on several hosts (`symmetric.why_unusable` says what is missing).
 
@@ -41,8 +41,8 @@ class PeerReduce:
         group: of 2 to 8 ranks on one host.
         device: of this rank, and this process' current one.
         part_bytes: most that one rank sends to another at a time.
-        streams: of another one, to be shared (`collectives.transport.carrier`, [Note: streams are few]); None: of its
-            own.
+        streams: of another one, to be shared (`collectives.transport.comm_context`, [Note: streams are few]); None: of
+            its own.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PeerReduce:
     @property
     def stream(self) -> torch.cuda.Stream:
         """Carries what is sent."""
-        # Any of them will do, here and in `follow`: the streams are shared.
+        # Any of them will do, here and in `then`: the streams are shared.
         return self._turns[0].copy_stream
 
     def close(self) -> None:
@@ -65,12 +65,12 @@ class PeerReduce:
         for rounds in self._turns:
             rounds.close()
 
-    def follow(self) -> None:
+    def then(self) -> None:
         """Make the next sends wait for the work that the current stream has by now."""
-        self._turns[0].follow()
+        self._turns[0].then()
 
     def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:
-        """Send slice r of `input_N` to rank r, after `follow`; leave `input_N` alone until it is added.
+        """Send slice r of `input_N` to rank r, after `then`; leave `input_N` alone until it is added.
 
         Args:
             input_N: bfloat16, float16 or float32; S elements are a multiple of 16 bytes.
@@ -91,8 +91,8 @@ class PeerReduce:
         return functools.partial(_add, rounds, parts_WS[rounds.rank])
 
 
-def _add(rounds: PeerRounds, own_S: Tensor, output_S: Tensor, mean: bool) -> None:
+def _add(rounds: PeerRounds, shard_S: Tensor, output_S: Tensor, mean: bool) -> None:
     # All peers in one kernel, after this rank's own last send: see `symmetric`, [Note: deadlock].
     rounds.wait(1, rounds.num_ranks - 1)
-    rounds.reduce_wide(own_S, output_S, mean)
+    rounds.reduce_wide(shard_S, output_S, mean)
     rounds.finish()

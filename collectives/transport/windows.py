@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 from collectives.transport.leftovers import Leftover, release_left
 from collectives.transport.nodes import host_id
 
@@ -39,20 +39,20 @@ _STRIDE = 512  # of what is taken
 _FIRST_WITH_COPY_ENGINES = (2, 28)
 
 
-def are_worth_it(group: dist.ProcessGroup | None, lane: Lane, *, has_room: bool = True) -> bool:
+def are_worth_it(group: dist.ProcessGroup | None, comm: Communicator, *, has_room: bool = True) -> bool:
     """Whether training is faster from windows: all ranks of `group` are on one host, and its copy engines gather.
 
-    On two H200 a step of a 7B model took 1.4% less time. Every rank of `lane` calls it; those of a group hear the same.
+    On two H200 a step of a 7B model took 1.4% less time. Every rank of `comm` calls it; those of a group hear the same.
 
     Args:
         group: data-parallel ranks; None: there is one.
-        lane: all of them are in it, and others may be.
+        comm: all of them are in it, and others may be.
         has_room: this rank has the memory for them.
     """
-    if lane.device.type != "cuda":
+    if comm.device.type != "cuda":
         return False
-    can = group is not None and has_room and _gathers_by_copy_engines(group, lane.device)
-    answers = dict(zip(lane.ranks, lane.tell_texts(f"{can} on {host_id()}", "windows"), strict=True))
+    can = group is not None and has_room and _gathers_by_copy_engines(group, comm.device)
+    answers = dict(zip(comm.ranks, comm.all_gather_text(f"{can} on {host_id()}", "windows"), strict=True))
     return can and len({answers[rank] for rank in dist.get_process_group_ranks(group)}) == 1
 
 

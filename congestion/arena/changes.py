@@ -31,9 +31,9 @@ def robustness(contenders: Sequence[Contender], suite: Suite = SUITE) -> tuple[P
         *(f"congestion.cnp_interval_us={value}" for value in rules.cnp_interval_us),
         f"congestion.deaf_share={rules.share_without_ecn}",
     ]
-    entrants, refused = [], []
+    candidates, refused = [], []
     for one in contenders:
-        entrants.append(one)
+        candidates.append(one)
         for override in [*_scaled(one, suite), *changes]:
             changed = _changed(one, override)
             try:
@@ -41,9 +41,9 @@ def robustness(contenders: Sequence[Contender], suite: Suite = SUITE) -> tuple[P
             except ConfigError as exc:
                 refused.append(str(exc))
             else:
-                entrants.append(changed)
+                candidates.append(changed)
     return plan_of(
-        entrants, only=[f"/{rules.condition}"], num_seeds=_seeds(rules.num_seeds, suite), suite=suite
+        candidates, only=[f"/{rules.condition}"], num_seeds=_seeds(rules.num_seeds, suite), suite=suite
     ), refused
 
 

@@ -61,8 +61,8 @@ def print_table(results: Results) -> None:
     print_rows(title, rows, _COLUMNS, _FOOT)
 
 
-def page_of(results: Results, entrant: str, command: str) -> Report:
-    """The page on `entrant`.
+def page_of(results: Results, candidate: str, command: str) -> Report:
+    """The page on `candidate`.
 
     Raises:
         ValueError: the claims cannot be put to these rows: a rival or a second seed is missing, or all-to-all.
@@ -71,7 +71,7 @@ def page_of(results: Results, entrant: str, command: str) -> Report:
     report = build_page(
         Findings(
             frame,
-            entrant,
+            candidate,
             flows=_flows(results),
             samples=_samples(results),
             tiers=_tiers(frame),
@@ -99,15 +99,15 @@ def record_of(results: Results, started_utc: str, arguments: Mapping[str, Any]) 
     )
 
 
-def short_records(record: RunRecord, results: Results, entrant: str) -> list[RunRecord]:
-    """Return the tables of the record that a report keeps: a row a case and law, and a row a claim on the entrant.
+def short_records(record: RunRecord, results: Results, candidate: str) -> list[RunRecord]:
+    """Return the tables of the record that a report keeps: a row a case and law, and a row a claim on the candidate.
 
     Raises:
         ValueError: as `page_of`.
     """
     frame, suite = frame_of(results), results.plan.suite
     check(frame)
-    rows = {CASES: case_rows(frame, entrant, suite), CLAIMS: claim_rows(frame, entrant, suite)}
+    rows = {CASES: case_rows(frame, candidate, suite), CLAIMS: claim_rows(frame, candidate, suite)}
     return [replace(record, name=name, rows=its) for name, its in rows.items()]
 
 

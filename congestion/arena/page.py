@@ -12,8 +12,8 @@ from functools import cached_property
 import pandas as pd
 
 from congestion.arena import charts as arena_charts
+from congestion.arena.headroom import headroom, headroom_sentence, over_bound
 from congestion.arena.protocol import SUITE, Suite
-from congestion.arena.room import over_bound, room, room_words
 from congestion.arena.verdict import VERDICTS, check, claims, compare, is_whole, over_cases, standing, verdict
 from congestion.simulation.statistics import pareto_front
 from netlayer.report import Axis, Figure, Report, charts
@@ -29,7 +29,7 @@ class Findings:
 
     Args:
         rows: one a run, as `arena.verdict` says.
-        entrant: the law that the claims are about.
+        candidate: the law that the claims are about.
         flows: one a flow: law, case, fct_us.
         tiers: law, tier, pause_share: port-time paused, over all cases.
         samples: law, case, time_us, rate_bps (all senders), queue_bytes (the longest).
@@ -38,7 +38,7 @@ class Findings:
     """
 
     rows: pd.DataFrame
-    entrant: str
+    candidate: str
     flows: pd.DataFrame | None = None
     tiers: pd.DataFrame | None = None
     samples: pd.DataFrame | None = None
@@ -48,13 +48,13 @@ class Findings:
 
     @property
     def laws(self) -> list[str]:
-        """Laws in the rows' order, the entrant first."""
-        return [self.entrant, *(law for law in self.rows["law"].unique() if law != self.entrant)]
+        """Laws in the rows' order, the candidate first."""
+        return [self.candidate, *(law for law in self.rows["law"].unique() if law != self.candidate)]
 
     @cached_property
     def comparison(self) -> pd.DataFrame:
         """`arena.verdict.compare` of the completion times: two sections show it, and its intervals take seconds."""
-        return compare(self.rows, self.entrant, suite=self.suite)
+        return compare(self.rows, self.candidate, suite=self.suite)
 
 
 def build_page(findings: Findings) -> Report:
@@ -69,14 +69,14 @@ def build_page(findings: Findings) -> Report:
         "Arena of control laws",
         f"{', '.join(findings.laws)}; {runs:,} runs each, suite {findings.suite.digest[:12]}",
     )
-    sections = [_overview, _ratios, _room, _front, _tails, _pauses, _samples, _every_case, _definitions]
+    sections = [_overview, _ratios, _headroom, _front, _tails, _pauses, _samples, _every_case, _definitions]
     return report.fill(findings, sections)
 
 
 def _overview(report: Report, findings: Findings) -> None:
-    all_claims = claims(findings.rows, findings.entrant, findings.suite)
+    all_claims = claims(findings.rows, findings.candidate, findings.suite)
     word, sentences = verdict(all_claims, is_whole(findings.rows, findings.suite))
-    report.verdict(word, f"{sentences} {room_words(findings.rows, findings.entrant, findings.suite)}.")
+    report.verdict(word, f"{sentences} {headroom_sentence(findings.rows, findings.candidate, findings.suite)}.")
     section = report.section("At a glance", source="simulated")
     table = standing(findings.rows)
     best, calm = table.iloc[0], table.sort_values("pause_share", kind="stable").iloc[0]
@@ -87,7 +87,7 @@ def _overview(report: Report, findings: Findings) -> None:
         Figure("Cases", len(findings.rows.drop_duplicates(["workload", "condition"])), "", f"{seeds} paired seeds"),
     )
     rows = [{"asked": claim.text, "holds": claim.holds, "found": claim.sentence} for claim in all_claims]
-    section.table(pd.DataFrame(rows), caption=f"What is asked of {findings.entrant}.")
+    section.table(pd.DataFrame(rows), caption=f"What is asked of {findings.candidate}.")
     section.table(
         table.assign(goodput_gbps=table["goodput_bps"] / 1e9).drop(columns="goodput_bps").rename(columns=_TITLES),
         formats={"paused": ".2%", **dict.fromkeys(_TIMES, ".3f")},
@@ -109,10 +109,10 @@ _TIMES = ("completion", "p99 FCT", "max FCT", "over the bound")
 
 
 def _ratios(report: Report, findings: Findings) -> None:
-    """Add the section on the entrant's completion times over each rival's, with intervals over seeds."""
-    rows, entrant, rules = findings.rows, findings.entrant, findings.suite.rules
+    """Add the section on the candidate's completion times over each rival's, with intervals over seeds."""
+    rows, candidate, rules = findings.rows, findings.candidate, findings.suite.rules
     section = report.section(
-        f"{entrant} against each law",
+        f"{candidate} against each law",
         f"Completion time (the last flow's) over the rival's, paired by seed, {rules.level:.0%} bootstrap intervals.",
         source="simulated",
     )
@@ -120,12 +120,12 @@ def _ratios(report: Report, findings: Findings) -> None:
         {"workload": workload, "rival": rival, "ratio": ratio.value, "low": ratio.low, "high": ratio.high}
         for workload, runs in rows.groupby("workload", sort=False)
         for rival in findings.laws[1:]
-        for ratio in [over_cases(runs, entrant, rival, "completion_us", "geometric", findings.suite)]
+        for ratio in [over_cases(runs, candidate, rival, "completion_us", "geometric", findings.suite)]
     ]
     section.chart(
         arena_charts.intervals(pd.DataFrame(ratios), findings.laws, rules.no_worse),
         name="completion_ratio",
-        caption=f"Geometric mean over the conditions of a workload. Left of 1, {entrant} is faster; an interval that "
+        caption=f"Geometric mean over the conditions of a workload. Left of 1, {candidate} is faster; an interval that "
         f"ends left of the dashed line, {rules.no_worse}, is no worse.",
     )
     table = findings.comparison
@@ -136,9 +136,9 @@ def _ratios(report: Report, findings: Findings) -> None:
     )
 
 
-def _room(report: Report, findings: Findings) -> None:
+def _headroom(report: Report, findings: Findings) -> None:
     """The lower bound next to each law."""
-    rows, entrant = findings.rows, findings.entrant
+    rows, candidate = findings.rows, findings.candidate
     section = report.section("Completion time against the lower bound", source="simulated")
     section.chart(
         arena_charts.over_bound(_by_law(over_bound(rows), findings.laws), findings.laws),
@@ -146,18 +146,18 @@ def _room(report: Report, findings: Findings) -> None:
         caption="1 is the time that the most loaded link needs for what is routed over it, or the longest chain of "
         "flows alone: the same for all laws, and not always reachable. Geometric mean over conditions and seeds.",
     )
-    cases = room(rows, entrant, findings.suite)
+    cases = headroom(rows, candidate, findings.suite)
     tight = cases[cases["least_ratio"] > findings.suite.rules.faster]
     section.table(
         cases.rename(
             columns={
                 "best_rival": "best rival",
                 "its_over_bound": "its time",
-                "entrant_over_bound": entrant,
+                "entrant_over_bound": candidate,
                 "least_ratio": "at best",
             }
         ),
-        formats=dict.fromkeys(("its time", entrant, "at best"), ".3f"),
+        formats=dict.fromkeys(("its time", candidate, "at best"), ".3f"),
         max_rows=_MOST_ROWS,
         caption=f"Mean times over the bound's. At best: the bound over the best rival, below which no law's ratio can "
         f"be; it is above {findings.suite.rules.faster} in {len(tight)} of {len(cases)} cases.",
@@ -247,7 +247,7 @@ def _every_case(report: Report, findings: Findings) -> None:
     report.section("Every case", source="simulated").table(
         cases.reset_index(),
         max_rows=_MOST_ROWS,
-        caption=f"Completion time of {findings.entrant} over each law's: ratio of means over the seeds, its interval.",
+        caption=f"Completion time of {findings.candidate} over each law's: ratio of means over the seeds, its interval.",
     )
 
 

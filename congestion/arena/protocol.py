@@ -178,8 +178,8 @@ class Rules:
         buffers_bytes: of a switch, largest first; a tight case takes the first at which published DCQCN (preset
             `published_dcqcn`) has its ports paused for `pause_share` of the time, on the tuning seeds; else the last.
         limit_ms: of simulated time; a run that has not ended counts as this long.
-        rivals: whom the entrant must beat; `none` is shown next to them.
-        no_worse, faster, fewer_pauses: upper ends of intervals of a ratio, the entrant over a rival.
+        rivals: whom the candidate must beat; `none` is shown next to them.
+        no_worse, faster, fewer_pauses: upper ends of intervals of a ratio, the candidate over a rival.
         asked_of: the scenario, with all its workloads, for which `faster` and `fewer_pauses` are asked.
     """
 

@@ -1,6 +1,6 @@
 """One run of the arena: a case, a seed and a law to a row; and the tight buffer of a case.
 
-The engine is imported where it runs: a law from a file has to be entered before that (`control.entered`). Not covered:
+The engine is imported where it runs: a law from a file has to be entered before that (`control.plugin`). Not covered:
 which runs there are, and where rows are kept (arena).
 """
 
@@ -102,7 +102,7 @@ def run_one(
         KeyboardInterrupt: in the middle of it.
     """
     if contender.file:
-        from congestion.control.entered import enter
+        from congestion.control.plugin import enter
 
         enter(contender.file)
     from congestion.simulation.samples import Samples

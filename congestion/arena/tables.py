@@ -27,18 +27,18 @@ _CASE = ["workload", "condition"]
 _MOST_CHANGES = 12  # rows of the table of robustness
 
 
-def case_rows(frame: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> list[Row]:
-    """A row a case and law: means over the seeds, and the entrant's ratio to that law, its interval and verdict."""
+def case_rows(frame: pd.DataFrame, candidate: str, suite: Suite = SUITE) -> list[Row]:
+    """A row a case and law: means over the seeds, and the candidate's ratio to that law, its interval and verdict."""
     means = frame.groupby([*_CASE, "scenario", "law"], sort=False)[[*METRICS, "bound_us", "buffer_bytes"]].mean()
-    ratios = compare(frame, entrant, suite=suite).rename(columns={"rival": "law"})
+    ratios = compare(frame, candidate, suite=suite).rename(columns={"rival": "law"})
     rows = means.reset_index().merge(ratios.drop(columns="pairs"), how="left", on=[*_CASE, "law"])
     rows["seeds"] = frame["seed"].nunique()
     return _rows(rows.round(6))
 
 
-def claim_rows(frame: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> list[Row]:
+def claim_rows(frame: pd.DataFrame, candidate: str, suite: Suite = SUITE) -> list[Row]:
     """A row a claim, and one of the verdict on all."""
-    all_claims = claims(frame, entrant, suite)
+    all_claims = claims(frame, candidate, suite)
     word, _ = verdict(all_claims, is_whole(frame, suite))
     rows = [{"asked": one.text, "holds": one.holds, "found": one.sentence} for one in all_claims]
     return [*rows, {"asked": "all of it, on the whole suite", "holds": word == "PASS", "found": word}]

@@ -26,7 +26,7 @@ STATE = np.dtype([("packets", "f8"), ("quiet_until", "i8")], align=True)
 
 
 class Section(Settings):
-    """The law's numbers, `congestion.entered.x`; the arena's tuner searches those that are not 0."""
+    """The law's numbers, `congestion.plugin.x`; the arena's tuner searches those that are not 0."""
 
     increase_packets: float = Field(1.0, gt=0, description="Growth of the window in a round trip.")
     decrease: float = Field(0.5, gt=0, lt=1, description="Share of the window that a mark leaves.")

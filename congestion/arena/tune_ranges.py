@@ -71,11 +71,11 @@ def _section(contender: Contender, settings: Settings) -> tuple[BaseModel | None
     """The law's own numbers, and how their names begin."""
     if contender.file is None:
         return getattr(settings, contender.law, None), f"{_PREFIX}{contender.law}."
-    from congestion.control import entered
+    from congestion.control import plugin
 
-    entered.enter(contender.file)
-    kind = getattr(entered.law, "Section", None)
-    own = kind(**settings.entered) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    plugin.enter(contender.file)
+    kind = getattr(plugin.law, "Section", None)
+    own = kind(**settings.plugin) if isinstance(kind, type) and issubclass(kind, BaseModel) else None
     return own, f"{_PREFIX}entered."
 
 

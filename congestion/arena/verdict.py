@@ -1,4 +1,4 @@
-"""Verdict of the arena, from its rows: the comparison case by case, and whether the three claims on an entrant hold.
+"""Verdict of the arena, from its rows: the comparison case by case, and whether the three claims on an candidate hold.
 
 A row is one run: `law`, `workload`, `condition`, `scenario`, `seed` and its metrics, those of `METRICS`. ARENA.md says
 what is asked and why. Not covered: the runs themselves.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from congestion.arena.headroom import over_bound
 from congestion.arena.protocol import SUITE, Suite
-from congestion.arena.room import over_bound
 from congestion.simulation.statistics import Mean, Ratio, holm, paired_ratio
 from netlayer.report import Verdict
 
@@ -26,7 +26,7 @@ _RUN = ["law", *_CASE, "seed"]
 
 @dataclass(frozen=True)
 class Claim:
-    """Claim on the entrant, whether it holds, and the figures as a sentence."""
+    """Claim on the candidate, whether it holds, and the figures as a sentence."""
 
     text: str
     holds: bool
@@ -52,18 +52,18 @@ def check(rows: pd.DataFrame) -> None:
             raise ValueError(f"{law} lacks {len(lacking)} runs that others have, the first is {_name(lacking[0])}")
 
 
-def compare(rows: pd.DataFrame, entrant: str, metric: str = "completion_us", suite: Suite = SUITE) -> pd.DataFrame:
-    """The entrant against every other law in every case: ratio of means, interval, p-value after Holm, verdict.
+def compare(rows: pd.DataFrame, candidate: str, metric: str = "completion_us", suite: Suite = SUITE) -> pd.DataFrame:
+    """The candidate against every other law in every case: ratio of means, interval, p-value after Holm, verdict.
 
     `better`, or `worse`: the p-value says that the ratio is not 1. `no worse`: the interval ends below the margin, a
     proven difference within it too. `undecided`: none of these.
     """
     comparisons = []
-    rivals = _others(rows, entrant)
+    rivals = _others(rows, candidate)
     for case, all_laws in rows.groupby(_CASE, sort=False):
         runs = all_laws.pivot(index="seed", columns="law", values=metric)
         for rival in rivals:
-            ratio = _ratio(runs[entrant], runs[rival], "arithmetic", suite)
+            ratio = _ratio(runs[candidate], runs[rival], "arithmetic", suite)
             comparisons.append({**dict(zip(_CASE, case, strict=True)), "rival": rival, **vars(ratio)})
     table = pd.DataFrame(comparisons).rename(columns={"value": "ratio", "num_pairs": "pairs"})
     table["p_value"] = holm(table["p_value"].tolist())
@@ -74,16 +74,16 @@ def compare(rows: pd.DataFrame, entrant: str, metric: str = "completion_us", sui
     return table
 
 
-def over_cases(rows: pd.DataFrame, entrant: str, rival: str, metric: str, of: Mean, suite: Suite = SUITE) -> Ratio:
+def over_cases(rows: pd.DataFrame, candidate: str, rival: str, metric: str, of: Mean, suite: Suite = SUITE) -> Ratio:
     """One ratio over all cases of `rows`, seeds resampled: of geometric means, or of sums (`arithmetic`)."""
     logs = of == "geometric"
     values = rows.assign(value=np.log(rows[metric]) if logs else rows[metric])
     means = values.pivot_table(index="seed", columns="law", values="value")
     by_seed = means.apply(np.exp) if logs else means
-    return _ratio(by_seed[entrant], by_seed[rival], of, suite)
+    return _ratio(by_seed[candidate], by_seed[rival], of, suite)
 
 
-def claims(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> list[Claim]:
+def claims(rows: pd.DataFrame, candidate: str, suite: Suite = SUITE) -> list[Claim]:
     """Judge three claims: faster than each rival, paused for less time than the first one, in no case worse.
 
     The first two are about one scenario (`Rules.asked_of`: all-to-all), the third about all of them.
@@ -92,19 +92,19 @@ def claims(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> list[Claim
         rows: as `check` takes them; `law` is the congestion-control algorithm.
 
     Raises:
-        ValueError: no rows of the entrant, of a rival of the suite, or of that scenario.
+        ValueError: no rows of the candidate, of a rival of the suite, or of that scenario.
     """
-    rivals = [rival for rival in suite.rules.rivals if rival != entrant]
-    absent = [law for law in (entrant, *rivals) if law not in set(rows["law"])]
+    rivals = [rival for rival in suite.rules.rivals if rival != candidate]
+    absent = [law for law in (candidate, *rivals) if law not in set(rows["law"])]
     if absent:
-        raise ValueError(f"no rows of {', '.join(absent)}: the claims need the entrant and {', '.join(rivals)}")
+        raise ValueError(f"no rows of {', '.join(absent)}: the claims need the candidate and {', '.join(rivals)}")
     scenario_rows = rows[rows["scenario"] == suite.rules.asked_of]
     if scenario_rows.empty:
         raise ValueError(f"no rows of the scenario {suite.rules.asked_of}")
     return [
-        _faster(scenario_rows, entrant, rivals, suite),
-        _calmer(scenario_rows, entrant, suite),
-        _no_worse(rows, entrant, suite),
+        _faster(scenario_rows, candidate, rivals, suite),
+        _calmer(scenario_rows, candidate, suite),
+        _no_worse(rows, candidate, suite),
     ]
 
 
@@ -139,8 +139,8 @@ def verdict(results: Sequence[Claim], whole: bool) -> tuple[Verdict, str]:
     return word, ". ".join([*sentences, *(claim.sentence for claim in results)]) + "."
 
 
-def _faster(rows: pd.DataFrame, entrant: str, rivals: Sequence[str], suite: Suite) -> Claim:
-    ratios = {rival: over_cases(rows, entrant, rival, "completion_us", "geometric", suite) for rival in rivals}
+def _faster(rows: pd.DataFrame, candidate: str, rivals: Sequence[str], suite: Suite) -> Claim:
+    ratios = {rival: over_cases(rows, candidate, rival, "completion_us", "geometric", suite) for rival in rivals}
     best = max(ratios, key=lambda rival: ratios[rival].value)
     limit = suite.rules.faster
     sentence = f"All-to-all completes in {_ratio_text(ratios[best], suite)} of the time of {best}, the best rival"
@@ -151,21 +151,21 @@ def _faster(rows: pd.DataFrame, entrant: str, rivals: Sequence[str], suite: Suit
     )
 
 
-def _calmer(rows: pd.DataFrame, entrant: str, suite: Suite) -> Claim:
+def _calmer(rows: pd.DataFrame, candidate: str, suite: Suite) -> Claim:
     limit, rival = suite.rules.fewer_pauses, suite.rules.rivals[0]
     claim = f"all-to-all with at least {1 - limit:.0%} less pause time than {rival}"
-    if entrant == rival:
+    if candidate == rival:
         return Claim(claim, False, f"{rival} is the measure of pause time itself")
     rows = rows.assign(pause_us=rows["pause_share"] * rows["completion_us"])  # of a port, on average
     if not rows.loc[rows["law"] == rival, "pause_us"].any():
         return Claim(claim, False, f"{rival} never pauses there: there is no pause time to save")
-    ratio = over_cases(rows, entrant, rival, "pause_us", "arithmetic", suite)
+    ratio = over_cases(rows, candidate, rival, "pause_us", "arithmetic", suite)
     return Claim(claim, ratio.high <= limit, f"Pause time there is {_ratio_text(ratio, suite)} of {rival}'s")
 
 
-def _no_worse(rows: pd.DataFrame, entrant: str, suite: Suite) -> Claim:
+def _no_worse(rows: pd.DataFrame, candidate: str, suite: Suite) -> Claim:
     margin = suite.rules.no_worse
-    table = compare(rows[rows["law"].isin([entrant, *suite.rules.rivals])], entrant, suite=suite)
+    table = compare(rows[rows["law"].isin([candidate, *suite.rules.rivals])], candidate, suite=suite)
     over = table[table["high"] > margin]
     cases = table.groupby(_CASE)["high"].max()
     sentence = f"No worse in {(cases <= margin).sum()} of {len(cases)} cases (interval ends at {margin} or below)"
@@ -197,8 +197,8 @@ def _ratio_text(ratio: Ratio, suite: Suite) -> str:
     return f"{ratio.value:.3f} ({suite.rules.level:.0%} interval {ratio.low:.3f} to {ratio.high:.3f})"
 
 
-def _others(rows: pd.DataFrame, entrant: str) -> list[str]:
-    return [law for law in rows["law"].unique() if law != entrant]
+def _others(rows: pd.DataFrame, candidate: str) -> list[str]:
+    return [law for law in rows["law"].unique() if law != candidate]
 
 
 def _name(parts: Sequence[object] | pd.Series[str]) -> str:

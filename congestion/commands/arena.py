@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("law_file", metavar="[LAW.py]", type=PATH, required=False)
 @click.option("--laws", default=OURS, show_default=True, metavar="LAW[,LAW...]", help="Who runs beside LAW.py.")
-@click.option("--entrant", help="Whom the claims are about [default: LAW.py's law, else hybrid].")
+@click.option("--candidate", help="Whom the claims are about [default: LAW.py's law, else hybrid].")
 @click.option("--quick", is_flag=True, help="One condition and three seeds: a part, in about a minute.")
 @click.option("--seeds", "num_seeds", type=click.IntRange(1), help="The first so many of the suite's seeds.")
 @click.option("--only", multiple=True, metavar="TEXT", help="Cases with this in `workload/condition`; repeatable.")
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def arena(
     law_file: Path | None,
     laws: str,
-    entrant: str | None,
+    candidate: str | None,
     quick: bool,
     num_seeds: int | None,
     only: tuple[str, ...],
@@ -85,16 +85,16 @@ def arena(
         return
     check_target("--json", json_file)
     contenders = _contenders(laws, law_file, tuned)
-    _refuse_beside(tunes, robustness, parts, quick or bool(num_seeds or only or entrant))
+    _refuse_beside(tunes, robustness, parts, quick or bool(num_seeds or only or candidate))
     if tunes:
         _tune(contenders, out, processes, json_file)
         return
     if robustness or parts:
         _changes(contenders, parts, out, processes, json_file)
         return
-    chosen = entrant or (contenders[-1].name if law_file else "hybrid")
-    if entrant and entrant not in [one.name for one in contenders]:
-        raise ConfigError("--entrant", entrant, "does not run", "give one of --laws, or LAW.py's")
+    chosen = candidate or (contenders[-1].name if law_file else "hybrid")
+    if candidate and candidate not in [one.name for one in contenders]:
+        raise ConfigError("--candidate", candidate, "does not run", "give one of --laws, or LAW.py's")
     from congestion.arena.runner import plan_of
 
     plan = plan_of(contenders, num_seeds=num_seeds, only=only, quick=quick)
@@ -103,7 +103,7 @@ def arena(
 
 def _compare(
     plan: Plan,
-    entrant: str,
+    candidate: str,
     out: Path | None,
     processes: int | None,
     pages: bool,
@@ -123,13 +123,15 @@ def _compare(
             stages.say(not_run_words(plan))
         results = run_arena(plan, folder, stages, processes)
     cases = [case.name for case in plan.cases]
-    record = record_of(results, started, {**arguments, "entrant": entrant, "cases": cases, "seeds": list(plan.seeds)})
+    record = record_of(
+        results, started, {**arguments, "candidate": candidate, "cases": cases, "seeds": list(plan.seeds)}
+    )
     click.echo(f"record: {record.save(folder / 'records')}", err=True)
     if json_file:
         write_text(json_file, record.to_json())
     with beside(json_file):
         print_table(results)
-    _publish(results, record, entrant, folder, pages)
+    _publish(results, record, candidate, folder, pages)
 
 
 def _tune(contenders: Sequence[Contender], out: Path | None, processes: int | None, json_file: Path | None) -> None:
@@ -198,7 +200,7 @@ def _refuse_beside(tunes: bool, robustness: bool, parts: bool, narrowed: bool) -
     if len(options) > 1:
         raise ConfigError(options[0], None, f"has no effect beside {options[1]}", "give one of them")
     if options and narrowed:
-        rule = "runs what the protocol fixes: --quick, --seeds, --only and --entrant have no effect"
+        rule = "runs what the protocol fixes: --quick, --seeds, --only and --candidate have no effect"
         raise ConfigError(options[0], None, rule, "leave them out")
 
 
@@ -208,12 +210,12 @@ def _contenders(laws: str, law_file: Path | None, tuned: Path | None) -> list[Co
 
     made = [published(law) for law in known_laws(laws, "--laws")]
     if law_file:
-        from congestion.control import entered
+        from congestion.control import plugin
 
         if law_file.stem in OURS.split(","):
             raise ConfigError("LAW", law_file, "has the name of a law of ours", "rename the file")
         path = law_file.resolve()
-        made.append(Contender(law_file.stem, entered.enter(path), file=path))
+        made.append(Contender(law_file.stem, plugin.enter(path), file=path))
     return [_with_profile(one, tuned) for one in made] if tuned else made
 
 
@@ -238,15 +240,15 @@ def _kept(folder: Path) -> Any:
         raise
 
 
-def _publish(results: Results, record: RunRecord, entrant: str, folder: Path, pages: bool) -> None:
+def _publish(results: Results, record: RunRecord, candidate: str, folder: Path, pages: bool) -> None:
     """The short records and the page with its verdict, or why there is none."""
     from congestion.arena.output import page_of, short_records
 
     try:
-        for one in short_records(record, results, entrant):
+        for one in short_records(record, results, candidate):
             click.echo(f"record: {one.save(folder / 'records')}", err=True)
         if pages:
-            page = page_of(results, entrant, shlex.join(["netlayer", *sys.argv[1:]])).write(folder)
+            page = page_of(results, candidate, shlex.join(["netlayer", *sys.argv[1:]])).write(folder)
             click.echo(f"report: {page}", err=True)
     except ValueError as exc:
         click.echo(f"no page: {exc}", err=True)

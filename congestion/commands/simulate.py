@@ -509,7 +509,7 @@ def read_law(name: str) -> str:
         ConfigError: there is none.
     """
     if name.endswith(".py"):
-        from congestion.control.entered import enter
+        from congestion.control.plugin import enter
 
         return enter(Path(name))
     from congestion.engine.build import LAWS

@@ -22,9 +22,9 @@ _REFERENCE_BPS = 200_000_000_000  # increases are given for a NIC of this rate
 PARAMETERS = np.dtype(
     [
         ("g", "f8"),
-        ("alpha_gap", "i8"),
-        ("cut_gap", "i8"),
-        ("rise_gap", "i8"),
+        ("alpha_update_period", "i8"),
+        ("rate_reduce_period", "i8"),
+        ("rate_increase_period", "i8"),
         ("byte_gap", "i8"),
         ("fast_steps", "i8"),
         ("rai_bps", "i8"),
@@ -58,9 +58,9 @@ def parameters(section: DcqcnSettings, host_bps: int, settings: Settings) -> Row
     return row_of(
         PARAMETERS,
         g=section.g,
-        alpha_gap=round(section.alpha_us * PS_PER_US),
-        cut_gap=round(section.decrease_us * PS_PER_US),
-        rise_gap=round(section.increase_us * PS_PER_US),
+        alpha_update_period=round(section.alpha_us * PS_PER_US),
+        rate_reduce_period=round(section.decrease_us * PS_PER_US),
+        rate_increase_period=round(section.increase_us * PS_PER_US),
         byte_gap=section.byte_counter_bytes,
         fast_steps=section.fast_recovery_steps,
         rai_bps=section.rai_bps * host_bps // _REFERENCE_BPS,
@@ -108,8 +108,8 @@ def on_cnp(p, own, flow, now):  # type: ignore[no-untyped-def]
     own.seen_cnp = 1
     own.alpha = 1.0
     own.target_bps = flow.rate_bps
-    own.alpha_at = now + p.alpha_gap
-    own.cut_at = now + p.cut_gap + _NS  # so that a cut comes behind an alpha of the same moment
+    own.alpha_at = now + p.alpha_update_period
+    own.cut_at = now + p.rate_reduce_period + _NS  # so that a cut comes behind an alpha of the same moment
     own.due = min(own.alpha_at, own.cut_at)
 
 
@@ -128,16 +128,16 @@ def _fire(p, own, flow, now):  # type: ignore[no-untyped-def]
         if own.alpha_at == due:
             own.alpha = (1.0 - p.g) * own.alpha + (p.g if own.alpha_cnp else 0.0)
             own.alpha_cnp = 0
-            own.alpha_at = due + p.alpha_gap
+            own.alpha_at = due + p.alpha_update_period
         elif own.rise_at == due:
             _rise(p, own, flow)
             own.stage += 1
-            own.rise_at = due + p.rise_gap
+            own.rise_at = due + p.rate_increase_period
         else:
-            own.cut_at = due + p.cut_gap
+            own.cut_at = due + p.rate_reduce_period
             if own.cut_cnp:
                 _cut(p, own, flow)
-                own.rise_at = due + p.rise_gap
+                own.rise_at = due + p.rate_increase_period
         own.due = min(own.alpha_at, own.rise_at, own.cut_at)
 
 

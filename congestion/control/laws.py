@@ -17,12 +17,12 @@ from types import ModuleType
 
 import numpy as np
 
-from congestion.control import dcqcn, entered, hybrid, nscc, swift
+from congestion.control import dcqcn, hybrid, nscc, plugin, swift
 from congestion.control.rows import Rows
 from congestion.kernels.jit import inlined, kernel
 from congestion.simulation.settings import Settings
 
-NONE, DCQCN, SWIFT, NSCC, HYBRID, ENTERED = range(6)
+NONE, DCQCN, SWIFT, NSCC, HYBRID, PLUGIN = range(6)
 RATE_FAULT, WINDOW_FAULT, FIELD_FAULT = 1, 2, 3  # `law_fault`; 0: none
 MODULES: dict[str, ModuleType | None] = {
     "none": None,
@@ -43,9 +43,9 @@ def number_of(law: str) -> int:
     """
     if law in MODULES:
         return list(MODULES).index(law)
-    if entered.law is None or law != entered.name:
+    if plugin.law is None or law != plugin.name:
         raise KeyError(law)
-    return ENTERED
+    return PLUGIN
 
 
 def tables(in_use: Sequence[str], num_flows: int, host_bps: int, settings: Settings) -> dict[str, Rows]:
@@ -57,11 +57,11 @@ def tables(in_use: Sequence[str], num_flows: int, host_bps: int, settings: Setti
             made[name] = np.concatenate([module.parameters(getattr(its, name), host_bps, its) for its in by_class])
             made[f"{name}_flow"] = np.zeros(num_flows if name in in_use else 0, dtype=module.STATE)
     its, its_state = np.zeros(settings.num_classes, dtype=_OF_NONE), _OF_NONE
-    if entered.law is not None:
-        its, its_state = np.concatenate([entered.parameters_of(one, host_bps) for one in by_class]), entered.law.STATE
+    if plugin.law is not None:
+        its, its_state = np.concatenate([plugin.parameters_of(one, host_bps) for one in by_class]), plugin.law.STATE
     made["entered"] = its
-    made["entered_flow"] = np.zeros(
-        num_flows if entered.name in in_use and entered.law is not None else 0, dtype=its_state
+    made["plugin_flow"] = np.zeros(
+        num_flows if plugin.name in in_use and plugin.law is not None else 0, dtype=its_state
     )
     return made
 
@@ -114,7 +114,7 @@ def _take_back(s, f):  # type: ignore[no-untyped-def]
 
 
 # Without a law from a file its calls are compiled to nothing.
-if entered.law is None:
+if plugin.law is None:
 
     @kernel
     def _its_start(s, f):  # type: ignore[no-untyped-def]
@@ -130,27 +130,27 @@ if entered.law is None:
 
     _its_on_loss = _its_advance
 else:
-    _start, _advance = entered.law.start, entered.law.advance
-    _on_ack, _on_loss = entered.law.on_ack, entered.law.on_loss
+    _start, _advance = plugin.law.start, plugin.law.advance
+    _on_ack, _on_loss = plugin.law.on_ack, plugin.law.on_loss
 
     @kernel
     def _its_start(s, f):  # type: ignore[no-untyped-def]
-        _start(s.entered[s.flow[f].tuned], s.entered_flow[f], _show(s, f))
+        _start(s.plugin[s.flow[f].tuned], s.plugin_flow[f], _show(s, f))
         _take_back(s, f)
 
     @kernel
     def _its_advance(s, f, now):  # type: ignore[no-untyped-def]
-        _advance(s.entered[s.flow[f].tuned], s.entered_flow[f], _show(s, f), now)
+        _advance(s.plugin[s.flow[f].tuned], s.plugin_flow[f], _show(s, f), now)
         _take_back(s, f)
 
     @kernel
     def _its_on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-def]
-        _on_ack(s.entered[s.flow[f].tuned], s.entered_flow[f], _show(s, f), now, marked, rtt_ps, acked_bytes)
+        _on_ack(s.plugin[s.flow[f].tuned], s.plugin_flow[f], _show(s, f), now, marked, rtt_ps, acked_bytes)
         _take_back(s, f)
 
     @kernel
     def _its_on_loss(s, f, now):  # type: ignore[no-untyped-def]
-        _on_loss(s.entered[s.flow[f].tuned], s.entered_flow[f], _show(s, f), now)
+        _on_loss(s.plugin[s.flow[f].tuned], s.plugin_flow[f], _show(s, f), now)
         _take_back(s, f)
 
 
@@ -168,7 +168,7 @@ def start(s, f):  # type: ignore[no-untyped-def]
         nscc.start(s.nscc[flow.tuned], s.nscc_flow[f], flow)
     elif law == HYBRID:
         hybrid.start(s.hybrid[flow.tuned], s.hybrid_flow[f], flow)
-    elif law == ENTERED:
+    elif law == PLUGIN:
         _its_start(s, f)
 
 
@@ -185,7 +185,7 @@ def advance(s, f, now):  # type: ignore[no-untyped-def]
         nscc.advance(s.nscc[flow.tuned], s.nscc_flow[f], flow, now)
     elif law == HYBRID:
         hybrid.advance(s.hybrid[flow.tuned], s.hybrid_flow[f], flow, now)
-    elif law == ENTERED:
+    elif law == PLUGIN:
         _its_advance(s, f, now)
 
 
@@ -202,7 +202,7 @@ def on_ack(s, f, now, marked, rtt_ps, acked_bytes):  # type: ignore[no-untyped-d
         nscc.on_ack(s.nscc[flow.tuned], s.nscc_flow[f], flow, now, marked, rtt_ps, acked_bytes)
     elif law == HYBRID:
         hybrid.on_ack(s.hybrid[flow.tuned], s.hybrid_flow[f], flow, now, marked, rtt_ps, acked_bytes)
-    elif law == ENTERED:
+    elif law == PLUGIN:
         _its_on_ack(s, f, now, marked, rtt_ps, acked_bytes)
 
 
@@ -219,5 +219,5 @@ def on_loss(s, f, now):  # type: ignore[no-untyped-def]
         nscc.on_loss(s.nscc[flow.tuned], s.nscc_flow[f], flow, now)
     elif law == HYBRID:
         hybrid.on_loss(s.hybrid[flow.tuned], s.hybrid_flow[f], flow, now)
-    elif law == ENTERED:
+    elif law == PLUGIN:
         _its_on_loss(s, f, now)

@@ -6,7 +6,7 @@ ingress has a reserve, then a share of the free pool, then headroom for what com
 
 from __future__ import annotations
 
-from congestion.engine.packets import drawn, flow_of, number_of
+from congestion.engine.packets import flow_of, hash_random, number_of
 from congestion.engine.tables import HOP_MASK, HOP_SHIFT, MARK_BIT, NEVER, SEQ_MASK, SEQ_SHIFT
 from congestion.kernels.jit import inlined
 from congestion.kernels.machine import has
@@ -28,7 +28,7 @@ def marked(s, port, word):  # type: ignore[no-untyped-def]
     if queue <= kind.kmax:
         share = kind.pmax * (queue - kind.kmin) / (kind.kmax - kind.kmin)
         flow, sequence = number_of(s, flow_of(word)), (word >> SEQ_SHIFT) & SEQ_MASK
-        if drawn(s.run[0].seed, flow, sequence << 8 | word & (HOP_MASK << HOP_SHIFT) | word & 3) >= share * _ONE:
+        if hash_random(s.run[0].seed, flow, sequence << 8 | word & (HOP_MASK << HOP_SHIFT) | word & 3) >= share * _ONE:
             return word
     port.marks += 1
     return word if word & 3 else word | MARK_BIT  # on an ACK that bit is the CNP

@@ -66,7 +66,7 @@ def build(
     """The state before the first event.
 
     Args:
-        law: one of LAWS, or the name of one that was entered (`congestion.control.entered`).
+        law: one of LAWS, or the name of one that was entered (`congestion.control.plugin`).
         fabric: hosts with one cable each, links of one rate both ways.
         flaps: cables that are down for a time: what arrives over them then is lost, but for PFC frames.
         timeouts_ps: waits before each retry, in place of `settings.timeout_us` and `retries`; then a flow has failed.
@@ -147,7 +147,7 @@ def build(
         **laws.tables(in_use, len(flows), host_bps(fabric), settings),
         sent=sent,
         rtt=np.zeros(len(flows) if settings.measure_rtt else 1, dtype=tables.RTT),
-        law_view=np.zeros(len(flows) if laws.ENTERED in flow["law"] else 0, dtype=tables.VIEW),
+        law_view=np.zeros(len(flows) if laws.PLUGIN in flow["law"] else 0, dtype=tables.VIEW),
         cause=np.zeros((num_ports, 3), dtype=np.int64),
         timeouts=timeouts,
         acked=np.zeros((len(flows), num_words), dtype=np.uint64),
@@ -168,7 +168,7 @@ def build(
         wire_tail=first_wire.copy(),
         queue_head=first_queue,
         queue_tail=first_queue.copy(),
-        came=aligned(num_ports, tables.CAME),
+        arrivals=aligned(num_ports, tables.ARRIVALS),
         entry=aligned(num_chunks * CHUNK, tables.ENTRY),
         following=np.empty(num_chunks, dtype=np.uint32),
         free=free,
@@ -178,11 +178,11 @@ def build(
         order=np.empty((num_workers, most_seen), dtype=np.uint32),
         counts=np.empty((num_workers, int(node["num_ports"].max())), dtype=np.uint32),
         busy=np.empty((num_workers, int(node["num_ports"].max())), dtype=np.uint32),
-        due=np.empty((num_workers, int(node["num_ports"].max())), dtype=np.int64),
+        next_tx=np.empty((num_workers, int(node["num_ports"].max())), dtype=np.int64),
         worker=worker,
         owned=owned,
         # Two of the 8 numbers are used: 64 bytes a row, so that workers do not write into one cache line.
-        said=np.zeros((num_workers, 2, 8), dtype=np.int64),
+        mailbox=np.zeros((num_workers, 2, 8), dtype=np.int64),
         arrived=np.zeros(1, dtype=np.int64),
     )
 
@@ -222,7 +222,7 @@ def _check_memory(fabric: Graph, flows: FlowSet, settings: Settings, wants_rtt: 
     a_flow += 8 * min(longest, LEAST_REMEMBERED) * wants_rtt + longest // 4 * settings.selective_repeat
     a_port = (
         tables.PORT.itemsize * (1 + settings.num_classes)
-        + tables.CAME.itemsize
+        + tables.ARRIVALS.itemsize
         + 4 * 4  # heads and tails of a wire and a queue
         + 8 * CHUNK * tables.ENTRY.itemsize
     )
@@ -256,7 +256,7 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "sent_mask": -1,
         "rtt_noise": round(settings.rtt_noise_us * _PS_PER_US),
         "measure_rtt": settings.measure_rtt,
-        "deaf_scaled": round(settings.deaf_share * 2**53),  # of 2^53, the range of `packets.drawn`
+        "deaf_scaled": round(settings.deaf_share * 2**53),  # of 2^53, the range of `packets.hash_random`
         # In the order of ECMP, SPRAY, FLOWLET, HASHED_PORTS in `tables`, and below of DROP, FORWARD, ALERT.
         "routing": ("ecmp", "spray", "flowlet", "hashed_ports").index(settings.routing),
         "num_paths": _num_paths(settings),
@@ -383,10 +383,12 @@ def _check_times(fabric: Graph, flows: FlowSet, port: Rows, node: Rows, kind: Ro
         first_port = np.minimum(node["first_port"], len(port) - 1)
         nic_kind = port["kind"][first_port]
         rate = kind["rate"][nic_kind]
-        took = np.bincount(host, flows.num_bytes, fabric.num_nodes) * _BYTE_PS / rate
-        if took.max() + float(flows.start_ps.min()) > NEVER:
-            busiest = int(took.argmax())
-            days = f"takes {took[busiest] / _PS_PER_DAY:.0f} days, and the clock ends after {NEVER / _PS_PER_DAY:.0f}"
+        tx_time = np.bincount(host, flows.num_bytes, fabric.num_nodes) * _BYTE_PS / rate
+        if tx_time.max() + float(flows.start_ps.min()) > NEVER:
+            busiest = int(tx_time.argmax())
+            days = (
+                f"takes {tx_time[busiest] / _PS_PER_DAY:.0f} days, and the clock ends after {NEVER / _PS_PER_DAY:.0f}"
+            )
             rule = f"is what {name} {fabric.names[busiest]} and {days}"
             total = f"{int(flows.num_bytes[host == busiest].sum())} B"
             raise ConfigError("flows", total, rule, "give fewer bytes or faster links")

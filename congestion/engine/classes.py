@@ -136,9 +136,9 @@ def _lay_to_longest(s, node, its_class):  # type: ignore[no-untyped-def]
 
 @inlined
 def _kick(s, k, node, p, now):  # type: ignore[no-untyped-def]
-    due = _next_start(s, p)
-    s.due[k, p - node.first_port] = due
-    if due < now:
+    next_tx = _next_start(s, p)
+    s.next_tx[k, p - node.first_port] = next_tx
+    if next_tx < now:
         _serve(s, k, node, p, now)
 
 
@@ -152,7 +152,7 @@ def _signal(s, k, node, p, its_class, stops, now):  # type: ignore[no-untyped-de
     node.num_frames += 1
     if port.busy < now:
         _send_frame(s, k, node, p, now)
-    s.due[k, p - node.first_port] = _next_start(s, p)
+    s.next_tx[k, p - node.first_port] = _next_start(s, p)
 
 
 @kernel
@@ -176,7 +176,7 @@ def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
     port, place = s.port[p], p - node.first_port
     if port.frames:
         _send_frame(s, k, node, p, now)
-        s.due[k, place] = _next_start(s, p)
+        s.next_tx[k, place] = _next_start(s, p)
         return
     its_class = choose(s, p, waiting_classes(s, p))
     number = lane_of(s, p, its_class)
@@ -192,7 +192,7 @@ def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
     before = queue.marks
     send(s, k, port, now, marked(s, queue, word), size)
     port.marks += queue.marks - before
-    s.due[k, place] = _next_start(s, p)
+    s.next_tx[k, place] = _next_start(s, p)
     if may_go_on(s, node, ingress):
         node.num_paused -= 1
         _signal(s, k, node, in_port, its_class, 0, now)

@@ -15,7 +15,7 @@ import numpy as np
 from congestion.control import laws
 from congestion.engine.classes import choose, class_of, lane_of, spend, waiting_classes
 from congestion.engine.lists import after, put
-from congestion.engine.packets import drawn, flow_of, is_lost, number_of, path_bits, pause, send, serialise
+from congestion.engine.packets import flow_of, hash_random, is_lost, number_of, path_bits, pause, send, serialise
 from congestion.engine.tables import (
     ACK,
     DATA,
@@ -109,7 +109,7 @@ def _next_send(s, node, p):  # type: ignore[no-untyped-def]
         return free
     if port.paused or node.num_ready == 0:
         return NEVER
-    soonest, turn, count = NEVER, np.int64(node.robin), np.int64(node.num_active)
+    soonest, turn, count = NEVER, np.int64(node.round_robin_index), np.int64(node.num_active)
     for _ in range(count):  # from the one whose turn it is: it mostly may go
         turn = turn + 1 if turn + 1 < count else np.int64(0)
         flow = s.flow[s.active[node.first_flow + np.uint32(turn)]]
@@ -165,7 +165,7 @@ def _next_flow(s, node, now):  # type: ignore[no-untyped-def]
     """Choose in turn among flows that may send now; finished ones that are met leave the circle, as in ns-3's HPCC."""
     base, count = node.first_flow, node.num_active
     finished, next_turn = count, -1
-    turn = node.robin
+    turn = node.round_robin_index
     for _ in range(count):
         turn = turn + 1 if turn + 1 < count else 0
         flow = s.flow[s.active[base + turn]]
@@ -178,7 +178,7 @@ def _next_flow(s, node, now):  # type: ignore[no-untyped-def]
     picked = s.active[base + next_turn]
     if finished < count:
         next_turn = _leave(s, node, finished, next_turn)
-    node.robin = next_turn
+    node.round_robin_index = next_turn
     return picked
 
 
@@ -310,7 +310,7 @@ def _echo(s, f, row, word, now):  # type: ignore[no-untyped-def]
     if not has(s.features, "extras"):
         row.cnps += mark != 0
         return mark
-    if mark and s.run[0].deaf_scaled and drawn(s.run[0].seed, number_of(s, f), -2) < s.run[0].deaf_scaled:
+    if mark and s.run[0].deaf_scaled and hash_random(s.run[0].seed, number_of(s, f), -2) < s.run[0].deaf_scaled:
         return np.int64(0)
     if mark and s.run[0].cnp_gap:
         if now < row.cnp_after:
@@ -343,7 +343,7 @@ def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-unty
         seen.total += rtt
         seen.most = max(seen.most, rtt)
     if has(s.features, "extras") and run.rtt_noise:
-        rtt += np.int64(drawn(run.seed, -1 - number_of(s, f), sequence) * (run.rtt_noise / _ONE))
+        rtt += np.int64(hash_random(run.seed, -1 - number_of(s, f), sequence) * (run.rtt_noise / _ONE))
     if kind == NACK:
         _move(node, flow, flow.unacked)
         laws.on_loss(s, f, now)

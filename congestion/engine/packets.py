@@ -16,8 +16,8 @@ _DELAY = 4  # column of `pace`
 @inlined
 def serialise(run, size, rate):  # type: ignore[no-untyped-def]
     """Time of `size` bytes at `rate` bit/s, ps; whole ns where the run truncates as ns-3 does."""
-    took = np.int64(np.uint64(size * _SIZE_PS) // np.uint64(rate))
-    return took // 1000 * 1000 if run.truncate else took
+    tx_time = np.int64(np.uint64(size * _SIZE_PS) // np.uint64(rate))
+    return tx_time // 1000 * 1000 if run.truncate else tx_time
 
 
 @inlined
@@ -37,7 +37,7 @@ def size_of(s, word):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def took(s, kind, word, size):  # type: ignore[no-untyped-def]
+def tx_time(s, kind, word, size):  # type: ignore[no-untyped-def]
     """Time that a packet takes onto a link whose ports are of this kind."""
     return serialise(s.run[0], size, s.kind[kind].rate) if word & LAST_BIT else s.pace[kind, word & 3]
 
@@ -45,7 +45,7 @@ def took(s, kind, word, size):  # type: ignore[no-untyped-def]
 @inlined
 def send(s, k, port, now, word, size):  # type: ignore[no-untyped-def]
     """Put a packet on the wire from `now`; the port is busy until its last bit has left."""
-    busy = port.busy = now + took(s, port.kind, word, size)
+    busy = port.busy = now + tx_time(s, port.kind, word, size)
     arrival = busy + s.pace[port.kind, _DELAY]
     worker, wire = s.worker[k], port.peer
     store_shared(s.wire_tail, wire, put(s, k, s.wire_tail[wire], arrival, word))
@@ -70,7 +70,7 @@ def is_lost(s, p, word, now):  # type: ignore[no-untyped-def]
     if s.run[0].losses and word & 3 != PFC:
         port = s.port[p]
         port.received += 1
-        if drawn(s.run[0].seed, np.int64(p), port.received) < s.kind[port.kind].loss_scaled:
+        if hash_random(s.run[0].seed, np.int64(p), port.received) < s.kind[port.kind].loss_scaled:
             port.drops += 1
             return True
     return False
@@ -98,7 +98,7 @@ def path_bits(s, f, sequence, kind):  # type: ignore[no-untyped-def]
     run = s.run[0]
     if not has(s.features, "extras") or run.routing != HASHED_PORTS:
         return np.int64(0)
-    return drawn(run.seed, -1 - number_of(s, f), sequence << 2 | kind) % run.num_paths << PATH_SHIFT
+    return hash_random(run.seed, -1 - number_of(s, f), sequence << 2 | kind) % run.num_paths << PATH_SHIFT
 
 
 @inlined
@@ -117,7 +117,7 @@ def next_in_turn(s, n, word):  # type: ignore[no-untyped-def]
     first = np.int64(s.spray[here * s.run[0].num_switches + there])
     many, turn = np.int64(s.spray[first]), np.int64(s.spray[first + 1 + of_acks])
     s.spray[first + 1 + of_acks] = turn + 1
-    begin = drawn(s.run[0].seed, first, turn // many << 1 | of_acks)
+    begin = hash_random(s.run[0].seed, first, turn // many << 1 | of_acks)
     return np.int64(s.spray[first + 3 + (begin + turn) % many])
 
 
@@ -133,7 +133,7 @@ def pause(port, frame, now):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def drawn(seed, first_number, second):  # type: ignore[no-untyped-def]
+def hash_random(seed, first_number, second):  # type: ignore[no-untyped-def]
     """A number of 0..2^53 from three, by SplitMix64: random in effect, the same in whatever order it is drawn."""
     mixed = np.uint64(seed) ^ (np.uint64(first_number) * np.uint64(0x9E37_79B9_7F4A_7C15))
     for word in (np.uint64(second), np.uint64(0)):

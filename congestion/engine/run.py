@@ -35,7 +35,7 @@ def run(s: State, until: int, looks: Looks | None = None) -> tuple[State, int]:
             begin = kernel(s, looks, until, 0)
         else:
             with ThreadPoolExecutor(len(s.worker)) as pool:
-                # All return the same, for each decides by the same messages in `said`: the first stands for all.
+                # All return the same, for each decides by the same messages in `mailbox`: the first stands for all.
                 begin, *_ = pool.map(partial(kernel, s, looks, until), range(len(s.worker)))
         if begin != FULL:
             return s, begin
@@ -87,12 +87,12 @@ def _windows(s, looks, until, k, switch):  # type: ignore[no-untyped-def]
     while True:
         # Written before the meeting and read after it. The next window writes the other row, for a slower worker may
         # still be reading this one; at the next meeting it has done so.
-        mailbox = s.said[k, worker.turn]
+        mailbox = s.mailbox[k, worker.turn]
         mailbox[0], mailbox[1] = min(soonest, worker.soonest), worker.num_free
         meet(s.arrived, num_workers)
         begin, in_use, least_free = NEVER, len(s.following), NEVER
         for each in range(num_workers):
-            message = s.said[each, worker.turn]
+            message = s.mailbox[each, worker.turn]
             begin, in_use, least_free = min(begin, message[0]), in_use - message[1], min(least_free, message[1])
         while next_look <= min(begin, until) and begin < NEVER:
             if row == len(looks.time):

@@ -15,8 +15,8 @@ import numpy as np
 from congestion.engine.buffer import has_no_room, hold, is_full, is_lossless, marked, may_go_on, release
 from congestion.engine.lists import after, put
 from congestion.engine.packets import (
-    drawn,
     flow_of,
+    hash_random,
     is_lost,
     next_in_turn,
     number_of,
@@ -24,7 +24,7 @@ from congestion.engine.packets import (
     pause,
     send,
     size_of,
-    took,
+    tx_time,
 )
 from congestion.engine.tables import (
     ACK_PATH,
@@ -99,7 +99,7 @@ def _least_loaded(s, k, node, f, now):  # type: ignore[no-untyped-def]
     """
     run, last = s.run[0], s.flowlet
     if now - last[f, 1] > run.flowlet_gap:
-        least, first_one = NEVER, drawn(run.seed, number_of(s, f), now) % run.num_paths
+        least, first_one = NEVER, hash_random(run.seed, number_of(s, f), now) % run.num_paths
         for i in range(run.num_paths):
             path = (first_one + i) % run.num_paths
             p = s.path[np.int64(f) * run.num_paths + path, 1]
@@ -125,7 +125,7 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
         if large:
             prefetch(s.entry, s.wire_head[busy[min(i + _AHEAD, np.uint64(num_busy - 1))]])
         head, tail = s.wire_head[p], load_shared(s.wire_tail, p)
-        arrivals, kind = s.came[p], s.port[p].kind
+        arrivals, kind = s.arrivals[p], s.port[p].kind
         while head != tail:
             entry = s.entry[head]
             arrival, word = entry.time, entry.word
@@ -134,7 +134,7 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
                 break
             head = after(s, k, head)
             size = size_of(s, word)
-            _follow(arrivals, arrival, took(s, kind, word, size))
+            _follow(arrivals, arrival, tx_time(s, kind, word, size))
             if is_lost(s, p, word, arrival):
                 continue
             if large:
@@ -151,7 +151,7 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _follow(arrivals, arrival, took):  # type: ignore[no-untyped-def]
+def _follow(arrivals, arrival, tx_time):  # type: ignore[no-untyped-def]
     """Order arrivals of one moment: the one with the larger `began` is first.
 
     ns-3 and htsim run events of one moment in the order in which they were scheduled. An arrival is, when its sender
@@ -160,10 +160,10 @@ def _follow(arrivals, arrival, took):  # type: ignore[no-untyped-def]
     that took longer is first. Or it was an arrival or a resume, where the sender was idle: that was on a wire, and so
     scheduled before any of these. Of senders that are alike even in that the one that was idle last is first.
     """
-    began, is_first = arrivals.began, arrival - took > arrivals.last
+    began, is_first = arrivals.began, arrival - tx_time > arrivals.last
     before = _LONGEST if is_first else began >> _BEFORE + _SINCE
-    since = (arrival - took) >> _NS if is_first else began
-    arrivals.began = min(took >> _NS, _LONGEST) << _BEFORE + _SINCE | before << _SINCE | since & (1 << _SINCE) - 1
+    since = (arrival - tx_time) >> _NS if is_first else began
+    arrivals.began = min(tx_time >> _NS, _LONGEST) << _BEFORE + _SINCE | before << _SINCE | since & (1 << _SINCE) - 1
     arrivals.last = arrival
 
 
@@ -303,21 +303,21 @@ def _run_in_order(s, k, node, count, end):  # type: ignore[no-untyped-def]
 def in_order(s, k, node, count, end, next_start, serve, arrive):  # type: ignore[no-untyped-def]
     """Run the whole switch to `end` in order of time, arrivals and ports' starts alike; return the next start.
 
-    `due` is when each port starts its next packet.
+    `next_tx` is when each port starts its next packet.
     """
-    due = s.due[k]
+    next_tx = s.next_tx[k]
     for i in range(count):
         s.order[k, i] = i
     sort(s, k, 0, count)
     for place in range(node.num_ports):
-        due[place] = next_start(s, node.first_port + place)
+        next_tx[place] = next_start(s, node.first_port + place)
     for i in range(count + 1):
         until = s.seen[k, s.order[k, i]].time if i < count else end
         while True:
             soonest, chosen = NEVER, 0
             for place in range(node.num_ports):
-                if due[place] < soonest:
-                    soonest, chosen = due[place], place
+                if next_tx[place] < soonest:
+                    soonest, chosen = next_tx[place], place
             if soonest >= until:
                 break
             serve(s, k, node, node.first_port + np.uint32(chosen), soonest)
@@ -375,7 +375,7 @@ def _signal(s, k, node, p, stops, now):  # type: ignore[no-untyped-def]
     node.num_frames += 1
     if port.busy < now:
         _send_frame(s, k, node, port, now)
-    s.due[k, p - node.first_port] = _next_start(s, p)
+    s.next_tx[k, p - node.first_port] = _next_start(s, p)
 
 
 @inlined
@@ -388,9 +388,9 @@ def _send_frame(s, k, node, port, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _kick(s, k, node, p, now):  # type: ignore[no-untyped-def]
-    due = _next_start(s, p)
-    s.due[k, p - node.first_port] = due
-    if due < now:
+    next_tx = _next_start(s, p)
+    s.next_tx[k, p - node.first_port] = next_tx
+    if next_tx < now:
         _serve(s, k, node, p, now)
 
 
@@ -401,13 +401,13 @@ def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
     place = p - node.first_port
     if port.frames:
         _send_frame(s, k, node, port, now)
-        s.due[k, place] = _next_start(s, p)
+        s.next_tx[k, place] = _next_start(s, p)
         return
     if has(s.features, "extras") and s.run[0].watchdog_after and port.paused and s.watchdog[p].until != NEVER:
         _strike(s, k, node, p, now)
         return
     in_port = _start_next(s, k, node, p, now)
-    s.due[k, place] = _next_start(s, p)
+    s.next_tx[k, place] = _next_start(s, p)
     if may_go_on(s, node, s.port[in_port]):
         node.num_paused -= 1
         _signal(s, k, node, in_port, 0, now)
@@ -446,4 +446,4 @@ def _strike(s, k, node, p, now):  # type: ignore[no-untyped-def]
             if may_go_on(s, node, s.port[in_port]):
                 node.num_paused -= 1
                 _signal(s, k, node, in_port, 0, now)
-    s.due[k, p - node.first_port] = _next_start(s, p)
+    s.next_tx[k, p - node.first_port] = _next_start(s, p)

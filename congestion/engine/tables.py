@@ -89,7 +89,7 @@ NODE = _record(
     num_started="i4",
     num_active="i4",
     num_ready="i4",  # those of the active that have something to send within their limit
-    robin="i4",
+    round_robin_index="i4",
     is_switch="u1",
     max_shift="u1",
     switch="u2",  # number of a switch, or of the one that a host hangs on; see `build_paths.next_hops`
@@ -171,7 +171,7 @@ PATH = _record(**{f"hop{hop}": "u4" for hop in range(2 * ACK_PATH)})
 ENTRY = _record(time="i8", word="i8")
 
 # Of a wire to a switch: when the last packet came, and what says which of several arrivals at a moment is first.
-CAME = _record(last="i8", began="i8")
+ARRIVALS = _record(last="i8", began="i8")
 
 # What arrives at a switch in a window.
 SEEN = _record(time="i8", began="i8", word="i8", port="u4", out="u4", size="i8")
@@ -282,8 +282,8 @@ class State(NamedTuple):
     nscc_flow: Rows
     hybrid: Rows
     hybrid_flow: Rows
-    entered: Rows
-    entered_flow: Rows
+    plugin: Rows
+    plugin_flow: Rows
     law_view: Rows
     sent: NDArray[np.int64]
     rtt: Rows
@@ -306,7 +306,7 @@ class State(NamedTuple):
     wire_tail: NDArray[np.uint32]
     queue_head: NDArray[np.uint32]
     queue_tail: NDArray[np.uint32]
-    came: Rows
+    arrivals: Rows
     entry: Rows
     following: NDArray[np.uint32]
     free: NDArray[np.uint32]
@@ -316,10 +316,10 @@ class State(NamedTuple):
     order: NDArray[np.uint32]
     counts: NDArray[np.uint32]
     busy: NDArray[np.uint32]
-    due: Ints
+    next_tx: Ints
     worker: Rows
     owned: NDArray[np.uint32]
-    said: Ints
+    mailbox: Ints
     arrived: Ints
 
 

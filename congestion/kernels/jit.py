@@ -201,7 +201,7 @@ def _digest() -> str:
         file for file in here.glob("engine/**/*.py") if not file.name.startswith(("build", "__"))
     )  # no kernels there
     sources = [here / "kernels/jit.py", here / "kernels/machine.py", *engine, *here.glob("control/*.py")]
-    from congestion.control.entered import source  # which needs this module
+    from congestion.control.plugin import source  # which needs this module
 
     digest = hashlib.sha256(numba.__version__.encode() + source)
     for file in sorted(sources):

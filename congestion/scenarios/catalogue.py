@@ -23,8 +23,8 @@ from congestion.simulation.files import Flap, FlowSet, cm_nodes, read_cm, read_f
 from netlayer.config.file import load_config
 from netlayer.config.tree import Section
 from netlayer.errors import ConfigError
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.graph import Graph
-from topology.fabric.plant import Plant
 
 _S = TypeVar("_S", bound=Section)
 
@@ -84,7 +84,7 @@ _SMALL_JOB = (
     *("job.name=gpt-small", "job.model.layers=32", "job.model.hidden=4096", "job.model.heads=32"),
     *("job.model.ffn_hidden=16384", "job.model.seq_len=2048", "job.model.dtype=bfloat16"),
     *("job.parallel.tp=8", "job.parallel.pp=4", "job.parallel.dp=4"),
-    *("job.batch.global_size=64", "job.batch.micro_size=1"),
+    *("job.batch.global_batch_size=64", "job.batch.micro_batch_size=1"),
 )
 
 
@@ -223,7 +223,7 @@ def _job(overrides: Sequence[str], seed: int, fabric: str | Graph, path: Path | 
         key, value = next(iter(values["fabric"].items()))
         raise ConfigError(f"fabric.{key}", value, f"has no effect on {JOB}", "set cluster.x, or give --fabric")
     else:
-        graph, fabric_config = Plant.build(cluster).graph(), {"name": "cluster"}
+        graph, fabric_config = CablePlan.build(cluster).graph(), {"name": "cluster"}
     resolved = {"scenario": {"name": JOB, **p.model_dump(mode="json")}, "fabric": fabric_config}
     resolved |= {"cluster": cluster.model_dump(mode="json"), "job": job.model_dump(mode="json")}
     return Case(graph, scenario_job.job_phases(graph, p, seed, job, cluster), resolved)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from congestion.control import entered, laws
+from congestion.control import laws, plugin
 from congestion.engine.tables import ACK_PATH, ECMP, Ints, State
 from congestion.simulation.measures import ideal_ps
 from congestion.simulation.settings import Settings
@@ -30,7 +30,7 @@ def law_fault(state: State) -> NetlayerError | None:
     """Return the error for what a law from a file did that no law may; None: it did nothing of the kind."""
     run = state.run[0]
     kind, flow, value = (int(run[name]) for name in ("law_fault", "law_fault_flow", "law_fault_value"))
-    where = f"LAW {entered.path}"
+    where = f"LAW {plugin.path}"
     if kind == laws.RATE_FAULT:
         rule = f"was set for flow {flow}: a rate is 1 bit/s or more, 0 would not be a pause"
         return ConfigError(f"{where}, flow.rate_bps", value, rule, "keep a least rate, such as 1e8")

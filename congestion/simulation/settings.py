@@ -20,7 +20,7 @@ from topology.ecmp.hashing import HashName
 MOST_US = 1e12  # any time that is set: 11 days, where the engine's clock ends after 53
 _PREFIX = "congestion."
 _MOST = 10**15  # any other number: bit/s, bytes, counts
-_OPEN = ("congestion.entered.", "congestion.classes.", "congestion.loss_rates.")  # sections whose names are the user's
+_OPEN = ("congestion.plugin.", "congestion.classes.", "congestion.loss_rates.")  # sections whose names are the user's
 
 
 class DcqcnSettings(Section):
@@ -118,7 +118,7 @@ class ClassSettings(Section):
     swift: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.swift.")
     nscc: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.nscc.")
     hybrid: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.hybrid.")
-    entered: dict[str, float] = Field(default_factory=dict, description="What differs from congestion.entered.")
+    plugin: dict[str, float] = Field(default_factory=dict, description="What differs from congestion.plugin.")
 
 
 class Settings(Section):
@@ -193,7 +193,7 @@ class Settings(Section):
     dcqcn: DcqcnSettings = Field(default_factory=DcqcnSettings, description="DCQCN's own.")
     swift: SwiftSettings = Field(default_factory=SwiftSettings, description="Swift's own.")
     nscc: NsccSettings = Field(default_factory=NsccSettings, description="NSCC's own.")
-    entered: dict[str, float] = Field(default_factory=dict, description="Of a law from a file: what its Section takes.")
+    plugin: dict[str, float] = Field(default_factory=dict, description="Of a law from a file: what its Section takes.")
     hybrid: HybridSettings = Field(default_factory=HybridSettings, description="The hybrid's own.")
     classes: dict[Annotated[int, Field(ge=0, le=7)], ClassSettings] = Field(
         default_factory=dict, description="Classes of traffic by number, as flows' `pg` names them; none: one class."
@@ -224,7 +224,7 @@ class Settings(Section):
         """
         own = self.classes.get(number, ClassSettings())
         laws: dict[str, Any] = {name: self._law_of(number, name, getattr(own, name)) for name in _LAWS}
-        return self.model_copy(update={**laws, "entered": {**self.entered, **own.entered}})
+        return self.model_copy(update={**laws, "entered": {**self.plugin, **own.plugin}})
 
     def _law_of(self, number: int, law: str, differs: dict[str, str]) -> Section:
         section: Section = getattr(self, law)

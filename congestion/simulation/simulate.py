@@ -15,7 +15,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numba.core.errors import NumbaError
 
-from congestion.control import entered
+from congestion.control import plugin
 from congestion.engine.build import build
 from congestion.engine.build_ports import port_order
 from congestion.engine.looks import Looks, look_at, looks_of
@@ -297,9 +297,9 @@ class Simulation:
             self._run(-1)  # nothing is due before 0: this compiles
         except NumbaError as exc:
             # Without a law from a file the kernels are all ours: the fault is not in the input.
-            if entered.law is None:
+            if plugin.law is None:
                 raise
-            raise entered.not_compiled(exc) from exc
+            raise plugin.not_compiled(exc) from exc
 
     def advance(self, until_ps: int) -> None:
         """Let everything happen that begins before `until_ps`; within a link's delay, what follows may have begun."""

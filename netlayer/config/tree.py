@@ -169,7 +169,7 @@ class ModelConfig(Section):
     operators: Literal["auto", "torch", "triton"] = Field(
         "auto",
         description="norms, activations, loss, AdamW: our Triton kernels, or torch's; auto: ours on GPUs, uncompiled, "
-        "and matrix products by the algorithm that is the fastest when measured: 20 s at the start of a 7B model",
+        "and matmuls by the algorithm that is the fastest when measured: 20 s at the start of a 7B model",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what backward computes again: nothing, what no product made, or whole blocks"
@@ -265,19 +265,21 @@ class ParallelConfig(Section):
 class BatchConfig(Section):
     """Sequences a step."""
 
-    global_size: Count = Field(16, description="sequences of one optimiser step, over all ranks")
-    micro_size: Count = Field(8, description="sequences a rank holds in one forward pass")
-    start_size: int = Field(0, ge=0, description="sequences of the first steps, ramped up to global_size; 0 = no ramp")
+    global_batch_size: Count = Field(16, description="sequences of one optimiser step, over all ranks")
+    micro_batch_size: Count = Field(8, description="sequences a rank holds in one forward pass")
+    start_size: int = Field(
+        0, ge=0, description="sequences of the first steps, ramped up to global_batch_size; 0 = no ramp"
+    )
     increment: int = Field(0, ge=0, description="sequences by which a ramp grows at a time")
     increment_steps: Count = Field(1, description="steps between two increments of a ramp")
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        if self.start_size > self.global_size:
-            rule = f"is above job.batch.global_size = {self.global_size}, at which the ramp ends"
+        if self.start_size > self.global_batch_size:
+            rule = f"is above job.batch.global_batch_size = {self.global_batch_size}, at which the ramp ends"
             _fail("job.batch.start_size", self.start_size, rule, "lower it, or set 0 for no ramp")
-        if 0 < self.start_size < self.global_size and not self.increment:
-            rule = f"takes no batch from job.batch.start_size = {self.start_size} to {self.global_size}"
+        if 0 < self.start_size < self.global_batch_size and not self.increment:
+            rule = f"takes no batch from job.batch.start_size = {self.start_size} to {self.global_batch_size}"
             _fail("job.batch.increment", self.increment, rule, "say by how many sequences the batch grows at a time")
         if self.increment and not self.start_size:
             rule = "has no effect: there is no ramp, for job.batch.start_size = 0"
@@ -377,14 +379,14 @@ class OptimizerConfig(Section):
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine", description="how it falls after the warm-up; wsd: stable, then a line down over the last decay_share"
     )
-    min_lr_share: Share = Field(0.1, description="last learning rate, as a share of the peak; constant has none")
+    min_lr_ratio: Share = Field(0.1, description="last learning rate, as a share of the peak; constant has none")
     decay_share: Share = Field(0.2, gt=0, description="wsd: share of the steps over which the learning rate falls")
     warmup_steps: int = Field(20, ge=0, description="steps of linear warm-up")
     beta1: Share = Field(0.9, description="decay of the first moment")
     beta2: Share = Field(0.95, description="decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay, matrices only")
-    clip_norm: float = Field(1.0, ge=0, description="global gradient norm to clip at; 0 = off")
+    max_grad_norm: float = Field(1.0, ge=0, description="global gradient norm to clip at; 0 = off")
 
 
 class EvaluationConfig(Section):
@@ -403,7 +405,7 @@ class CheckpointConfig(Section):
     keep: Count = Field(
         2, description="good checkpoints that stay, the newest; one that is not yet verified is kept in addition"
     )
-    other_text: bool = Field(
+    allow_dataset_change: bool = Field(
         False, description="resume from a checkpoint with other text, seed or (rotary) seq_len, in its own tokens"
     )
 
@@ -411,7 +413,7 @@ class CheckpointConfig(Section):
 class LoopConfig(Section):
     """Settings of the training loop around the steps."""
 
-    collect_every_steps: int = Field(
+    gc_interval: int = Field(
         50, ge=0, description="steps between two garbage collections, of all ranks at once; 0: whenever Python will"
     )
     cuda_graph: bool = Field(
@@ -443,7 +445,7 @@ class OverlapConfig(Section):
 
     dp: bool = Field(True, description="prefetch all-gathers and launch reduce-scatters as gradients complete")
     tp: bool = Field(True, description="cut the products of tensor-parallel linears, and carry parts under them")
-    keep_gathered: bool = Field(
+    save_gathered_input: bool = Field(
         False,
         description="tensor-parallel linears keep the rows of all ranks until their backward pass, and do not gather "
         "them again there: a fifth less to carry, for memory; worth it where that takes longer than the products",
@@ -600,10 +602,10 @@ class JobConfig(Section):
         self._check_step_in_backward()
         self._check_masks()
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
-        unit = batch.micro_size * parallel.dp * stages
-        for name in ("global_size", "start_size", "increment"):
+        unit = batch.micro_batch_size * parallel.dp * stages
+        for name in ("global_batch_size", "start_size", "increment"):
             if getattr(batch, name) % unit:
-                factors = f"job.batch.micro_size x job.parallel.dp = {batch.micro_size} x {parallel.dp}"
+                factors = f"job.batch.micro_batch_size x job.parallel.dp = {batch.micro_batch_size} x {parallel.dp}"
                 rule = f"must be a multiple of {factors}" + f" x {stages} interleaved stages" * (stages > 1)
                 _fail(f"job.batch.{name}", getattr(batch, name), rule, f"set it to {unit} or a multiple")
         return self
@@ -612,7 +614,7 @@ class JobConfig(Section):
         """Refuse settings that need all gradients before the first update."""
         parallel, optimizer = self.parallel, self.optimizer
         in_the_way = {
-            f"job.optimizer.clip_norm = {optimizer.clip_norm:g}": optimizer.clip_norm > 0,
+            f"job.optimizer.max_grad_norm = {optimizer.max_grad_norm:g}": optimizer.max_grad_norm > 0,
             f"job.optimizer.name = {optimizer.name}": optimizer.name == "lamb",
             f"job.parallel.tp = {parallel.tp}": parallel.tp > 1,
             f"job.parallel.pp = {parallel.pp}": parallel.pp > 1,
@@ -622,7 +624,10 @@ class JobConfig(Section):
         if self.overlap.step_in_backward and conflicts:
             rule = f"cannot be had with {' and '.join(conflicts)}"
             _fail(
-                "job.overlap.step_in_backward", True, rule, "leave it out, or change that (clip_norm = 0 clips nothing)"
+                "job.overlap.step_in_backward",
+                True,
+                rule,
+                "leave it out, or change that (max_grad_norm = 0 clips nothing)",
             )
 
     def _check_masks(self) -> None:

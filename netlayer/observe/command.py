@@ -40,7 +40,7 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
     """Name the ranks that did not arrive at a collective, or launched another one, and those that only wait for them.
 
     FILES are of one job and recognised by content; a folder stands for all files in it, - for the standard input: dumps
-    of PyTorch's Flight Recorder (pickle or JSON, one a rank, named <prefix>_<rank>; no code of a pickle is run), the
+    of PyTorch's Work Recorder (pickle or JSON, one a rank, named <prefix>_<rank>; no code of a pickle is run), the
     output of ncclras (-v, -f json, -D), or reports of collectives.watch.watchdog. The job is assumed to hang: in a
     running job ranks differ by a few launches anyway. Unusable files are skipped with a note; their ranks count as
     silent.

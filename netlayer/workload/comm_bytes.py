@@ -7,9 +7,10 @@ all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it lea
   parameters in the computation's dtype, gradients in `dtypes.gradient_dtype`, padding of buckets included.
 - Tensor parallel, with sequence parallelism (Korthikanti et al., arXiv 2205.05198, 4.2.2): an attention or an MLP
   gathers its input and scatters its output; backward gathers the output's gradient, scatters the input's, and gathers
-  the input once more unless `overlap.keep_gathered`. A parallel block is one such pair. Recomputation repeats what lies
-  in it: a linear and its reduce-scatter are one operation. Beside blocks: the lookup, the head, and two numbers a row
-  of its softmax. Once a step: gradients of what all ranks hold whole (norms, positions, biases after sums).
+  the input once more unless `overlap.save_gathered_input`. A parallel block is one such pair. Recomputation repeats
+  what lies in it: a linear and its reduce-scatter are one operation. Beside blocks: the lookup, the head, and two
+  numbers a row of its softmax. Once a step: gradients of what all ranks hold whole (norms, positions, biases after
+  sums).
 - Pipeline: an activation and a gradient for each micro-batch and boundary between chunks; a rank of a tensor-parallel
   group sends its rows of them.
 - A tied token table that both ends of a pipeline hold: its gradient, once.
@@ -128,7 +129,7 @@ def stage_buckets(job: JobConfig, stage: int) -> list[tuple[int, int]]:
 
 def _activation_bytes(job: JobConfig) -> float:
     """Return the bytes of one micro-batch's residual stream, all rows."""
-    return job.batch.micro_size * job.model.seq_len * job.model.hidden * DTYPE_BYTES[job.model.dtype]
+    return job.batch.micro_batch_size * job.model.seq_len * job.model.hidden * DTYPE_BYTES[job.model.dtype]
 
 
 def _data_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
@@ -172,7 +173,7 @@ def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
             yield Collective("tp", kind, "head", dtype, tp, count, count * activation)
     wide = DTYPE_BYTES[master_dtype(job)]
     if stage == job.parallel.pp - 1:
-        rows = job.batch.micro_size * job.model.seq_len
+        rows = job.batch.micro_batch_size * job.model.seq_len
         times = count * -(-rows // LOGITS_ROWS)
         yield Collective("tp", "all_reduce", "softmax", master_dtype(job), tp, times, count * rows * 2 * tp * wide)
     shared = sum(
@@ -194,7 +195,7 @@ def _block_gathers_and_scatters(job: JobConfig, part: BlockPart) -> tuple[int, i
     # Selective recomputation starts after the activation's input: of a standard block, the MLP's last linear runs
     # again; of a parallel one, the only one.
     ends_again = pairs if again else int(recompute == "selective" and (job.model.parallel_block or part != "attention"))
-    gathers = pairs * (2 + (not job.overlap.keep_gathered) + again)
+    gathers = pairs * (2 + (not job.overlap.save_gathered_input) + again)
     return gathers, 2 * pairs + ends_again
 
 

@@ -76,7 +76,7 @@ def remedy(job: JobConfig, there: int, sharing: int) -> str:
         total, num_ranks = estimate(other).total, other.parallel.layout.world_size
         if total * num_ranks <= there:
             return f"start {num_ranks} of the {ranks} ranks, with {settings}: then each holds about {gib(total)}"
-    tried = "no recompute, micro_size, tp or pp" + ", with windows or without," * bool(job.overlap.windows)
+    tried = "no recompute, micro_batch_size, tp or pp" + ", with windows or without," * bool(job.overlap.windows)
     return f"{tried} fits it on {ranks} rank{'s' * (ranks > 1)}: lower {_leading(job)}" + (
         ", or take more GPUs" if sharing == 1 else ""
     )
@@ -98,13 +98,13 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     model, batch, parallel = job.model, job.batch, job.parallel
     levels = ("none", "selective", "full")
     recomputes = levels[levels.index(model.recompute) :]
-    micro_sizes = [size for size in range(batch.micro_size, 0, -1) if batch.micro_size % size == 0]
+    micro_sizes = [size for size in range(batch.micro_batch_size, 0, -1) if batch.micro_batch_size % size == 0]
     degrees = [factor for factor in range(1, parallel.dp + 1) if parallel.dp % factor == 0]
     spreads = sorted(itertools.product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
     bubbles = (True, False) if job.overlap.zero_bubble else (False,)
     windows = (job.overlap.windows, False) if job.overlap.windows and parallel.dp > 1 else (job.overlap.windows,)
     balances = (True, False) if job.parallel.balance else (False,)
-    for (tp, pp), micro_size, recompute, balance, zero_bubble, has_windows in itertools.product(
+    for (tp, pp), micro_batch_size, recompute, balance, zero_bubble, has_windows in itertools.product(
         spreads, micro_sizes, recomputes, balances, bubbles, windows
     ):
         if parallel.dp % (tp * pp):
@@ -112,7 +112,7 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
         changes: dict[str, dict[str, Any]] = {
             "overlap": {"windows": has_windows, "zero_bubble": zero_bubble},
             "model": {"recompute": recompute},
-            "batch": {"micro_size": micro_size},
+            "batch": {"micro_batch_size": micro_batch_size},
             "parallel": {
                 "tp": parallel.tp * tp,
                 "pp": parallel.pp * pp,

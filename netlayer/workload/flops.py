@@ -2,7 +2,7 @@
 
 The formula is the paper's, 72 B L s h^2 (1 + s/(6h) + V/(12 L h)), written with the MLP's width f in place of 4h, the
 width a of all heads in place of h inside attention (they differ where a head's width is given), and the width g of keys
-and values where heads share them: only matrix products count, a multiply-add is 2, backward is twice forward. Not
+and values where heads share them: only matmuls count, a multiply-add is 2, backward is twice forward. Not
 covered: recomputation (no useful work), norms (of queries and keys too), GeLU, softmax. `full` and `causal` do not
 subtract a sliding window (the paper leaves open how it counts one); `done` counts the keys that each query sees.
 """

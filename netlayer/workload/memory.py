@@ -106,7 +106,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     elements = stage_elements(job, stage)
     share = -(-elements // parallel.dp)
     adds_up = parallel.dp > 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
-    tokens = job.batch.micro_size * model.seq_len
+    tokens = job.batch.micro_batch_size * model.seq_len
     rows, table = min(LOGITS_ROWS, tokens), table_elements(job)
     has_head = stage == parallel.pp - 1
     return Estimate(
@@ -128,8 +128,8 @@ def in_flight(job: JobConfig, stage: int) -> int:
     pp, vpp, count = job.parallel.pp, job.parallel.vpp, micro_batches(job)
     later_stages = pp - 1 - stage
     warm_up = later_stages if vpp == 1 else 2 * later_stages + (vpp - 1) * pp
-    postponed = stage if has_zero_bubble(job) else 0
-    return min(warm_up + 1 + postponed, count * vpp)
+    deferred = stage if has_zero_bubble(job) else 0
+    return min(warm_up + 1 + deferred, count * vpp)
 
 
 def block_bytes(model: ModelConfig, tp: int) -> tuple[float, float]:
@@ -140,7 +140,7 @@ def block_bytes(model: ModelConfig, tp: int) -> tuple[float, float]:
 
 def _activation_bytes(job: JobConfig, stage: int) -> int:
     model, parallel = job.model, job.parallel
-    tokens, width = job.batch.micro_size * model.seq_len, DTYPE_BYTES[model.dtype]
+    tokens, width = job.batch.micro_batch_size * model.seq_len, DTYPE_BYTES[model.dtype]
     stream = model.hidden * width / parallel.tp
     num_in_flight = in_flight(job, stage)
     each = num_in_flight * (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
@@ -170,12 +170,12 @@ def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
     own = {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute]
     has_input = part == "mlp" and model.recompute != "full"  # it is what a whole block keeps between its halves
     saved = (own + (0 if has_input else stream)) / tp
-    if job.overlap.keep_gathered and model.recompute != "full":
+    if job.overlap.save_gathered_input and model.recompute != "full":
         saved += num_branches(model, part) * stream * (1 - 1 / tp)
-    return max(saved, _postponed_bytes(job, part)) if has_zero_bubble(job) else saved
+    return max(saved, _deferred_bytes(job, part)) if has_zero_bubble(job) else saved
 
 
-def _postponed_bytes(job: JobConfig, part: BlockPart = "whole") -> float:
+def _deferred_bytes(job: JobConfig, part: BlockPart = "whole") -> float:
     """Return the bytes a token that linears keep for deferred weight gradients: inputs, and gradients of outputs.
 
     Of the residual stream's width they are whole on every rank.
@@ -194,7 +194,7 @@ def _block_work_bytes(job: JobConfig) -> int:
     A compiled block hands its weights' gradients over at its end.
     """
     model, tp = job.model, job.parallel.tp
-    tokens, width = job.batch.micro_size * model.seq_len, DTYPE_BYTES[model.dtype]
+    tokens, width = job.batch.micro_batch_size * model.seq_len, DTYPE_BYTES[model.dtype]
     kept, dropped = _kept_and_dropped(model)
     again = {"none": 0.0, "selective": dropped, "full": kept + dropped}[model.recompute] / tp
     widest = (2 * max(up_width(model), qkv_width(model)) + 2 * model.hidden) * width / tp

@@ -71,7 +71,7 @@ class Schedule:
         return self.num_stages > 1 and self.num_chunks > 1
 
     @functools.cached_property
-    def postponed(self) -> tuple[frozenset[tuple[int, int]], ...]:
+    def deferred(self) -> tuple[frozenset[tuple[int, int]], ...]:
         """(micro-batch, chunk) pairs of each stage whose weight gradients are an action of their own."""
         return tuple(
             frozenset((action.micro_batch, action.chunk) for action in actions if action.kind == "weights")
@@ -135,7 +135,7 @@ class Schedule:
         for action in self.stages[stage]:
             if action.kind == "forward":
                 num_pairs += 1
-            elif action.kind == "weights" or (action.micro_batch, action.chunk) not in self.postponed[stage]:
+            elif action.kind == "weights" or (action.micro_batch, action.chunk) not in self.deferred[stage]:
                 num_pairs -= 1
             peak = max(peak, num_pairs)
         return peak
@@ -195,7 +195,7 @@ def of_layout(layout: ParallelLayout, num_micro_batches: int) -> Schedule:
 
 def micro_batches(job: JobConfig) -> int:
     """Return the number of a data-parallel rank's micro-batches in a step of the full batch."""
-    return job.batch.global_size // (job.batch.micro_size * job.parallel.dp)
+    return job.batch.global_batch_size // (job.batch.micro_batch_size * job.parallel.dp)
 
 
 def forward_only(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:

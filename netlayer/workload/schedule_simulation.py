@@ -47,7 +47,7 @@ class Costs:
         if action.kind == "forward":
             return self.forward_s[stage][action.chunk]
         backward_s = self.backward_s[stage][action.chunk]
-        if (action.micro_batch, action.chunk) not in schedule.postponed[stage]:
+        if (action.micro_batch, action.chunk) not in schedule.deferred[stage]:
             return backward_s
         share = self.weight_gradient_share
         return backward_s * (share if action.kind == "weights" else 1 - share)

@@ -63,10 +63,10 @@ def collective_rows(job: JobConfig) -> list[dict[str, Any]]:
 def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
     """Return size, FLOPs, bytes a step by group, memory a rank: a line each."""
     parallel, batch = job.parallel, job.batch
-    tokens = batch.global_size * job.model.seq_len
+    tokens = batch.global_batch_size * job.model.seq_len
     chunks = f", vpp {parallel.vpp}" * (parallel.vpp > 1)
     degrees = f"tp {parallel.tp}, pp {parallel.pp}{chunks}, dp {parallel.dp}"
-    flops, count = step_flops(job.model, batch.global_size), micro_batches(job)
+    flops, count = step_flops(job.model, batch.global_batch_size), micro_batches(job)
     ranks = parallel.layout.world_size
     windowed = f", {flops.done:.4g} with its windows" * (job.model.attention_window > 0)
     held_job = _as_held(job, cluster)
@@ -74,7 +74,7 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
     least, most = gib(min(totals)), gib(max(totals))
     return [
         f"{job.name}: {num_parameters(job.model):,} parameters on {ranks:,} rank{'s' * (ranks > 1)} ({degrees})",
-        f"a step: {batch.global_size:,} sequences, {tokens:,} tokens, {count:,} micro-batch{'es' * (count > 1)} a "
+        f"a step: {batch.global_batch_size:,} sequences, {tokens:,} tokens, {count:,} micro-batch{'es' * (count > 1)} a "
         f"pipeline; {flops.full:.4g} FLOPs with full attention, {flops.causal:.4g} with causal{windowed}",
         *_sent_lines(job),
         f"a rank holds about {most if least == most else f'{least} to {most}'} (estimate)",

@@ -29,7 +29,7 @@ _TIME = 1.0
 def of_job(job: JobConfig, num_micro_batches: int) -> Schedule:
     """Return the schedule of a training step of a job's stages."""
     schedule = of_layout(job.parallel.layout, num_micro_batches)
-    return postpone_weights(schedule) if has_zero_bubble(job) else schedule
+    return defer_weight_grads(schedule) if has_zero_bubble(job) else schedule
 
 
 def has_zero_bubble(job: JobConfig) -> bool:
@@ -50,7 +50,7 @@ def why_no_zero_bubble(job: JobConfig) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def postpone_weights(schedule: Schedule) -> Schedule:
+def defer_weight_grads(schedule: Schedule) -> Schedule:
     """The same schedule, with weights' gradients at the places where that makes it shortest.
 
     Of the last backward passes about as few as it takes leave theirs for later, at most twice as many as must. Where
@@ -133,11 +133,11 @@ class _Stage:
 
 
 class _Walk:
-    """One step of all stages, messages free, the last `num_postponed` backward passes of each without the weights'."""
+    """One step of all stages, messages free, the last `num_deferred` backward passes of each without the weights'."""
 
-    def __init__(self, schedule: Schedule, num_postponed: int) -> None:
+    def __init__(self, schedule: Schedule, num_deferred: int) -> None:
         self.schedule = schedule
-        num_whole = schedule.num_micro_batches * schedule.num_chunks - num_postponed
+        num_whole = schedule.num_micro_batches * schedule.num_chunks - num_deferred
         self.stages = [
             _Stage(actions, num_whole, schedule.peak_in_flight(stage) + stage)
             for stage, actions in enumerate(schedule.stages)

@@ -20,9 +20,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from bench.accept.agents.faults import InjectedFault, parse_faults
 from bench.accept.agents.fleet import Fleet
 from bench.accept.agents.links import Link, start_local
-from bench.accept.agents.plant import Plant, parse_plants
 from bench.accept.cli import accept
 from bench.accept.judge.logs import judge_files
 from bench.accept.phases.work import work_for
@@ -49,13 +49,13 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
         link.close()
 
 
-def settings(plants: list[Plant], *chosen: str, limit_s: float = 4.0) -> Settings:
-    return Settings(members_of([("localhost", RANKS)], 1), "gloo", work_for("gloo", limit_s), plants, chosen)
+def settings(faults: list[InjectedFault], *chosen: str, limit_s: float = 4.0) -> Settings:
+    return Settings(members_of([("localhost", RANKS)], 1), "gloo", work_for("gloo", limit_s), faults, chosen)
 
 
-def begin(link: Link, *plants: Plant) -> Fleet:
+def begin(link: Link, *faults: InjectedFault) -> Fleet:
     fleet, link.began = Fleet([link]), False
-    worker = {"device": "cpu", "environ": {"GLOO_SOCKET_IFNAME": "lo"}, "plants": [one.to_json() for one in plants]}
+    worker = {"device": "cpu", "environ": {"GLOO_SOCKET_IFNAME": "lo"}, "faults": [one.to_json() for one in faults]}
     assert fleet.begin(dict.fromkeys(range(RANKS), worker), {"OMP_NUM_THREADS": "1"}, False) == []
     return fleet
 
@@ -79,57 +79,57 @@ def error_of(*arguments: object) -> NetlayerError:
 
 
 @pytest.mark.parametrize(
-    ("plant", "chosen", "phase"),
+    ("fault", "chosen", "phase"),
     [
-        (Plant("hang", (2,), 3), ("neighbours", "all_reduce"), "neighbours"),
-        pytest.param(Plant("hang", (1,), 5), ("pairs",), "pairs", marks=pytest.mark.slow),
-        (Plant("corrupt", (3,), 1), ("all_reduce", "train"), "all_reduce"),
-        (Plant("corrupt", (0,), 1), ("pairs",), "pairs"),
-        (Plant("corrupt", (1,), 1), ("train",), "train"),
-        pytest.param(Plant("slowlink", (0, 2), 30), ("pairs",), "pairs", marks=pytest.mark.slow),
+        (InjectedFault("hang", (2,), 3), ("neighbours", "all_reduce"), "neighbours"),
+        pytest.param(InjectedFault("hang", (1,), 5), ("pairs",), "pairs", marks=pytest.mark.slow),
+        (InjectedFault("corrupt", (3,), 1), ("all_reduce", "train"), "all_reduce"),
+        (InjectedFault("corrupt", (0,), 1), ("pairs",), "pairs"),
+        (InjectedFault("corrupt", (1,), 1), ("train",), "train"),
+        pytest.param(InjectedFault("slowlink", (0, 2), 30), ("pairs",), "pairs", marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_fault_is_named_and_the_rest_goes_on(
-    plant: Plant, chosen: tuple[str, ...], phase: str, link: Link
+    fault: InjectedFault, chosen: tuple[str, ...], phase: str, link: Link
 ) -> None:
     link.began = False
-    result = run(settings([plant], *chosen), [link])
+    result = run(settings([fault], *chosen), [link])
     failed = {(one.ranks, one.phase) for one in result.trial.suspects if one.verdict == "FAIL"}
-    assert failed == {(plant.ranks, phase)}, result.trial.findings
+    assert failed == {(fault.ranks, phase)}, result.trial.findings
     assert result.done == list(chosen)
-    if len(plant.ranks) == 1:
-        assert plant.ranks[0] not in result.trial.alive
-        assert "Next:" in tickets(result)[f"node{plant.ranks[0]}"]
+    if len(fault.ranks) == 1:
+        assert fault.ranks[0] not in result.trial.alive
+        assert "Next:" in tickets(result)[f"node{fault.ranks[0]}"]
     assert not drain_lists(result.trial)  # as it is a dry run
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
 @pytest.mark.parametrize(
-    ("plant", "chosen"),
+    ("fault", "chosen"),
     [
-        (Plant("hang", (2,), 3), ("neighbours", "all_reduce")),
-        (Plant("corrupt", (3,), 1), ("neighbours", "all_reduce")),
-        (Plant("slowlink", (0, 2), 30), ("pairs",)),
+        (InjectedFault("hang", (2,), 3), ("neighbours", "all_reduce")),
+        (InjectedFault("corrupt", (3,), 1), ("neighbours", "all_reduce")),
+        (InjectedFault("slowlink", (0, 2), 30), ("pairs",)),
     ],
     ids=["hang", "corrupt", "slow link"],
 )
 def test_a_planted_fault_is_named_on_nccl_and_the_rest_goes_on(
-    plant: Plant, chosen: tuple[str, ...], link: Link
+    fault: InjectedFault, chosen: tuple[str, ...], link: Link
 ) -> None:
     link.began = False
     gpus = torch.cuda.device_count()
     shared_gpus = gpus if gpus < RANKS else 0
     work = work_for("nccl", 6.0, virtual_nodes=True, shares_gpus=bool(shared_gpus))
     members = members_of([("localhost", RANKS)], 1)
-    result = run(Settings(members, "nccl", work, [plant], chosen, virtual_nodes=True, shared_gpus=shared_gpus), [link])
-    if plant.kind == "slowlink" and not shared_gpus:  # four nodes without known bounds are too few to flag one
+    result = run(Settings(members, "nccl", work, [fault], chosen, virtual_nodes=True, shared_gpus=shared_gpus), [link])
+    if fault.kind == "slowlink" and not shared_gpus:  # four nodes without known bounds are too few to flag one
         assert not result.trial.suspects
         return
-    assert {one.ranks for one in result.trial.suspects if one.verdict == "FAIL"} == {plant.ranks}, result.trial.findings
+    assert {one.ranks for one in result.trial.suspects if one.verdict == "FAIL"} == {fault.ranks}, result.trial.findings
     assert result.done == list(chosen)
-    if len(plant.ranks) == 1:
-        alive = [rank for rank in range(RANKS) if rank not in plant.ranks]
+    if len(fault.ranks) == 1:
+        alive = [rank for rank in range(RANKS) if rank not in fault.ranks]
         assert {row["rank"] for row in result.trial.rows if row["phase"] == "all_reduce"} >= set(alive)
 
 
@@ -160,7 +160,7 @@ def test_a_soak_goes_on_with_the_same_work_and_judges_drift(link: Link) -> None:
 
 
 def test_groups_that_share_no_rank_run_at_once_and_one_failure_leaves_the_other(link: Link) -> None:
-    fleet = begin(link, Plant("hang", (3,), 1))
+    fleet = begin(link, InjectedFault("hang", (3,), 1))
     good, bad = fleet.run("all_reduce", SLEEP, [(0, 1), (2, 3)], 2.0)
     assert [row["rank"] for row in good.rows or []] == [0, 1]
     assert {rank: where.launched for rank, where in bad.where.items()} == {2: 1, 3: 0}
@@ -387,8 +387,8 @@ def test_options_of_the_run_before_a_sub_command_are_refused(tmp_path: Path) -> 
 
 
 def test_amounts_have_defaults() -> None:
-    plants = parse_plants(["slow:3", "hang:1", "slowlink:0-2"], 4)
-    assert [plant.amount for plant in plants] == [0.2, 3, 10]
+    faults = parse_faults(["slow:3", "hang:1", "slowlink:0-2"], 4)
+    assert [fault.amount for fault in faults] == [0.2, 3, 10]
 
 
 def nccl_like(folder: Path, script: str) -> Path:

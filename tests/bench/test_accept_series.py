@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
+from bench.accept.agents.faults import InjectedFault, parse_faults
 from bench.accept.agents.fleet import Fleet, Outcome
-from bench.accept.agents.plant import Plant, parse_plants
 from bench.accept.phases.counters import Counters, read_nvlink
 from bench.accept.phases.gpu_speeds import measure_gpu_speeds
 from bench.accept.phases.pairing import measure_pairs
@@ -290,21 +290,21 @@ def test_a_rank_that_is_stopped_in_pulses_is_found_by_its_means(rank: int | None
 
 
 @pytest.mark.parametrize(
-    ("text", "plant"),
+    ("text", "fault"),
     [
-        ("ctas:2-3:4", Plant("ctas", (2, 3), 4)),
-        ("ctas:0-1", Plant("ctas", (0, 1), 2)),
-        ("pulse:3", Plant("pulse", (3,), 18)),
+        ("ctas:2-3:4", InjectedFault("ctas", (2, 3), 4)),
+        ("ctas:0-1", InjectedFault("ctas", (0, 1), 2)),
+        ("pulse:3", InjectedFault("pulse", (3,), 18)),
     ],
 )
-def test_the_faults_of_gpus_are_read(text: str, plant: Plant) -> None:
-    assert parse_plants([text], 4) == [plant]
+def test_the_faults_of_gpus_are_read(text: str, fault: InjectedFault) -> None:
+    assert parse_faults([text], 4) == [fault]
 
 
 @pytest.mark.parametrize("text", ["ctas:2", "ctas:2-3:1.5", "pulse:1-2", "pulse:1:20"])
 def test_invalid_faults_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=text.partition(":")[0]):
-        parse_plants([text], 4)
+        parse_faults([text], 4)
 
 
 class SmiFleet:

@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_reached_says_when_the_baseline_had_the_other_s() -> 
 def test_runs_are_evaluated_at_the_same_numbers_of_tokens_on_as_many_windows() -> None:
     found = plans(SETTINGS, ["standard", "lamb", "large_batch"], 50 * STEP_TOKENS)
     assert {plan.tokens for plan in found} == {52 * STEP_TOKENS}  # a whole number of steps of LAMB
-    of_step = {plan.name: plan.job.batch.global_size for plan in found}
+    of_step = {plan.name: plan.job.batch.global_batch_size for plan in found}
     assert of_step == {"standard": 4, "lamb": 16, "large_batch": 16}
     assert [plan.job.optimizer.name for plan in found] == ["adamw", "lamb", "adamw"]
     at = {plan.job.evaluation.every_steps * of_step[plan.name] for plan in found}
@@ -204,7 +204,7 @@ def test_the_text_is_the_same_each_time_and_no_file_twice(tmp_path: Path) -> Non
         (["--minutes", "nan"], "is no number"),
         (["--text", "/no/such"], "there is no such folder"),
         (["--set", "optimizer.lr=1"], "give --lr or --lamb-lr"),
-        (["--set", "batch.global_size=8"], "give --batch"),
+        (["--set", "batch.global_batch_size=8"], "give --batch"),
         (["--ranks", "3", "--set", "launch.backend=gloo"], "cannot be dealt to 3 ranks"),
         (["--window", "4096"], "is above job.model.seq_len"),
         (["--join", "/no/such"], "holds no run of this bench"),

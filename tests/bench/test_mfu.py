@@ -26,7 +26,7 @@ def seven_b(**changes: object) -> JobConfig:
     job = {
         "model": {"preset": "7b", "dtype": "bfloat16", **changes},
         "parallel": {"dp": 4},
-        "batch": {"micro_size": 4, "global_size": 16},
+        "batch": {"micro_batch_size": 4, "global_batch_size": 16},
     }
     return build_config({"cluster": {"gpus_per_server": 4}, "job": job}).job
 
@@ -126,7 +126,7 @@ def test_a_larger_batch_is_held_against_ours_by_tokens() -> None:
     build = Jobs(RunOptions(None, ("model.dtype=bfloat16",), 0, None, None), "7b", read_layout("dp4"), 4, None)
     change = "optimizer.name=lamb,micro_batches=3"
     ours, lamb = read_entries(build, "none", [change], ())
-    assert (lamb.job.batch.global_size, lamb.job.optimizer.name) == (3 * ours.job.batch.global_size, "lamb")
+    assert (lamb.job.batch.global_batch_size, lamb.job.optimizer.name) == (3 * ours.job.batch.global_batch_size, "lamb")
     rows = [row("ours", 1, 600.0), row(lamb.name, 1, 1700.0, change=lamb.change)]
     found = summarise(rows, {each.name: each.job for each in (ours, lamb)}, "NVIDIA H200")
     assert found[1]["over_ours"] == pytest.approx(1700 / 1800)
@@ -136,9 +136,9 @@ def test_a_larger_batch_is_held_against_ours_by_tokens() -> None:
 def test_a_step_in_the_backward_pass_can_be_measured_for_nothing_is_clipped() -> None:
     build = Jobs(RunOptions(None, (), 0, None, None), "1m", read_layout("dp2"), 4, None)
     ours, changed = read_entries(build, "none", ["overlap.step_in_backward=true"], ())
-    assert (ours.job.optimizer.clip_norm, changed.job.overlap.step_in_backward) == (0, True)
-    with pytest.raises(ConfigError, match=r"cannot be had with job\.optimizer\.clip_norm = 0\.5"):
-        read_entries(build, "none", ["overlap.step_in_backward=true,optimizer.clip_norm=0.5"], ())
+    assert (ours.job.optimizer.max_grad_norm, changed.job.overlap.step_in_backward) == (0, True)
+    with pytest.raises(ConfigError, match=r"cannot be had with job\.optimizer\.max_grad_norm = 0\.5"):
+        read_entries(build, "none", ["overlap.step_in_backward=true,optimizer.max_grad_norm=0.5"], ())
 
 
 def test_a_loss_that_is_no_number_has_a_place_in_a_record() -> None:
@@ -178,7 +178,7 @@ def test_a_changed_model_is_held_against_itself_alone() -> None:
 SMALL = [
     *("--runs", "1", "--steps", "2", "--warmup", "3", "--backend", "gloo", "--micro", "1"),
     *("--set", "model.seq_len=32", "--set", "model.hidden=64", "--set", "model.ffn_hidden=128"),
-    *("--set", "model.vocab_size=256", "--set", "optimizer.lr=0.01", "--set", "optimizer.clip_norm=0.5"),
+    *("--set", "model.vocab_size=256", "--set", "optimizer.lr=0.01", "--set", "optimizer.max_grad_norm=0.5"),
 ]
 """Steps so large that a gradient of the wrong size shows in the third loss."""
 
@@ -202,7 +202,7 @@ def test_peers_and_a_changed_model_take_turns(tmp_path: Path) -> None:
     ours, fsdp2, changed = rows[:3]
     assert fsdp2["losses"] == pytest.approx(ours["losses"], abs=1e-4)
     assert changed["losses"] != pytest.approx(ours["losses"], abs=1e-4)
-    assert [each["micro_size"] for each in rows[3:]] == [1, 2, 1]
+    assert [each["micro_batch_size"] for each in rows[3:]] == [1, 2, 1]
     assert {each["memory_gib"] for each in rows} == {each["left_gib"] for each in rows[:3]} == {None}  # on CPUs
 
 
@@ -248,7 +248,7 @@ def test_the_native_peer_has_our_losses_when_it_is_compiled(tmp_path: Path, layo
         (["--peers", "native3d_async", "--layout", "tp2"], "needs GPUs, job.model.compile and tp above 1"),
         (["--peers", "mcore", "--set", "model.parallel_block=true"], "is not what --peers mcore can train (false)"),
         (["--peers", "mcore", "--set", "model.head_dim=64"], "is not what --peers mcore can train (0)"),
-        (["--also", "batch.global_size=8"], "changes none of model, optimizer, overlap"),
+        (["--also", "batch.global_batch_size=8"], "changes none of model, optimizer, overlap"),
         (["--also", "model.parallel_blok=true"], "did you mean parallel_block?"),
         (["--micro-of", "mcore=2"], "is none of ours, fsdp2"),
         (["--micro-of", "ours=many"], "must read SYSTEM=N"),
@@ -256,7 +256,7 @@ def test_the_native_peer_has_our_losses_when_it_is_compiled(tmp_path: Path, layo
         (["--also", "loop.cuda_graph=true"], "leaves step 4, in which a CUDA graph is captured, among the timed ones"),
         (["--model", "8b"], "must be one of 1m"),
         (["--set", "parallel.dp=3"], "--set = parallel.dp=3: has no effect here; give --layout"),
-        (["--set", "job.batch.global_size=3"], "has no effect here; give --micro, --micro-of or --micro-batches"),
+        (["--set", "job.batch.global_batch_size=3"], "has no effect here; give --micro, --micro-of or --micro-batches"),
         (["--time-limit", "nan"], "--time-limit = nan: is no number"),
     ],
 )
@@ -304,7 +304,7 @@ def test_on_gpus_a_peer_that_may_hold_less_than_ours_gets_its_turn(monkeypatch: 
     overrides = ("model.dtype=bfloat16", "model.recompute=full")
     build = Jobs(RunOptions(None, overrides, 0, None, None), "7b", read_layout("dp8"), 256, None)
     check_room(read_entries(build, "fsdp2", (), ["ours=4"]), "nccl")
-    says = r"job = ours: .* the GPU has 140\.4 GiB; set job\.batch\.micro_size = .* \(--micro here\)$"
+    says = r"job = ours: .* the GPU has 140\.4 GiB; set job\.batch\.micro_batch_size = .* \(--micro here\)$"
     with pytest.raises(ConfigError, match=says):
         check_room(read_entries(build, "none", (), ()), "nccl")
 

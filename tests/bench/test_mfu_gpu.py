@@ -30,7 +30,7 @@ WARMUP = 3
 
 def losses(system: str, layout: str, folder: Path) -> dict[str, list[float]]:
     """Of ours and of a peer."""
-    overrides = (*(f"model.{each}" for each in SMALL), "optimizer.lr=0.003", "optimizer.clip_norm=0.5")
+    overrides = (*(f"model.{each}" for each in SMALL), "optimizer.lr=0.003", "optimizer.max_grad_norm=0.5")
     build = Jobs(RunOptions(None, overrides, 0, None, None), "1m", read_layout(layout), 2, None, dtype="bfloat16")
     entries = read_entries(build, system, (), (), compiles=True)
     PEERS[system].check(entries[1].job, "nccl")

@@ -34,8 +34,8 @@ def job(**changes: object) -> JobConfig:
     tree = {
         "model": model | {"dtype": "bfloat16"} | changes,
         "parallel": {"tp": 2, "pp": 2, "dp": 1, "vpp": 2},
-        "batch": {"micro_size": 1, "global_size": 4},
-        "optimizer": {"lr": 1e-4, "clip_norm": 0.5, "weight_decay": 0.2},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 4},
+        "optimizer": {"lr": 1e-4, "max_grad_norm": 0.5, "weight_decay": 0.2},
     }
     return build_config({"cluster": {"gpus_per_server": 4}, "job": tree}).job
 

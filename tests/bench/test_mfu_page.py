@@ -41,7 +41,7 @@ def job_of(dtype: str) -> JobConfig:
     tree = {
         "model": {"preset": "7b", "dtype": dtype},
         "parallel": {"dp": 2},
-        "batch": {"micro_size": 4, "global_size": 8},
+        "batch": {"micro_batch_size": 4, "global_batch_size": 8},
     }
     return build_config({"cluster": {"gpus_per_server": 2}, "job": tree}).job
 

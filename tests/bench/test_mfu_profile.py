@@ -14,7 +14,7 @@ JOB = build_config(
         "job": {
             "model": {"preset": "7b", "dtype": "bfloat16"},
             "parallel": {"dp": 8},
-            "batch": {"micro_size": 4, "global_size": 32},
+            "batch": {"micro_batch_size": 4, "global_batch_size": 32},
         },
     }
 ).job

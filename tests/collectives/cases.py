@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from collectives import Recorder, ShardedDataParallel
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 from tests.collectives.harness import Case
 
 CASES: list[Case] = []
@@ -153,13 +153,13 @@ def full_gradients(sharded: ShardedDataParallel, like: nn.Module) -> dict[str, T
 def delays(rank: int) -> Iterator[None]:
     """Every launch of a collective is late, by another time on each rank."""
     chance = random.Random(rank)
-    issue = Lane._issue
+    issue = Communicator._issue
 
-    def late(self: Lane, *args: Any, **kwargs: Any) -> Any:
+    def late(self: Communicator, *args: Any, **kwargs: Any) -> Any:
         time.sleep(chance.choice([0.0, 0.0, 0.003, 0.01]))
         return issue(self, *args, **kwargs)
 
-    with mock.patch.object(Lane, "_issue", late):
+    with mock.patch.object(Communicator, "_issue", late):
         yield
 
 
@@ -446,10 +446,10 @@ def a_step_can_be_skipped(rank: int, world_size: int) -> None:
 def a_graph_of_the_step_before_is_refused(rank: int, world_size: int) -> None:
     sharded = wrap64(net())
     optimizer = sharded.optimizer(adamw)
-    stale = sharded(next(batches(1, 1)))
+    needs_unshard = sharded(next(batches(1, 1)))
     sharded(next(batches(1, 1))).backward()
     optimizer.step()
-    assert_raises(RuntimeError, "modified by an inplace operation", stale.backward)
+    assert_raises(RuntimeError, "modified by an inplace operation", needs_unshard.backward)
 
 
 @case
@@ -503,10 +503,10 @@ def emulated_collectives_give_the_same(rank: int, world_size: int) -> None:
     expected = train(wrap64(net()), 2, rank, world_size)
     missing = mock.Mock(side_effect=RuntimeError("no such collective"))
     sharded = wrap64(net())
-    with mock.patch("collectives.transport.lane.reduce_scatter_single", missing):
-        sharded.reduce_lane._emulated.clear()
-        assert not sharded.reduce_lane.can_reduce_scatter(torch.float64)
-    sharded.gather_lane._gathers_in_place = False
+    with mock.patch("collectives.transport.communicator.reduce_scatter_single", missing):
+        sharded.reduce_comm._emulated.clear()
+        assert not sharded.reduce_comm.can_reduce_scatter(torch.float64)
+    sharded.gather_comm._gathers_in_place = False
     assert_close(train(sharded, 2, rank, world_size), expected, rtol=1e-9, atol=1e-11)
 
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from collectives import Recorder, ShardedDataParallel
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.data_parallel import LanePair
-from collectives.sharded.prepare import open_lanes
+from collectives.sharded.data_parallel import CommunicatorPair
+from collectives.sharded.prepare import open_communicators
 from collectives.watch.track import NEAR
 from netlayer.errors import CheckFailed, CollectiveFailed
 from tests.collectives.cases import (
@@ -95,28 +95,28 @@ def train_saying(sharded: ShardedDataParallel, say: Callable[[int], None], leave
 
 
 @case
-def chunks_that_share_lanes_train_as_those_with_lanes_of_their_own(rank: int, world_size: int) -> None:
+def chunks_that_share_communicators_train_as_those_with_their_own(rank: int, world_size: int) -> None:
     with delays(rank):
-        states = [train_chunks(lanes, 4, rank, leaves_out=False) for lanes in (shared_lanes(), None)]
+        states = [train_chunks(comms, 4, rank, leaves_out=False) for comms in (shared_comms(), None)]
     assert_same(*states)
     assert_alike_on_ranks(states[0], world_size)
     culprit = world_size - 1
     says = rf"different steps: step = 4 on {names(culprit, world_size)}, 5 on rank {culprit}; "
-    assert_raises(CheckFailed, says, lambda: train_chunks(shared_lanes(), STEPS, rank, leaves_out=rank == culprit))
+    assert_raises(CheckFailed, says, lambda: train_chunks(shared_comms(), STEPS, rank, leaves_out=rank == culprit))
 
 
-def shared_lanes() -> LanePair:
-    return open_lanes(None, None, torch.get_default_device(), None)
+def shared_comms() -> CommunicatorPair:
+    return open_communicators(None, None, torch.get_default_device(), None)
 
 
-def train_chunks(lanes: LanePair | None, num_steps: int, rank: int, *, leaves_out: bool) -> dict[str, Tensor]:
+def train_chunks(comms: CommunicatorPair | None, num_steps: int, rank: int, *, leaves_out: bool) -> dict[str, Tensor]:
     """As a pipeline's stage: each chunk has a backward pass of its own, the last one first."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         modules = [nn.Linear(3, 3).double(), nn.Linear(3, 2).double()]
-    settings: dict[str, Any] = {"bucket_bytes": 40, "reduce_dtype": torch.float64, "lanes": lanes}
+    settings: dict[str, Any] = {"bucket_bytes": 40, "reduce_dtype": torch.float64, "communicators": comms}
     first, last = (ShardedDataParallel(module, **settings) for module in modules)
-    assert (first.reduce_lane is last.reduce_lane) == (lanes is not None)
+    assert (first.reduce_comm is last.reduce_comm) == (comms is not None)
     optimizers = [chunk.optimizer(torch.optim.SGD, lr=0.1) for chunk in (first, last)]
     for step in range(num_steps):
         between = first(torch.full((1, 3), float(step + rank), dtype=torch.float64))
@@ -214,7 +214,7 @@ def a_state_of_one_rank_alone_is_an_error_within_the_timeout(rank: int, world_si
         train_small(sharded, lambda _: False, 1)
         if rank == 0:
             says = rf"called on every rank\? {name}\(\).* is collective, .* {kind} of group gather, on rank 0, did not"
-            with mock.patch("collectives.transport.lane.NEAR", near):
+            with mock.patch("collectives.transport.communicator.NEAR", near):
                 assert_raises(CollectiveFailed, says, getattr(sharded, name))
         meet(name)
         if on_cuda:
@@ -256,7 +256,7 @@ def what_is_written_into_parameters_is_kept_in_another_dtype(rank: int, world_si
             for name, parameter in target.module.named_parameters():
                 (parameter if how == "in place" else parameter.data).copy_(written[name])
         if how == "data and adopt":
-            target.adopt_parameters()
+            target.sync_masters_from_params()
         target(next(batches(1, 1)))
         found = target.full_state_dict()
         assert_same(parameters_of(target, found), expected)
@@ -310,10 +310,10 @@ def parameters_written_while_they_are_gathered_keep_what_was_written(rank: int, 
 @case
 def a_step_looks_once_at_what_others_may_have_written(rank: int, world_size: int) -> None:
     sharded = low()
-    with mock.patch.object(Bucket, "adopt", autospec=True, side_effect=Bucket.adopt) as adopt:
+    with mock.patch.object(Bucket, "adopt", autospec=True, side_effect=Bucket.sync_masters) as sync_masters:
         train(sharded, 3, rank, world_size)
         first = len(sharded.buckets)  # the first forward pass looks too, and so does the state at the end
-        assert adopt.call_count == (3 + 2) * first
+        assert sync_masters.call_count == (3 + 2) * first
 
 
 @case

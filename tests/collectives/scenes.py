@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import ColumnParallelLinear, ShardedDataParallel, open_exchange
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 from collectives.watch.hang import HangLimits
 from collectives.watch.watchdog import Watch
 from netlayer.errors import CollectiveFailed
@@ -134,40 +134,40 @@ def _group(scene: Scene, ranks: Sequence[int] | None = None) -> dist.ProcessGrou
     return group
 
 
-def _lane(scene: Scene, name: str = "gather", ranks: Sequence[int] | None = None) -> Lane:
-    return Lane(name, _group(scene, ranks), torch.device("cpu"), watch=scene.watch)
+def _comm(scene: Scene, name: str = "gather", ranks: Sequence[int] | None = None) -> Communicator:
+    return Communicator(name, _group(scene, ranks), torch.device("cpu"), watch=scene.watch)
 
 
-def _gather(lane: Lane, num: int = 1) -> None:
-    full_N = torch.zeros(256 * lane.world_size)
+def _gather(comm: Communicator, num: int = 1) -> None:
+    unsharded_N = torch.zeros(256 * comm.world_size)
     for _ in range(num):
-        lane.all_gather(full_N).wait()
+        comm.all_gather(unsharded_N).wait()
 
 
 def good_run(scene: Scene) -> None:
     """Many collectives, none of them slow."""
-    lane = _lane(scene)
+    comm = _comm(scene)
     for step in range(20):
         scene.watch.begin_step(step)
-        _gather(lane, 5)
+        _gather(comm, 5)
 
 
 def random_delays(scene: Scene) -> None:
     """Every rank is late now and then, once almost by the timeout."""
-    lane, chance = _lane(scene), random.Random(scene.rank)
+    comm, chance = _comm(scene), random.Random(scene.rank)
     for step in range(10):
         time.sleep(chance.choice([0, 0.01, 0.1]) + (0.6 * scene.timeout_s if (step, scene.rank) == (5, 1) else 0))
-        _gather(lane)
+        _gather(comm)
 
 
 def away(scene: Scene) -> None:
     """The culprit does not come to step 3."""
-    lane = _lane(scene)
+    comm = _comm(scene)
     for step in range(4):
         scene.watch.begin_step(step)
         if step == 3 and scene.rank == scene.culprit:
             sleep_long(scene)
-        _gather(lane, 2)
+        _gather(comm, 2)
 
 
 def skips_a_training_step(scene: Scene) -> None:
@@ -196,11 +196,11 @@ def skips_a_product(scene: Scene) -> None:
 
 def comes_too_late(scene: Scene) -> None:
     """The culprit comes when the others have given up."""
-    lane = _lane(scene)
-    _gather(lane)
+    comm = _comm(scene)
+    _gather(comm)
     if scene.rank == scene.culprit:
         time.sleep(1.5 * scene.timeout_s)
-    _gather(lane)
+    _gather(comm)
 
 
 def sleep_long(scene: Scene) -> None:
@@ -209,48 +209,48 @@ def sleep_long(scene: Scene) -> None:
 
 def dies(scene: Scene) -> None:
     """The culprit ends; in a ring, only its neighbours see a connection close."""
-    lane = _lane(scene)
-    _gather(lane, 2)
+    comm = _comm(scene)
+    _gather(comm, 2)
     if scene.rank == scene.culprit:
         time.sleep(0.2)
         os._exit(9)
     scene.watch.begin_step(7)
-    _gather(lane)
+    _gather(comm)
 
 
 def freezes(scene: Scene) -> None:
     """The culprit is stopped with all its threads."""
-    lane = _lane(scene)
-    _gather(lane, 2)
+    comm = _comm(scene)
+    _gather(comm, 2)
     if scene.rank == scene.culprit:
         os.kill(os.getpid(), signal.SIGSTOP)
-    _gather(lane)
+    _gather(comm)
 
 
 def goes_astray(scene: Scene) -> None:
     """The culprit skips an all-reduce, so that everything after it is out of step."""
-    lane = _lane(scene)
-    _gather(lane, 2)
+    comm = _comm(scene)
+    _gather(comm, 2)
     if scene.rank != scene.culprit:
-        lane.all_reduce(torch.zeros(4096))
-    _gather(lane)
+        comm.all_reduce(torch.zeros(4096))
+    _gather(comm)
 
 
 def waits_elsewhere(scene: Scene) -> None:
     """Ranks of one tensor-parallel pair wait for each other's data-parallel groups: the culprit never comes there."""
     layout = scene.watch._layout
     assert layout is not None
-    lanes = {}
+    comms = {}
     for dimension in ("tp", "dp"):
         for ranks in layout.groups(dimension):
             group = _group(scene, list(ranks))
             if scene.rank in ranks:
-                lanes[dimension] = Lane(dimension, group, torch.device("cpu"), watch=scene.watch)
+                comms[dimension] = Communicator(dimension, group, torch.device("cpu"), watch=scene.watch)
     scene.watch.begin_step(41)
     if scene.rank == scene.culprit:
         sleep_long(scene)
-    for lane in lanes.values():
-        _gather(lane)
+    for comm in comms.values():
+        _gather(comm)
 
 
 CHAIN_STEPS = 13
@@ -259,19 +259,19 @@ CHAIN_STEPS = 13
 def _chain(scene: Scene, misbehave: Callable[[], None]) -> None:
     """Each rank exchanges with its neighbours alone, step by step; in step 7 the culprit, the last, misbehaves."""
     pairs = [(rank, rank + 1) for rank in range(scene.world_size - 1)]
-    lanes = [lane for pair in pairs if (lane := _pair_lane(scene, pair)) is not None]
+    comms = [comm for pair in pairs if (comm := _pair_comm(scene, pair)) is not None]
     for step in range(1, CHAIN_STEPS):
         scene.watch.begin_step(step)
         time.sleep(0.1)
         if step == 7 and scene.rank == scene.culprit:
             misbehave()
-        for lane in lanes:
-            _gather(lane)
+        for comm in comms:
+            _gather(comm)
 
 
-def _pair_lane(scene: Scene, pair: tuple[int, int]) -> Lane | None:
+def _pair_comm(scene: Scene, pair: tuple[int, int]) -> Communicator | None:
     group = _group(scene, list(pair))
-    return Lane("pair", group, torch.device("cpu"), watch=scene.watch) if scene.rank in pair else None
+    return Communicator("pair", group, torch.device("cpu"), watch=scene.watch) if scene.rank in pair else None
 
 
 def chain_behind_one_that_was_stopped(scene: Scene) -> None:
@@ -313,7 +313,7 @@ def chain_behind_one_that_saves(scene: Scene) -> None:
 
 
 def plain_calls(scene: Scene) -> None:
-    """No lane: synchronous and asynchronous calls of torch.distributed; the culprit comes to no third one."""
+    """No communicator: synchronous and asynchronous calls of torch.distributed; the culprit comes to no third one."""
     group = _group(scene)
     scene.watch.track("dp", group)
     x_N = torch.ones(1000)
@@ -321,7 +321,7 @@ def plain_calls(scene: Scene) -> None:
         dist.all_reduce(x_N, group=group)
     with scene.watch.collective("dp", "broadcast", x_N.nbytes, "weights") as operation:
         work = dist.broadcast(x_N, 0, group=group, async_op=True)
-        operation.follow(work)
+        operation.then(work)
     with operation:
         work.wait()
     if scene.rank == scene.culprit:

@@ -24,7 +24,7 @@ WIDTH = 12
 Train = Callable[[ShardedDataParallel, int, int, int], dict[str, Tensor]]
 
 
-class SlottedProduct(torch.autograd.Function):
+class SlottedGemm(torch.autograd.Function):
     """x W^T, by the rules of `collectives.sharded.slot`."""
 
     @staticmethod
@@ -58,7 +58,7 @@ class SlottedNet(nn.Module):
         self.passes = 0
 
     def forward(self, tokens: Tensor) -> Tensor:
-        product: Callable[[Tensor, Tensor], Tensor] = SlottedProduct.apply
+        product: Callable[[Tensor, Tensor], Tensor] = SlottedGemm.apply
         x = self.token(tokens)
         x = x + product(self.norms[0](x).tanh(), self.once)
         x = x + product(product(self.norms[1](x), self.twice).tanh(), self.twice)

@@ -35,7 +35,7 @@ class Summed:
     def close(self) -> None:
         assert not self._open, "all that was sent was added"
 
-    def follow(self) -> None:
+    def then(self) -> None:
         pass
 
     def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from collectives import Recorder, ShardedDataParallel
 from collectives.sharded.backward_step import NUM_UNMOVED
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.prepare import open_groups, open_lanes
+from collectives.sharded.prepare import open_communicators, open_groups
 from collectives.torch_names import Collect
-from collectives.transport import lane
-from collectives.transport.lane import Lane
+from collectives.transport import communicator
+from collectives.transport.communicator import Communicator
 from collectives.transport.leftovers import release_left
 from collectives.transport.peer_reduce import PeerReduce
 from collectives.transport.windows import ALIGNMENT_BYTES, Windows, are_worth_it
@@ -105,7 +105,7 @@ def one_communicator_runs_the_same_order_on_every_rank(rank: int, world_size: in
     torch.manual_seed(3)
     recorder = Recorder()
     sharded = wrap64(Branches().double(), bucket_bytes=64, groups=pair_of_one(), recorder=recorder)
-    assert sharded.gather_lane is sharded.reduce_lane
+    assert sharded.gather_comm is sharded.reduce_comm
     optimizer = sharded.optimizer(adamw, step_in_backward=True, gather_in_backward=0.5)
     for step in range(4):
         sharded.step_in_backward = step != 2
@@ -356,12 +356,12 @@ def train_compiled(
 
 
 @case
-def muted_lanes_launch_nothing(rank: int, world_size: int) -> None:
+def muted_communicators_launch_nothing(rank: int, world_size: int) -> None:
     recorder = Recorder()
     sharded = wrap(net(torch.float32), recorder=recorder)
     optimizer = sharded.optimizer(adamw, step_in_backward=True)
     before = copy.copy(recorder.counts())
-    sharded.gather_lane.muted = sharded.reduce_lane.muted = True
+    sharded.gather_comm.muted = sharded.reduce_comm.muted = True
     for tokens in batches(2, world_size):
         loss = sharded(tokens[rank::world_size])
         loss.backward()
@@ -415,9 +415,9 @@ def sums_of_what_peers_were_sent_change_nothing(rank: int, world_size: int) -> N
                 sharded.close()
         stepped = [train_in_backward(wrap(net(), peer_reduce=by), 2, rank, world_size) for by in (False, True)]
         assert_close(*stepped, rtol=1e-6, atol=1e-6)
-        lanes = open_lanes(None, None, torch.get_default_device(), None)
+        comms = open_communicators(None, None, torch.get_default_device(), None)
         expected = train(wrap(net()), 2, rank, world_size)
-        for sharded in [wrap(net(), lanes=lanes, peer_reduce=True) for _ in range(2)]:
+        for sharded in [wrap(net(), comms=comms, peer_reduce=True) for _ in range(2)]:
             assert_close(train(sharded, 2, rank, world_size), expected, rtol=1e-6, atol=1e-6)
         with pytest.raises(ValueError, match=r"peer_reduce: .*gradients travel in torch.float64.*; leave it out"):
             wrap64(net(), peer_reduce=True)
@@ -510,10 +510,10 @@ def means_that_the_backend_makes_change_no_bit(rank: int, world_size: int) -> No
     for low in (torch.float32, torch.bfloat16, torch.float16):
         found: list[list[dict[str, Tensor]]] = []
         for divides in (False, True):
-            scatter, reduce = Divided(lane.reduce_scatter_single), Divided(lane._all_reduce)
+            scatter, reduce = Divided(communicator.reduce_scatter_single), Divided(communicator._all_reduce)
             with (
-                mock.patch.object(lane.Lane, "divides_on_the_way", divides),
-                mock.patch.multiple(lane, reduce_scatter_single=scatter, _all_reduce=reduce),
+                mock.patch.object(communicator.Communicator, "divides_on_the_way", divides),
+                mock.patch.multiple(communicator, reduce_scatter_single=scatter, _all_reduce=reduce),
             ):
                 makes = functools.partial(wrap, reduce_dtype=low)
                 states = [train(makes(net(torch.float32)), 2, rank, world_size)]
@@ -577,7 +577,7 @@ def what_copy_engines_carry_is_added_in_float32(rank: int, world_size: int) -> N
             dist.all_gather_into_tensor(everyone_WN, whole_N)
             own_WS = everyone_WN[:, rank * numel : (rank + 1) * numel].float()
             expected_S = functools.reduce(torch.add, own_WS) * (1 / world_size if mean else 1)
-            peers.follow()
+            peers.then()
             add, summed_S = peers.send(whole_N), torch.empty(numel)
 
             def check() -> None:
@@ -598,16 +598,16 @@ def what_copy_engines_carry_is_added_in_float32(rank: int, world_size: int) -> N
 
 
 @opens_groups
-def wrappers_share_lanes_from_windows(rank: int, world_size: int) -> None:
+def wrappers_share_communicators_from_windows(rank: int, world_size: int) -> None:
     """On CUDA alone: as the chunks of a pipeline stage do, where windows are worth it."""
     group = dist.new_group(list(range(world_size)))
     device = torch.device("cuda", torch.cuda.current_device())
-    windows = are_worth_it(group, Lane("world", group, device))
+    windows = are_worth_it(group, Communicator("world", group, device))
     gather, reduce = open_groups(group, device, ("gather", "reduce"), windows=windows)
-    lanes = open_lanes(None, (gather, reduce), device, None)
+    comms = open_communicators(None, (gather, reduce), device, None)
     expected = train(wrap(net(torch.float32)), 3, rank, world_size)
     for by in (False, True):
-        for sharded in [wrap(net(torch.float32), lanes=lanes, windows=windows, peer_reduce=by) for _ in range(2)]:
+        for sharded in [wrap(net(torch.float32), comms=comms, windows=windows, peer_reduce=by) for _ in range(2)]:
             assert_close(train(sharded, 3, rank, world_size), expected, rtol=1e-5, atol=1e-5)
             sharded.close()
 
@@ -685,5 +685,5 @@ GPU_CASES: list[Case] = [
     what_copy_engines_carry_is_added_in_float32,
     windows_change_nothing,
     windows_may_outlive_their_group,
-    wrappers_share_lanes_from_windows,
+    wrappers_share_communicators_from_windows,
 ]

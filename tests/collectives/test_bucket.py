@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
-from collectives.sharded.departure import Departures, Travel
-from collectives.transport.lane import Lane
+from collectives.sharded.reduce_scatter import ReduceScatterBuffers, ReduceScatterQueue
+from collectives.transport.communicator import Communicator
 from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,9 +104,9 @@ def test_shards_put_together_are_the_parameters(shapes: list[torch.Size], world_
         for piece in bucket.pieces:
             piece.parameter.data.add_(1)
         bucket.publish()
-    gathered_N = torch.cat([bucket.plan.own(bucket.full_N, bucket.rank) for bucket in buckets])
+    gathered_N = torch.cat([bucket.plan.own(bucket.unsharded_N, bucket.rank) for bucket in buckets])
     for bucket in buckets:
-        bucket.full_N.copy_(gathered_N)
+        bucket.unsharded_N.copy_(gathered_N)
         assert bucket.is_in_place()
         expected_N = torch.arange(1, bucket.plan.padded_numel + 1, dtype=torch.float32).to(dtype)
         for parameter, view in zip(bucket.parameters, bucket.plan.views(expected_N), strict=True):
@@ -129,9 +129,9 @@ def test_gradients_taken_are_the_sum_of_those_given(
                 total += grad
         bucket.fold_gradients(torch.float32)
         assert all(parameter.grad is None for parameter in bucket.parameters)
-    leaving = bucket.hand_over(torch.float32)
-    leaving.fill()
-    assert torch.equal(leaving.buffer.double(), expected_N)
+    copy_in = bucket.copy_in(torch.float32)
+    copy_in.fill()
+    assert torch.equal(copy_in.buffer.double(), expected_N)
     assert bucket.local_N is None
 
 
@@ -139,19 +139,21 @@ def test_gradients_taken_are_the_sum_of_those_given(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
 def test_float16_is_divided_before_the_sum_as_far_as_it_must_be(world_size: int, folded: bool) -> None:
     buckets = made_buckets([torch.Size([world_size])], world_size, torch.float32)
-    lane = mock.Mock(
-        spec=Lane, world_size=world_size, device=torch.device("cpu"), stream=None, divides_on_the_way=False
+    comm = mock.Mock(
+        spec=Communicator, world_size=world_size, device=torch.device("cpu"), stream=None, divides_on_the_way=False
     )
-    departures = Departures(lane, torch.float16, in_flight=1, overlap=True, travel=Travel())
+    reduce_scatters = ReduceScatterQueue(
+        comm, torch.float16, in_flight=1, overlap=True, reduce_buffers=ReduceScatterBuffers()
+    )
     sum_N = torch.zeros(world_size, dtype=torch.float16)
     for bucket in buckets:
         bucket.parameters[0].grad = torch.full((world_size,), 57344.0)
         if folded:
             bucket.fold_gradients(torch.float32)
-        leaving = bucket.hand_over(torch.float16, departures.divisor)
-        leaving.fill()
-        sum_N += leaving.buffer
-    buckets[0].store_reduced(sum_N[:1], departures.scale, add=False)
+        copy_in = bucket.copy_in(torch.float16, reduce_scatters.divisor)
+        copy_in.fill()
+        sum_N += copy_in.buffer
+    buckets[0].store_reduced(sum_N[:1], reduce_scatters.scale, add=False)
     assert buckets[0].grad_S.tolist() == [pytest.approx(57344.0)]
 
 
@@ -168,9 +170,9 @@ def test_a_gradient_that_the_user_put_there_is_added_to() -> None:
 def test_float32_parameters_and_masters_are_one_storage() -> None:
     (alike,) = made_buckets([torch.Size([4])], 1, torch.float32)
     (apart,) = made_buckets([torch.Size([4])], 1, torch.bfloat16)
-    assert alike.master_S.data_ptr() == alike.full_N.data_ptr()
+    assert alike.master_S.data_ptr() == alike.unsharded_N.data_ptr()
     assert apart.master_S.dtype == torch.float32
-    assert apart.full_N.dtype == torch.bfloat16
+    assert apart.unsharded_N.dtype == torch.bfloat16
 
 
 def _written_bucket(dtype: torch.dtype, device: str) -> tuple[Bucket, Tensor, Tensor]:
@@ -180,9 +182,9 @@ def _written_bucket(dtype: torch.dtype, device: str) -> tuple[Bucket, Tensor, Te
     plan = BucketPlan(0, dtype, plan_buckets([("p", torch.Size([5000]), dtype)], 1 << 20, 1)[0].slots, 1)
     bucket = Bucket(plan, values, [nn.Parameter(values.to(dtype))], 0)
     written_S = (torch.rand(5000, generator=generator) < 0.3).to(device)
-    assert bucket.own_S is not None
-    bucket.own_S[written_S] += 1  # rounds to itself where a value is large: none here
-    bucket.own_S[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    assert bucket.shard_S is not None
+    bucket.shard_S[written_S] += 1  # rounds to itself where a value is large: none here
+    bucket.shard_S[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
     written_S[:4] = True
     return bucket, bucket.master_S.clone(), written_S
 
@@ -190,12 +192,12 @@ def _written_bucket(dtype: torch.dtype, device: str) -> tuple[Bucket, Tensor, Te
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_adopt_takes_what_was_written_and_leaves_the_digits_of_the_rest(dtype: torch.dtype) -> None:
     bucket, before_S, written_S = _written_bucket(dtype, DEVICE)
-    assert bucket.own_S is not None
+    assert bucket.shard_S is not None
     version = bucket.master_S._version
-    bucket.adopt()
+    bucket.sync_masters()
     assert torch.equal(bucket.master_S[~written_S], before_S[~written_S])
     torch.testing.assert_close(
-        bucket.master_S[written_S], bucket.own_S[written_S].float(), rtol=0, atol=0, equal_nan=True
+        bucket.master_S[written_S], bucket.shard_S[written_S].float(), rtol=0, atol=0, equal_nan=True
     )
     assert bucket.master_S._version > version  # what was taken over is published
 
@@ -206,9 +208,9 @@ def test_triton_adopts_as_torch_does() -> None:
         bucket, before_S, _ = _written_bucket(dtype, DEVICE)
         other, _, _ = _written_bucket(dtype, DEVICE)
         assert torch.equal(other.master_S, before_S)
-        bucket.adopt()
+        bucket.sync_masters()
         with mock.patch("collectives.sharded.bucket.HAS_TRITON", False):
-            other.adopt()
+            other.sync_masters()
         torch.testing.assert_close(bucket.master_S, other.master_S, rtol=0, atol=0, equal_nan=True)
 
 

@@ -139,7 +139,7 @@ def test_join_is_refused() -> None:
 
 def test_float64_is_reduced_in_float64() -> None:
     sharded = ShardedDataParallel(nn.Linear(2, 2).double())
-    assert sharded.travel_buffers(sharded.buckets[0])[0].dtype == torch.float64
+    assert sharded.reduce_buffers(sharded.buckets[0])[0].dtype == torch.float64
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at inputs of a resumed frame

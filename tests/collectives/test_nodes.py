@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from collectives.health import checks as health
 from collectives.health.trial import HealthRow
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 from collectives.transport.nodes import virtual_node_environ
 from collectives.watch.watchdog import Watch
 from netlayer.errors import CollectiveFailed, CollectiveTimeout, PeerLost, RankFailed
@@ -99,8 +99,8 @@ def be_a_node(
     device = torch.device("cuda", rank)
     heard: list[str] = []
     watch = Watch(timeout=timedelta(seconds=8), on_failure=lambda error: heard.append(str(error)))
-    lane = Lane("gather", dist.new_group(timeout=timedelta(seconds=60)), device, watch=watch)
-    full_N = torch.zeros(2**20 * world_size, device=device)
+    comm = Communicator("gather", dist.new_group(timeout=timedelta(seconds=60)), device, watch=watch)
+    unsharded_N = torch.zeros(2**20 * world_size, device=device)
     for step in range(3):
         watch.begin_step(step)
         if step == 2 and rank == culprit:
@@ -108,7 +108,7 @@ def be_a_node(
                 time.sleep(1)  # or the last gather dies with it: what it sent is still in its sockets
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
-        lane.all_gather(full_N).wait()
+        comm.all_gather(unsharded_N).wait()
         if step < 2:
             torch.cuda.synchronize()
     begin_s = time.monotonic()

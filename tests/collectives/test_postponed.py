@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from collectives import ShardedDataParallel
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.postponed import Postponed
-from collectives.tensor import product
+from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
+from collectives.tensor import gemm
 from trainer.model.linears import JoinedLinear, SummedLinear
 
 
@@ -47,8 +47,8 @@ def passed(sharded: ShardedDataParallel, seed: int) -> None:
     sharded(x).square().sum().backward()
 
 
-def postponed(sharded: ShardedDataParallel, seed: int) -> Postponed:
-    with sharded.weights_postponed() as left:
+def deferred(sharded: ShardedDataParallel, seed: int) -> DeferredWeightGrads:
+    with sharded.defer_weight_grads() as left:
         passed(sharded, seed)
     return left
 
@@ -69,14 +69,14 @@ def assert_next_pass_is_right(sharded: ShardedDataParallel) -> None:
 @pytest.mark.parametrize("num_passes", [1, 3])
 def test_what_waits_gives_the_same_bits(num_passes: int) -> None:
     expected, found = wrapped(), wrapped()
-    with mock.patch.object(product, "add_product", wraps=product.add_product) as added:
+    with mock.patch.object(gemm, "add_matmul", wraps=gemm.add_matmul) as added:
         for step in range(2):
             for seed in range(num_passes):
                 with expected.last_backward() if seed == num_passes - 1 else expected.no_sync():
                     passed(expected, 10 * step + seed)
             at_once = added.call_count
             with found.no_sync():
-                left = [postponed(found, 10 * step + seed) for seed in range(num_passes)]
+                left = [deferred(found, 10 * step + seed) for seed in range(num_passes)]
                 assert added.call_count == at_once, "no product of a weight ran in a backward pass"
                 for each in left[:-1]:
                     each.compute()
@@ -92,13 +92,13 @@ def test_what_waits_gives_the_same_bits(num_passes: int) -> None:
 def test_outside_no_sync_what_is_computed_is_reduced() -> None:
     expected, found = wrapped(), wrapped()
     passed(expected, 1)
-    postponed(found, 1).compute()
+    deferred(found, 1).compute()
     torch.testing.assert_close(gradients(found), gradients(expected), rtol=0, atol=0)
 
 
 def test_what_nobody_computes_is_missed_where_gradients_are_asked_for() -> None:
     sharded = wrapped()
-    left = postponed(sharded, 1)
+    left = deferred(sharded, 1)
     with pytest.raises(RuntimeError, match="gradients of 1 backward passes were postponed and not computed"):
         sharded.finish_gradients()
     sharded.zero_grad()
@@ -110,16 +110,16 @@ def test_what_nobody_computes_is_missed_where_gradients_are_asked_for() -> None:
 def test_the_last_of_a_step_comes_behind_all_others() -> None:
     sharded = wrapped()
     with sharded.no_sync():
-        postponed(sharded, 1)
+        deferred(sharded, 1)
     with pytest.raises(RuntimeError, match="gradients of 1 backward passes were postponed"):
-        postponed(sharded, 2).compute()
+        deferred(sharded, 2).compute()
 
 
 def test_what_raises_as_it_is_computed_loses_the_step_and_no_more() -> None:
     sharded = wrapped()
-    left = postponed(sharded, 1)
+    left = deferred(sharded, 1)
     with (
-        mock.patch.object(product, "add_product", side_effect=RuntimeError("out of memory")),
+        mock.patch.object(gemm, "add_matmul", side_effect=RuntimeError("out of memory")),
         pytest.raises(RuntimeError, match="out of memory"),
     ):
         left.compute()
@@ -138,14 +138,18 @@ def test_a_pass_that_raises_leaves_nothing_waiting() -> None:
         sharded = wrapped()
         handle = interrupt(sharded.module.joined, _interrupt)  # type: ignore[operator]
         with pytest.raises(ZeroDivisionError, match="interrupted"):
-            postponed(sharded, 1)
+            deferred(sharded, 1)
         handle.remove()
         assert_next_pass_is_right(sharded)
 
 
 def test_one_pass_postpones_inside_another_never() -> None:
     sharded = wrapped()
-    with pytest.raises(ValueError, match="postponed already"), sharded.weights_postponed(), sharded.weights_postponed():
+    with (
+        pytest.raises(ValueError, match="postponed already"),
+        sharded.defer_weight_grads(),
+        sharded.defer_weight_grads(),
+    ):
         pass
 
 
@@ -154,8 +158,8 @@ def test_what_has_no_place_to_wait_for_comes_at_once() -> None:
     expected, found = wrapped(), wrapped()
     passed(expected, 1)
     with mock.patch.object(Bucket, "is_wide_enough", False), found.no_sync():
-        left = postponed(found, 1)
-    with mock.patch.object(product, "add_product", side_effect=AssertionError("nothing waits")):
+        left = deferred(found, 1)
+    with mock.patch.object(gemm, "add_matmul", side_effect=AssertionError("nothing waits")):
         left.compute()
     torch.testing.assert_close(gradients(found), gradients(expected), rtol=1e-5, atol=1e-5)
 
@@ -171,7 +175,7 @@ def test_where_every_pass_is_used_at_once_none_is_postponed(
     open_one: Callable[[], ShardedDataParallel], says: str
 ) -> None:
     sharded = open_one()
-    with pytest.raises(ValueError, match=says), sharded.weights_postponed():
+    with pytest.raises(ValueError, match=says), sharded.defer_weight_grads():
         pass
 
 
@@ -184,6 +188,6 @@ def test_gradients_that_autograd_hands_to_its_caller_are_not_postponed() -> None
     sharded = wrapped()
     x, weight = torch.ones(2, 4, 3), sharded.module.joined.weight
     loss = sharded(x).square().sum()
-    with sharded.weights_postponed():
+    with sharded.defer_weight_grads():
         (found,) = torch.autograd.grad(loss, [weight])  # type: ignore[list-item]
     assert float(found.norm()) > 0

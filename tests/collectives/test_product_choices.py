@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from collectives.tensor import cublaslt, product_choices
-from collectives.tensor.cublaslt import Product, Shape
-from collectives.tensor.product_choices import ProductChoices, choices_of
+from collectives.tensor import cublaslt, gemm_choices
+from collectives.tensor.cublaslt import Gemm, Shape
+from collectives.tensor.gemm_choices import GemmChoices, choices_of
 
 
 def shape_of(columns: int) -> Shape:
@@ -25,16 +25,16 @@ def shape_of(columns: int) -> Shape:
 
 def test_what_processes_keep_side_by_side_stays(tmp_path: Path) -> None:
     file = tmp_path / "netlayer" / "products.json"
-    first, second = ProductChoices(file), ProductChoices(file)
+    first, second = GemmChoices(file), GemmChoices(file)
     first.add(shape_of(4), "aa")
     second.add(shape_of(5), "")
-    third = ProductChoices(file)
+    third = GemmChoices(file)
     assert [third.find(shape_of(columns)) for columns in (4, 5, 6)] == ["aa", "", None]
     assert [path.name for path in file.parent.iterdir()] == ["products.json"]
 
 
 def test_cards_of_a_kind_share_what_was_chosen() -> None:
-    choices = ProductChoices()
+    choices = GemmChoices()
     choices.add(shape_of(4), "aa")
     assert choices.find(dataclasses.replace(shape_of(4), device=torch.device("cuda", 3))) == "aa"
 
@@ -44,7 +44,7 @@ def test_a_file_that_is_none_is_as_none_and_said(text: str, tmp_path: Path, capl
     file = tmp_path / "products.json"
     file.write_bytes(text.encode("latin-1"))
     with caplog.at_level(logging.INFO):
-        choices = ProductChoices(file)
+        choices = GemmChoices(file)
     [record] = caplog.records
     assert "what is kept there is measured again" in record.getMessage()
     assert choices.find(shape_of(4)) is None
@@ -54,7 +54,7 @@ def test_a_file_that_is_none_is_as_none_and_said(text: str, tmp_path: Path, capl
 
 def test_where_nothing_can_be_kept_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
-    choices = ProductChoices(tmp_path / "file" / "products.json")
+    choices = GemmChoices(tmp_path / "file" / "products.json")
     with caplog.at_level(logging.INFO):
         for columns in (4, 5):
             choices.add(shape_of(columns), "aa")
@@ -72,17 +72,17 @@ def test_each_kind_of_card_has_a_file_in_the_cache(monkeypatch: pytest.MonkeyPat
     [file] = (tmp_path / "netlayer").iterdir()
     assert file.name == f"products-NVIDIA_H200-torch{torch.__version__}-cublasLt130100.json"
     choices_of.cache_clear()
-    monkeypatch.setattr(product_choices, "cache_folder", mock.Mock(side_effect=OSError("there is no home folder")))
+    monkeypatch.setattr(gemm_choices, "cache_folder", mock.Mock(side_effect=OSError("there is no home folder")))
     assert choices_of(torch.device("cpu")).find(shape_of(4)) is None
     choices_of.cache_clear()
 
 
 def test_an_algorithm_survives_its_text() -> None:
-    algorithm = Product.from_text("0123456789abcdef" * 8)
-    assert Product.to_text(algorithm) == "0123456789abcdef" * 8
+    algorithm = Gemm.from_text("0123456789abcdef" * 8)
+    assert Gemm.to_text(algorithm) == "0123456789abcdef" * 8
 
 
 @pytest.mark.parametrize("text", ["zz", "00", "00" * 65])
 def test_what_is_no_algorithm_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"non-hexadecimal|bytes"):
-        Product.from_text(text)
+        Gemm.from_text(text)

@@ -18,15 +18,15 @@ from torch.utils.checkpoint import checkpoint
 from collectives import ShardedDataParallel
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.reduce import GradientReduce
+from collectives.tensor import gemm
 from collectives.tensor import linear as tensor
-from collectives.tensor import product
-from collectives.tensor.exchange import LaneTensorExchange, Scattering, TensorExchange
+from collectives.tensor.exchange import CommunicatorTensorExchange, Scattering, TensorExchange
 from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 
 
 def exchange_of(defers: bool) -> TensorExchange:
-    exchange = LaneTensorExchange(Lane("tensor", None, torch.device("cpu")))
+    exchange = CommunicatorTensorExchange(Communicator("tensor", None, torch.device("cpu")))
     exchange.defers = defers
     return exchange
 
@@ -92,7 +92,7 @@ def test_where_a_pass_postpones_nothing_is_promised_or_read() -> None:
     passed(expected, 1)
     with (
         mock.patch.object(tensor, "_whole", wraps=tensor._whole) as whole,
-        found.weights_postponed() as left,
+        found.defer_weight_grads() as left,
     ):
         passed(found, 1)
     assert whole.call_count == 0, "rows that were gathered are put together when they are read"
@@ -105,7 +105,7 @@ def test_a_product_of_weights_comes_when_parts_are_under_way() -> None:
     """A row-parallel linear's when its pair's other one has sent its parts, that one's when the next pair gathers."""
     sharded, said = wrapped(True), list[str]()
     exchange = sharded.module.exchange
-    add, gather, scatter, multiply = product.add_product, exchange.gather, exchange.scatter, tensor.multiply
+    add, gather, scatter, multiply = gemm.add_matmul, exchange.gather, exchange.scatter, tensor.multiply
     x = torch.randn(4, 3, requires_grad=True)
     loss = sharded.module.pair(sharded.module.pair(x, 0), 1).sum()
 
@@ -117,7 +117,7 @@ def test_a_product_of_weights_comes_when_parts_are_under_way() -> None:
         return scattering
 
     with (
-        mock.patch.object(product, "add_product", lambda *args, **how: (said.append("weight"), add(*args, **how))),
+        mock.patch.object(gemm, "add_matmul", lambda *args, **how: (said.append("weight"), add(*args, **how))),
         mock.patch.object(exchange, "gather", lambda *args, **how: (said.append("gather"), gather(*args, **how))[1]),
         mock.patch.object(exchange, "scatter", scatters),
         mock.patch.object(tensor, "multiply", lambda *args, **how: (said.append("rows"), multiply(*args, **how))[1]),
@@ -141,7 +141,7 @@ def test_what_a_pass_left_that_raised_is_not_computed_in_that_of_another() -> No
         passed(one, 1)
     handle.remove()
     assert any(promise() for promise in exchange.deferred)
-    with mock.patch.object(product, "add_product", wraps=product.add_product) as added:
+    with mock.patch.object(gemm, "add_matmul", wraps=gemm.add_matmul) as added:
         passed(other, 1)
     assert added.call_count == 3 * 3
     one.zero_grad()
@@ -160,7 +160,7 @@ def test_a_pass_that_raises_keeps_no_promise() -> None:
         passed(sharded, 1)
     handle.remove()
     sharded.zero_grad()
-    with mock.patch.object(product, "add_product", wraps=product.add_product) as added:
+    with mock.patch.object(gemm, "add_matmul", wraps=gemm.add_matmul) as added:
         for each in (sharded, expected):
             passed(each, 2)
     assert added.call_count == 2 * 3 * 3

@@ -22,7 +22,7 @@ from torch import nn
 from collectives import Recorder, ShardedDataParallel, execution_order
 from collectives.sharded.backward_step import NUM_UNMOVED, balanced_share, choose_early
 from collectives.sharded.bucket import plan_buckets
-from collectives.sharded.prepare import open_lanes
+from collectives.sharded.prepare import open_communicators
 from netlayer.errors import ConfigError
 from tests.collectives.cases import adamw, assert_close, assert_same, batches, net, reference, train
 from tests.collectives.harness import Case
@@ -199,7 +199,7 @@ def test_a_wrapper_that_is_dropped_keeps_no_buffer() -> None:
     def train_once() -> list[weakref.ref[torch.Tensor]]:
         sharded = ShardedDataParallel(net(torch.float32))
         train(sharded, 1, 0, 1)
-        return [weakref.ref(bucket.full_N) for bucket in sharded.buckets]
+        return [weakref.ref(bucket.unsharded_N) for bucket in sharded.buckets]
 
     buffers = train_once()
     gc.collect()
@@ -296,7 +296,7 @@ def test_ranks_that_would_train_alone_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_dtypes_may_be_names() -> None:
     sharded = ShardedDataParallel(nn.Linear(3, 1), param_dtype="bfloat16", reduce_dtype="torch.float64")
     sharded(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-    assert sharded.travel_buffers(sharded.buckets[0])[0].dtype == torch.float64
+    assert sharded.reduce_buffers(sharded.buckets[0])[0].dtype == torch.float64
     for field in ("param_dtype", "reduce_dtype"):
         with pytest.raises(ValueError, match=f"{field} = 'bf16': is no dtype of torch; give torch.bfloat16"):
             ShardedDataParallel(nn.Linear(3, 1), **{field: "bf16"})
@@ -321,12 +321,12 @@ def test_the_optimizers_state_is_local() -> None:
     torch.testing.assert_close(again.state_dict()["state"], kept["state"])
 
 
-def test_lanes_have_their_groups_already() -> None:
-    lanes = open_lanes(None, None, torch.device("cpu"), None)
-    shared = [ShardedDataParallel(nn.Linear(2, 2), lanes=lanes) for _ in range(2)]
-    assert all((chunk.gather_lane, chunk.reduce_lane) == lanes for chunk in shared)
-    with pytest.raises(ValueError, match="lanes have their groups, timeout, recorder and watch"):
-        ShardedDataParallel(nn.Linear(2, 2), lanes=lanes, recorder=Recorder())
+def test_communicators_have_their_groups_already() -> None:
+    comms = open_communicators(None, None, torch.device("cpu"), None)
+    shared = [ShardedDataParallel(nn.Linear(2, 2), comms=comms) for _ in range(2)]
+    assert all((chunk.gather_comm, chunk.reduce_comm) == comms for chunk in shared)
+    with pytest.raises(ValueError, match="communicators have their groups, timeout, recorder and watch"):
+        ShardedDataParallel(nn.Linear(2, 2), comms=comms, recorder=Recorder())
 
 
 def _train(sharded: ShardedDataParallel, **settings: Any) -> torch.optim.Optimizer:
@@ -374,7 +374,7 @@ def test_a_wrapper_that_nobody_holds_is_freed(use: Callable[[ShardedDataParallel
     sharded = ShardedDataParallel(net(torch.float32), bucket_bytes=1000)
     optimizer = use(sharded)
     left = [weakref.ref(sharded), weakref.ref(sharded.module), weakref.ref(optimizer)]
-    left += [weakref.ref(bucket.full_N) for bucket in sharded.buckets]
+    left += [weakref.ref(bucket.unsharded_N) for bucket in sharded.buckets]
     del sharded, optimizer
     gc.collect()
     assert [reference() for reference in left if reference() is not None] == []

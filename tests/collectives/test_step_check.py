@@ -11,11 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.alike import first_difference, spread
-from collectives.sharded.step_check import CHECKED_EVERY, UNANNOUNCED, Place, StepCheck, is_checked, raise_difference
-from collectives.transport.lane import Lane
+from collectives.sharded.step_check import (
+    CHECKED_EVERY,
+    UNANNOUNCED,
+    StepCheck,
+    StepState,
+    is_checked,
+    raise_difference,
+)
+from collectives.transport.communicator import Communicator
 from netlayer.errors import CheckFailed
 
-AT = Place(announced=UNANNOUNCED, counted=7, prefetch=2, overlap=1, step_in_backward=0, gather_in_backward=0)
+AT = StepState(announced=UNANNOUNCED, counted=7, prefetch=2, overlap=1, step_in_backward=0, gather_in_backward=0)
 
 
 def test_checks_become_rare() -> None:
@@ -28,10 +35,10 @@ def test_whatever_goes_apart_is_compared_within_as_many_rounds(first: int) -> No
 
 
 def test_the_step_that_was_said_goes_before_the_one_that_was_counted() -> None:
-    places = [AT._replace(announced=41), AT._replace(announced=41, counted=3), AT._replace(announced=42)]
+    states = [AT._replace(announced=41), AT._replace(announced=41, counted=3), AT._replace(announced=42)]
     with pytest.raises(CheckFailed, match=r"step = 41 on ranks 4,5, 42 on rank 9; .*on none$"):
-        raise_difference(places, [4, 5, 9])
-    raise_difference([place._replace(announced=41) for place in places], [4, 5, 9])  # what is counted alone is none
+        raise_difference(states, [4, 5, 9])
+    raise_difference([place._replace(announced=41) for place in states], [4, 5, 9])  # what is counted alone is none
 
 
 def test_where_not_all_say_a_step_it_is_counted() -> None:
@@ -53,31 +60,33 @@ def test_a_setting_that_differs_is_named(change: dict[str, int], says: str) -> N
         raise_difference([AT, AT._replace(**change)], [0, 1])
 
 
-def on_a_stream(rows: list[Place]) -> tuple[mock.Mock, list[Any]]:
-    """A lane of two ranks on CUDA, and what it and its events are asked for."""
+def on_a_stream(rows: list[StepState]) -> tuple[mock.Mock, list[Any]]:
+    """A communicator of two ranks on CUDA, and what it and its events are asked for."""
     calls: list[Any] = []
-    lane = mock.Mock(spec=Lane, world_size=2, rank=0, ranks=[0, 1], muted=False, is_capturing=False, stream="stream")
-    lane.device = torch.device("cpu")
+    comm = mock.Mock(
+        spec=Communicator, world_size=2, rank=0, ranks=[0, 1], muted=False, is_capturing=False, stream="stream"
+    )
+    comm.device = torch.device("cpu")
 
     def all_gather(numbers: torch.Tensor, _prepare: object, *, is_recorded: bool) -> mock.Mock:
         assert not is_recorded
         numbers.copy_(torch.tensor(rows).view(-1))
-        flight = mock.Mock()
-        flight.wait.side_effect = lambda: calls.append("waited")
-        flight.follow.side_effect = lambda function, _stream: function()
-        flight.landed_event.synchronize.side_effect = lambda: calls.append("looked")
-        return flight
+        work = mock.Mock()
+        work.wait.side_effect = lambda: calls.append("waited")
+        work.then.side_effect = lambda function, _stream: function()
+        work.done_event.synchronize.side_effect = lambda: calls.append("looked")
+        return work
 
-    lane.all_gather.side_effect = all_gather
-    return lane, calls
+    comm.all_gather.side_effect = all_gather
+    return comm, calls
 
 
 def test_on_cuda_only_the_first_round_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **more: empty(*args, **more))
     rows = [AT, AT]
-    lane, calls = on_a_stream(rows)
-    check = StepCheck(lane, lambda: AT)
+    comm, calls = on_a_stream(rows)
+    check = StepCheck(comm, lambda: AT)
     check.begin_round()
     assert calls == ["waited"]
     rows[1] = AT._replace(counted=8)
@@ -90,10 +99,10 @@ def test_on_cuda_only_the_first_round_waits(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("state", [{"muted": True}, {"is_capturing": True}, {"world_size": 1}])
 def test_nothing_is_compared_where_nothing_travels(state: dict[str, Any]) -> None:
-    lane, _ = on_a_stream([AT, AT])
-    lane.configure_mock(**state)
-    StepCheck(lane, lambda: AT).begin_round()
-    lane.all_gather.assert_not_called()
+    comm, _ = on_a_stream([AT, AT])
+    comm.configure_mock(**state)
+    StepCheck(comm, lambda: AT).begin_round()
+    comm.all_gather.assert_not_called()
 
 
 def test_a_field_that_only_some_have_is_missing_on_the_others() -> None:

@@ -96,11 +96,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[PeerRounds, Log]:
 def go_round(rounds: PeerRounds, source: torch.Tensor) -> None:
     """A gather: the same rows to all peers, which are awaited one after the other."""
     rounds.begin()
-    rounds.follow()
+    rounds.then()
     for ahead in range(1, RANKS):
         rounds.send(source, ahead)
-    for behind in range(1, RANKS):
-        rounds.wait(behind)
+    for post_reduce_stream in range(1, RANKS):
+        rounds.wait(post_reduce_stream)
     rounds.finish()
 
 

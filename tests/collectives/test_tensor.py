@@ -25,18 +25,18 @@ from torch.utils.checkpoint import checkpoint
 from collectives.sharded.slot import GradientSlot, SlotSource, Write, set_slot_source
 from collectives.tensor import linear as tensor
 from collectives.tensor.exchange import (
+    CommunicatorTensorExchange,
     Gathering,
-    LaneTensorExchange,
     PeerTensorExchange,
     TensorExchange,
     _check_sendable,
-    _LaneGathering,
+    _CommunicatorGather,
     nccl_blocks,
     open_exchange,
 )
+from collectives.tensor.gemm import multiply
 from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear, _multiply, join_by_torch
-from collectives.tensor.product import multiply
-from collectives.transport.lane import Lane
+from collectives.transport.communicator import Communicator
 from collectives.transport.symmetric import PeerRounds
 from collectives.watch.recorder import WAIT, Recorder
 from netlayer.errors import HardwareMissing
@@ -111,9 +111,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param((2, "cpu", "lane"), id="2-gloo"),
+        pytest.param((2, "cpu", "communicator"), id="2-gloo"),
         pytest.param((4, "cpu", "auto"), id="4-gloo"),
-        pytest.param((2, "cuda", "lane"), id="2-nccl", marks=on_gpus(2)),
+        pytest.param((2, "cuda", "communicator"), id="2-nccl", marks=on_gpus(2)),
         pytest.param((NUM_GPUS, "cuda", "peer"), id="peers", marks=on_gpus(2)),
     ],
 )
@@ -293,12 +293,12 @@ def delays_change_nothing(exchange: TensorExchange, device: torch.device) -> Non
 @check
 def collectives_are_counted(exchange: TensorExchange, device: torch.device) -> None:
     recorder = Recorder(device)
-    chunks = len(exchange.slices(8)) if isinstance(exchange, LaneTensorExchange) else 1
-    scatters = chunks if isinstance(exchange, LaneTensorExchange) else exchange.world_size - 1
+    chunks = len(exchange.slices(8)) if isinstance(exchange, CommunicatorTensorExchange) else 1
+    scatters = chunks if isinstance(exchange, CommunicatorTensorExchange) else exchange.world_size - 1
     layer = ColumnParallelLinear(16, 8 * exchange.world_size, exchange=exchange, device=device)
     back = RowParallelLinear(8 * exchange.world_size, 16, exchange=exchange, device=device)
     x = torch.randn(8, 16, device=device, requires_grad=True)
-    with mock.patch.object(exchange.lane, "recorder", recorder):
+    with mock.patch.object(exchange.comm, "recorder", recorder):
         recorder.begin_step(1)
         back(layer(x)).sum().backward()
         comm = recorder.end_step()
@@ -306,7 +306,7 @@ def collectives_are_counted(exchange: TensorExchange, device: torch.device) -> N
     # backward; they are scattered once each. The second one's bias is summed.
     expected = {"all_gather": 2 * chunks + 1, "reduce_scatter": 2 * scatters, "all_reduce": 1}
     assert comm.counts() == {("tensor", kind): count for kind, count in expected.items()}
-    with mock.patch.object(exchange.lane, "recorder", recorder), mock.patch.object(exchange, "keeps_gathered", True):
+    with mock.patch.object(exchange.comm, "recorder", recorder), mock.patch.object(exchange, "keeps_gathered", True):
         recorder.begin_step(2)
         back(layer(x)).sum().backward()
         assert recorder.end_step().counts()["tensor", "all_gather"] == 2 * chunks
@@ -318,7 +318,8 @@ def collectives_are_counted(exchange: TensorExchange, device: torch.device) -> N
 
 @check
 def rows_are_gathered_again_under_the_pass_before(exchange: TensorExchange, device: torch.device) -> None:
-    """By lane, before the second layer's backward pass computes; none twice, and none for a pass that is over."""
+    """By communicator, before the second layer's backward pass computes; none twice, and none for a pass that is
+    over."""
     ranks, said = exchange.world_size, list[str]()
     layer = ColumnParallelLinear(16, 8 * ranks, exchange=exchange, device=device)
     back = RowParallelLinear(8 * ranks, 16, exchange=exchange, device=device, bias=False)
@@ -344,7 +345,7 @@ def rows_are_gathered_again_under_the_pass_before(exchange: TensorExchange, devi
         of_both = list(dict.fromkeys(said)), said.count("whole")
         said.clear()
         alone.sum().backward()
-    early = isinstance(exchange, LaneTensorExchange)
+    early = isinstance(exchange, CommunicatorTensorExchange)
     order = ["in parts", "whole", "product"] if early else ["in parts", "product", "whole"]
     assert of_both == (order, 1)
     assert "whole" not in said
@@ -379,11 +380,11 @@ def weights_gradients_may_wait(exchange: TensorExchange, device: torch.device) -
     def watch(weight: Tensor) -> None:
         found[weight] = place = torch.zeros_like(weight)
 
-        def postpone(write: Write) -> bool:
+        def defer(write: Write) -> bool:
             waiting.append(lambda: write(GradientSlot(place, adds=True)))
             return True
 
-        set_slot_source(weight, SlotSource(lambda: None, lambda: may_wait[0], postpone))
+        set_slot_source(weight, SlotSource(lambda: None, lambda: may_wait[0], defer))
 
     for weight in (weight for into, back in layers for weight in (into.weight, *back.weights)):
         watch(weight)
@@ -416,7 +417,7 @@ def frozen_weights_need_no_gather(exchange: TensorExchange, device: torch.device
 @check
 def graphs_replay(exchange: TensorExchange, device: torch.device) -> None:
     """A captured forward and backward computes with what its inputs hold now."""
-    if device.type != "cuda" or isinstance(exchange, LaneTensorExchange):
+    if device.type != "cuda" or isinstance(exchange, CommunicatorTensorExchange):
         return
     layer = ColumnParallelLinear(16, 8 * exchange.world_size, exchange=exchange, device=device)
     back = RowParallelLinear(8 * exchange.world_size, 16, exchange=exchange, device=device)
@@ -502,7 +503,7 @@ def widths_that_differ_are_named(exchange: TensorExchange, device: torch.device)
 @given(rows=st.integers(1, 9), features=st.integers(1, 9), chunks=st.integers(1, 6))
 @settings(max_examples=40, deadline=None)
 def test_one_rank_is_a_plain_linear(rows: int, features: int, chunks: int) -> None:
-    exchange = LaneTensorExchange(Lane("tensor", None, torch.device("cpu")), chunks)
+    exchange = CommunicatorTensorExchange(Communicator("tensor", None, torch.device("cpu")), chunks)
     linear = nn.Linear(features, 2 * features)
     x = torch.randn(rows, features)
     for kind in (ColumnParallelLinear, RowParallelLinear):
@@ -512,7 +513,7 @@ def test_one_rank_is_a_plain_linear(rows: int, features: int, chunks: int) -> No
 @given(rows=st.integers(1, 200), chunks=st.integers(1, 16))
 @settings(max_examples=60, deadline=None)
 def test_slices_cover_every_row_once_in_equal_parts(rows: int, chunks: int) -> None:
-    exchange = LaneTensorExchange(Lane("tensor", None, torch.device("cpu")))
+    exchange = CommunicatorTensorExchange(Communicator("tensor", None, torch.device("cpu")))
     exchange.chunks = chunks
     slices = exchange.slices(rows)
     assert [row for part in slices for row in range(rows)[part]] == list(range(rows))
@@ -538,8 +539,8 @@ def test_products_leave_as_many_multiprocessors_as_nccl_is_held_to(variables: di
 def test_products_are_told_what_to_leave(chunks: int, spared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two for each block of NCCL's, on a GPU, where parts travel under them."""
     monkeypatch.setenv("NCCL_MAX_CTAS", "2")
-    lane = mock.Mock(spec=Lane, rank=0, world_size=2, stream="a stream")
-    assert LaneTensorExchange(lane, chunks).spared == spared
+    comm = mock.Mock(spec=Communicator, rank=0, world_size=2, stream="a stream")
+    assert CommunicatorTensorExchange(comm, chunks).spared == spared
     exchange = alone()
     exchange.spared = 6
     layers = [make(4, 8, exchange=exchange) for make in (ColumnParallelLinear, RowParallelLinear)]
@@ -569,7 +570,7 @@ def test_rows_that_lie_apart_are_multiplied_where_they_are(large: bool, adds: bo
 
 
 def test_features_that_do_not_divide_are_refused() -> None:
-    exchange = LaneTensorExchange(Lane("tensor", None, torch.device("cpu")))
+    exchange = CommunicatorTensorExchange(Communicator("tensor", None, torch.device("cpu")))
     exchange.world_size = 4
     with pytest.raises(ValueError, match="out_features = 10 must divide by the 4 ranks; take 8 or 12"):
         ColumnParallelLinear(8, 10, exchange=exchange)
@@ -577,8 +578,8 @@ def test_features_that_do_not_divide_are_refused() -> None:
         RowParallelLinear((8, 6), 8, exchange=exchange)
 
 
-def alone() -> LaneTensorExchange:
-    return LaneTensorExchange(Lane("tensor", None, torch.device("cpu")))
+def alone() -> CommunicatorTensorExchange:
+    return CommunicatorTensorExchange(Communicator("tensor", None, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("shape", [(4,), (0, 4), (3, 5)])
@@ -671,9 +672,9 @@ def test_the_sum_of_the_bias_runs_under_the_product_of_the_weight() -> None:
     y = RowParallelLinear(4, 6, exchange=exchange)(torch.randn(3, 4, requires_grad=True))
     with (
         mock.patch("collectives.tensor.linear._multiply", noted("dx", _multiply)),
-        mock.patch.object(Lane, "start_all_reduce", noted("sum", Lane.start_all_reduce)),
-        mock.patch.object(_LaneGathering, "whole", noted("dw", _LaneGathering.whole)),
-        mock.patch.object(_LaneGathering, "close", noted("gathered", _LaneGathering.close)),
+        mock.patch.object(Communicator, "start_all_reduce", noted("sum", Communicator.start_all_reduce)),
+        mock.patch.object(_CommunicatorGather, "whole", noted("dw", _CommunicatorGather.whole)),
+        mock.patch.object(_CommunicatorGather, "close", noted("gathered", _CommunicatorGather.close)),
     ):
         y.sum().backward()
     assert calls == ["dx", "sum", "dw", "gathered"]
@@ -694,8 +695,8 @@ def test_gradients_of_several_outputs_are_joined_and_summed_by_what_was_given() 
 def test_every_product_is_tuned_where_it_is_asked_for(tuned: bool) -> None:
     layers = [make(4, 8, exchange=alone(), tuned=tuned) for make in (ColumnParallelLinear, RowParallelLinear)]
     with (
-        mock.patch("collectives.tensor.product.PRODUCTS.run", return_value=False) as run,
-        mock.patch("collectives.tensor.product.can_tune", return_value=True),
+        mock.patch("collectives.tensor.gemm.GEMMS.run", return_value=False) as run,
+        mock.patch("collectives.tensor.gemm.can_tune", return_value=True),
     ):
         for layer in layers:
             layer(torch.randn(3, 4, requires_grad=True)).sum().backward()
@@ -705,7 +706,7 @@ def test_every_product_is_tuned_where_it_is_asked_for(tuned: bool) -> None:
 def test_a_bias_whose_gradient_others_sum_costs_no_collective() -> None:
     layer = RowParallelLinear(4, 6, exchange=alone(), sums_bias=False)
     y = layer(torch.randn(3, 4, requires_grad=True))
-    with mock.patch.object(Lane, "start_all_reduce", side_effect=AssertionError):
+    with mock.patch.object(Communicator, "start_all_reduce", side_effect=AssertionError):
         y.sum().backward()
     assert layer.bias.grad.tolist() == [3.0] * 6
 
@@ -772,8 +773,8 @@ def test_sums_refuse_a_bias_of_another_length() -> None:
 def test_a_capture_of_what_peers_exchange_is_not_recorded() -> None:
     recorder = Recorder()
     exchange = between_two_peers(recorder)
-    exchange.lane.track = track = mock.Mock()
-    with mock.patch.object(Lane, "is_capturing", True):
+    exchange.comm.track = track = mock.Mock()
+    with mock.patch.object(Communicator, "is_capturing", True):
         go_round(exchange)
     assert not recorder.counts()
     track.launch.assert_not_called()
@@ -781,7 +782,7 @@ def test_a_capture_of_what_peers_exchange_is_not_recorded() -> None:
 
 def test_what_peers_exchange_is_watched_until_its_round_ends() -> None:
     exchange = between_two_peers(Recorder())
-    exchange.lane.track = track = mock.Mock()
+    exchange.comm.track = track = mock.Mock()
     gathering = exchange.gather(torch.ones(3, 4))
     track.launch.assert_called_once_with("all_gather", 2 * 3 * 4 * 4, "")
     track.launch.return_value.settle.assert_not_called()

@@ -64,7 +64,7 @@ def test_slices_of_a_thread_lie_inside_or_behind_each_other(spans: list[Span]) -
             open_ends.append(end)
 
 
-def test_ranks_lanes_and_arguments_are_named() -> None:
+def test_ranks_communicators_and_arguments_are_named() -> None:
     labels = {"micro_batch": 3, "chunk": 1, "bytes": 8, "phase": "steady"}
     trace = RankTrace(5, [Span("send", "send forward", 10_000, 12_500, labels), Span("f", "compute", 9_000, 9_500, {})])
     events = events_of(RankTrace(2, [], "idle"), RankTrace(5, trace.spans, "stage 1"))

@@ -101,7 +101,7 @@ def test_a_rank_that_is_away_is_named_with_what_it_does(kind: str, meet: str) ->
     ],
     ids=["sharded", "tensor"],
 )
-def test_whoever_opens_lanes_can_give_them_a_watch(play: scenes.Play, says: str, meet: str) -> None:
+def test_whoever_opens_communicators_can_give_them_a_watch(play: scenes.Play, says: str, meet: str) -> None:
     for error in errors_of(perform(play, 3, meet, culprit=2), CollectiveTimeout, but=2):
         assert error.missing == (2,)
         assert re.search(says, str(error)), error
@@ -144,13 +144,13 @@ def test_a_rank_that_comes_too_late_hears_that_the_others_gave_up(meet: str) -> 
 def test_groups_of_a_layout_have_coordinates_and_a_chain_leads_to_the_root(meet: str) -> None:
     results = perform(scenes.waits_elsewhere, 8, meet, culprit=7, layout=ParallelLayout(tp=2, pp=2, dp=2), timeout_s=3)
     assert all(one.error is None and one.logged == [] for one in results[:4]), "other groups hear nothing"
-    beside, diagonal, behind = (results[rank].error for rank in (6, 4, 5))
+    beside, diagonal, post_reduce_stream = (results[rank].error for rank in (6, 4, 5))
     assert "of group tp (tp=*, pp=1, dp=1) ranks 6,7 did not" in str(beside)
     assert "at step 41: rank 7 (tp=1, pp=1, dp=1; host" in str(beside)
-    assert "of group dp (tp=1, pp=1, dp=*) ranks 5,7 did not" in str(behind)
+    assert "of group dp (tp=1, pp=1, dp=*) ranks 5,7 did not" in str(post_reduce_stream)
     assert "rank 6 (tp=0, pp=1, dp=1; host" in str(diagonal)
     assert "of group tp (tp=*, pp=1, dp=1) ranks 6,7" in str(diagonal), "it says what rank 6 waits for itself"
-    assert [error.missing for error in (beside, behind, diagonal) if error] == [(7,), (7,), (6,)]
+    assert [error.missing for error in (beside, post_reduce_stream, diagonal) if error] == [(7,), (7,), (6,)]
 
 
 def test_plain_calls_are_watched_too(meet: str) -> None:

@@ -15,13 +15,13 @@ GROUP: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(supports_ten
 
 
 class World:
-    """A lane of four ranks of which this is the second; the others' words are given."""
+    """A communicator of four ranks of which this is the second; the others' words are given."""
 
     def __init__(self, others: str | None = None, kind: str = "cuda") -> None:
         self.device, self.ranks, self.asked = torch.device(kind), [0, 1, 2, 3], 0
         self._others = others
 
-    def tell_texts(self, text: str, _what: str) -> list[str]:
+    def all_gather_text(self, text: str, _what: str) -> list[str]:
         self.asked += 1
         other = text if self._others is None else self._others
         return [other, text, text, other]

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from congestion.control import dcqcn
 from congestion.control.laws import DCQCN
 from congestion.engine import tables as at
-from congestion.engine.packets import drawn
+from congestion.engine.packets import hash_random
 from congestion.engine.tables import State
 
 ARRIVAL, START, FREE = 0, 1, 2  # order of events at one moment
@@ -28,11 +28,11 @@ class HeapEngine:
         self.first: dict[int, deque] = defaultdict(deque)  # ACKs at hosts, PFC frames at switches
         self.busy = defaultdict(lambda: -1)
         self.began = defaultdict(int)  # since when it sends without a gap
-        self.took = defaultdict(int)  # of the last packet
+        self.tx_time = defaultdict(int)  # of the last packet
         self.paused, self.sent_pause = set(), set()
         self.queue, self.ingress, self.headroom = defaultdict(int), defaultdict(int), defaultdict(int)
         self.shared, self.received = defaultdict(int), defaultdict(int)
-        self.active, self.robin = defaultdict(list), defaultdict(lambda: -1)
+        self.active, self.round_robin_index = defaultdict(list), defaultdict(lambda: -1)
         self.max_queue, self.pauses, self.marks, self.drops = (defaultdict(int) for _ in range(4))
         self.hops = 0
 
@@ -76,18 +76,18 @@ class HeapEngine:
         return int(self.flow[f]["last_wire_bytes"] if last else self.run_of["data_wire_bytes"])
 
     def tx(self, size: int, rate: int) -> int:
-        took = size * 8 * 10**12 // rate
-        return took // 1000 * 1000 if self.run_of["truncate"] else took
+        tx_time = size * 8 * 10**12 // rate
+        return tx_time // 1000 * 1000 if self.run_of["truncate"] else tx_time
 
     def send(self, port: int, packet: tuple, now: int) -> None:
         row = self.port[port]
-        took = self.tx(self.size(packet), row["rate"])
+        tx_time = self.tx(self.size(packet), row["rate"])
         # At one moment: what is longer on its wire; what follows something longer, or nothing; who began later.
-        before = 1 << 62 if now > self.busy[port] else self.took[port]
+        before = 1 << 62 if now > self.busy[port] else self.tx_time[port]
         if now > self.busy[port]:
             self.began[port] = now + row["delay"]
-        first = (-min(took >> 10, 4095), -min(before >> 10, 4095), -(self.began[port] >> 10))
-        self.busy[port], self.took[port] = now + took, took
+        first = (-min(tx_time >> 10, 4095), -min(before >> 10, 4095), -(self.began[port] >> 10))
+        self.busy[port], self.tx_time[port] = now + tx_time, tx_time
         self.hops += packet[0] != at.PFC
         arrival = self.busy[port] + row["delay"]
         heapq.heappush(self.events, (arrival, ARRIVAL, first, row["peer"], next(self.serial), packet))
@@ -99,7 +99,7 @@ class HeapEngine:
     def arrive(self, port: int, packet: tuple, now: int) -> None:
         if self.run_of["losses"] and packet[0] != at.PFC:
             self.received[port] += 1
-            if drawn(self.run_of["seed"], port, self.received[port]) < self.port[port]["loss_scaled"]:
+            if hash_random(self.run_of["seed"], port, self.received[port]) < self.port[port]["loss_scaled"]:
                 self.drops[port] += 1
                 return
         if packet[0] == at.PFC:
@@ -158,14 +158,14 @@ class HeapEngine:
         if self.first[port]:
             self.send(port, self.first[port].popleft(), now)
         elif self.data[port] and port not in self.paused:
-            kind, f, sequence, mark, hop, entered = packet = self.data[port].popleft()
+            kind, f, sequence, mark, hop, plugin = packet = self.data[port].popleft()
             self.queue[port] -= self.size(packet)
             if self.marks_here(port, packet):
                 self.marks[port] += 1
                 mark = 1 if kind == at.DATA else mark
-            self.send(port, (kind, f, sequence, mark, hop, entered), now)
+            self.send(port, (kind, f, sequence, mark, hop, plugin), now)
             if self.run_of["pfc"]:
-                self.release(entered, self.size(packet), now)
+                self.release(plugin, self.size(packet), now)
 
     def marks_here(self, port: int, packet: tuple) -> bool:
         kind, f, sequence, _, hop, _ = packet
@@ -174,7 +174,7 @@ class HeapEngine:
             return False
         share = self.run_of["pmax"] * (queue - kmin) / (kmax - kmin) if queue <= kmax else 1.0
         number = sequence << 8 | hop << 4 | kind
-        return queue > kmax or drawn(self.run_of["seed"], f, number) < share * 2.0**53
+        return queue > kmax or hash_random(self.run_of["seed"], f, number) < share * 2.0**53
 
     def release(self, port: int, size: int, now: int) -> None:
         from_headroom = min(self.headroom[port], size)
@@ -240,7 +240,7 @@ class HeapEngine:
         """ns-3's round robin: finished flows that the search meets, and those behind them, leave the circle."""
         circle, met = self.active[host], []
         for step in range(1, len(circle) + 1):
-            place = (self.robin[host] + step) % len(circle)
+            place = (self.round_robin_index[host] + step) % len(circle)
             flow = self.flow[circle[place]]
             if flow["next"] < flow["num_packets"] and flow["available"] <= now:
                 break
@@ -250,5 +250,5 @@ class HeapEngine:
         if met:
             done = {f for f in circle[min(met) :] if self.flow[f]["unacked"] >= self.flow[f]["num_packets"]}
             self.active[host] = [f for f in circle if f not in done]
-        self.robin[host] = self.active[host].index(chosen)
+        self.round_robin_index[host] = self.active[host].index(chosen)
         return chosen

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 
+from congestion.arena.headroom import headroom, headroom_sentence, over_bound
 from congestion.arena.protocol import SUITE
-from congestion.arena.room import over_bound, room, room_words
 from congestion.arena.tables import CASES, CLAIMS, ROBUSTNESS, case_rows, claim_rows, command, markdown
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, utc_now
@@ -97,12 +97,12 @@ def test_the_bound_says_what_can_be_won(rows: pd.DataFrame) -> None:
     near = rows.assign(
         bound_us=rows.groupby(["workload", "condition", "seed"])["completion_us"].transform("min") * 0.99
     )
-    cases = room(near, "hybrid")
+    cases = headroom(near, "hybrid")
     assert len(cases) == len(FEW.cases)
     assert (cases["least_ratio"] < cases["entrant_over_bound"] / cases["its_over_bound"]).all()
     asked = near[near["scenario"] == "all-to-all"]
     swift = over_bound(asked, ()).set_index("law").loc["swift", "over_bound"]
-    assert f"the bound is {1 / swift:.3f} of the time of swift" in room_words(near, "hybrid")
-    assert "cannot hold" not in room_words(near, "hybrid")
+    assert f"the bound is {1 / swift:.3f} of the time of swift" in headroom_sentence(near, "hybrid")
+    assert "cannot hold" not in headroom_sentence(near, "hybrid")
     tied = near.assign(completion_us=1.01 * near["bound_us"])
-    assert "so the claim cannot hold here; in 6 of 6 cases it is above 0.95" in room_words(tied, "hybrid")
+    assert "so the claim cannot hold here; in 6 of 6 cases it is above 0.95" in headroom_sentence(tied, "hybrid")

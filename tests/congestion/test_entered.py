@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from congestion.control.entered import enter
+from congestion.control.plugin import enter
 from netlayer.errors import ConfigError
 
 # `fault` makes it do what no law may, each in a way that its source does not give away.
@@ -53,7 +53,7 @@ def on_loss(p, own, flow, now):
 RUN = """
 import json, sys
 from pathlib import Path
-from congestion.control.entered import enter
+from congestion.control.plugin import enter
 name = enter(Path(sys.argv[1]))
 from congestion.simulation.files import read_flows
 from congestion.simulation.settings import settings_of
@@ -68,7 +68,7 @@ for overrides in json.loads(sys.argv[3]):
     try:
         outcome = simulate(fabric, flows, settings_of("ns3", tuple(overrides)), name)
         told["fct_ps"] = (outcome.finish_ps - outcome.start_ps).tolist()
-        told["acks"] = outcome.state.entered_flow["acks"].tolist()
+        told["acks"] = outcome.state.plugin_flow["acks"].tolist()
     except NetlayerError as exc:
         told["error"] = str(exc)
     print(json.dumps(told))
@@ -76,11 +76,11 @@ for overrides in json.loads(sys.argv[3]):
 GOLDEN = Path(__file__).parent / "golden" / "g1_single"
 _RUNS = (
     (),
-    ("congestion.entered.share=0.25",),
-    ("congestion.entered.fault=1",),
-    ("congestion.entered.fault=2",),
-    ("congestion.entered.fault=3", "congestion.entered.share=1", "congestion.window_bytes=40960"),
-    ("congestion.entered.shar=0.25",),
+    ("congestion.plugin.share=0.25",),
+    ("congestion.plugin.fault=1",),
+    ("congestion.plugin.fault=2",),
+    ("congestion.plugin.fault=3", "congestion.plugin.share=1", "congestion.window_bytes=40960"),
+    ("congestion.plugin.shar=0.25",),
 )
 
 
@@ -98,7 +98,7 @@ def test_it_paces_is_told_of_acknowledgements_and_moves_no_packet_itself(tmp_pat
     assert "wrote a field of flow 0 that is the engine's; a law sets rate_bps and window_bytes alone" in cheat["error"]
     # Ten packets a round trip, whatever window the law sets: NCCL's is no matter of the law.
     assert greedy["fct_ps"][0] > 2_442 / 10 * 4_000_000
-    assert "congestion.entered.shar = 0.25: sets nothing in" in misspelt["error"]
+    assert "congestion.plugin.shar = 0.25: sets nothing in" in misspelt["error"]
 
 
 @pytest.mark.parametrize(

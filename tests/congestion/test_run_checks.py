@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from congestion.commands.simulate import simulate as command
-from congestion.control import entered
+from congestion.control import plugin
 from congestion.kernels.jit import kernel
 from congestion.simulation.files import FlowSet
 from congestion.simulation.page.verdict import verdict
@@ -151,8 +151,8 @@ def test_what_numba_says_of_a_laws_file_is_one_line(tmp_path, monkeypatch):
     own = np.zeros(1, dtype=[("acks", "i8")])
     with pytest.raises(Exception, match="missing_name") as caught:
         kernel(scope["on_loss"])(own[0], own[0], own[0], 1)
-    monkeypatch.setattr(entered, "path", path)
-    told = str(entered.not_compiled(caught.value))
+    monkeypatch.setattr(plugin, "path", path)
+    told = str(plugin.not_compiled(caught.value))
     assert told.startswith(f"LAW {path}")
     assert "cannot be compiled (" in told
     assert "missing_name" in told

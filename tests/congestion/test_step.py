@@ -24,7 +24,7 @@ from netlayer.errors import CheckFailed, ConfigError
 _JOB = {
     "name": "small",
     "model": {"layers": 8, "hidden": 64, "heads": 4, "ffn_hidden": 256, "vocab_size": 512, "seq_len": 32},
-    "batch": {"global_size": 24, "micro_size": 1},
+    "batch": {"global_batch_size": 24, "micro_batch_size": 1},
 }
 
 

@@ -39,7 +39,7 @@ SWITCHES: Mapping[tuple[str, str], Sequence[Any]] = {
     ("model", "recompute"): ("none", "selective", "full"),
     ("overlap", "dp"): (True, False),
     ("overlap", "tp"): (True, False),
-    ("overlap", "keep_gathered"): (False, True),
+    ("overlap", "save_gathered_input"): (False, True),
     ("overlap", "pp"): (True, False),
     ("overlap", "zero_bubble"): (True, False),
     ("overlap", "prefetch"): (2, 1),
@@ -49,7 +49,7 @@ SWITCHES: Mapping[tuple[str, str], Sequence[Any]] = {
     ("overlap", "peer_memory"): (True, False),
     ("overlap", "peer_reduce"): (True, False),
     ("optimizer", "name"): ("adamw", "lamb"),
-    ("batch", "global_size"): (16, 8),
+    ("batch", "global_batch_size"): (16, 8),
 }
 Choice = tuple[int, ...]
 """An index into the values of each switch."""
@@ -88,7 +88,7 @@ def every_value() -> list[Choice]:
 
 
 def job_of(choice: Choice) -> JobConfig:
-    tree: dict[str, dict[str, Any]] = {"model": dict(MODEL), "batch": {"micro_size": 1}, "parallel": {"dp": 1}}
+    tree: dict[str, dict[str, Any]] = {"model": dict(MODEL), "batch": {"micro_batch_size": 1}, "parallel": {"dp": 1}}
     for ((section, key), values), index in zip(SWITCHES.items(), choice, strict=True):
         value = values[index]
         tree.setdefault(section, {}).update(value if key == "degrees" else {key: value})
@@ -100,9 +100,9 @@ def step_in_backward() -> JobConfig:
     tree = {
         "model": {**MODEL, "vocab_size": 300},
         "parallel": {"dp": RANKS},
-        "batch": {"global_size": 8, "micro_size": 1},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 1},
     }
-    more = {"optimizer": {"clip_norm": 0.0}, "overlap": {"step_in_backward": True, "bucket_mib": 0.01}}
+    more = {"optimizer": {"max_grad_norm": 0.0}, "overlap": {"step_in_backward": True, "bucket_mib": 0.01}}
     return build_config({"cluster": {"gpus_per_server": RANKS}, "job": {**tree, **more}}).job
 
 

@@ -20,7 +20,7 @@ from netlayer.rendezvous import create_groups, open_world
 from tests.trainer.layout_ranks import batches
 from trainer.notes import NotesInFlight
 from trainer.optim import build_optimizer
-from trainer.parallel import SplitModel, further_groups
+from trainer.parallel import ParallelModel, further_groups
 from trainer.step import Steps
 
 Carried = dict[tuple[str, str], int]
@@ -59,13 +59,13 @@ def run(context: RankContext, jobs: Sequence[JobConfig], url: str) -> list[Seen]
 def _seen(job: JobConfig, rank: int) -> Seen:
     device = torch.device("cpu")
     recorder = Recorder(device)
-    model = SplitModel(
+    model = ParallelModel(
         job, 3, rank, device, create_groups(job.parallel.layout, more=further_groups(job)), recorder=recorder
     )
     optimizer = model.optimizer(
         lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)
     )
-    steps = Steps(model, optimizer, job.optimizer.clip_norm or math.inf)
+    steps = Steps(model, optimizer, job.optimizer.max_grad_norm or math.inf)
     comm = None
     for step in (1, 2):  # the first has no gathers: the parameters are there
         recorder.begin_step(step)
@@ -83,16 +83,16 @@ def _seen(job: JobConfig, rank: int) -> Seen:
         for name, value in state.items()
         if name != "step"
     ]
-    lanes = [model._data_lanes[1], *([] if model.exchange is None else [model.exchange.lane])]
+    comms = [model._data_comms[1], *([] if model.exchange is None else [model.exchange.comm])]
     seen = Seen(
         stage=model.place.pp,
         carried=_carried(comm),
         times=dict(comm.counts()),
-        parameters=sum(bucket.plan.numel * bucket.full_N.element_size() for bucket in buckets),
+        parameters=sum(bucket.plan.numel * bucket.unsharded_N.element_size() for bucket in buckets),
         masters=sum(_without_padding(bucket, bucket.master_S) for bucket in buckets if not bucket.shares_storage),
         gradients=sum(_without_padding(bucket, bucket.grad_S) for bucket in buckets),
         moments=sum(moments),
-        narrow=any(any(lane._emulated.values()) for lane in lanes),
+        narrow=any(any(comm._emulated.values()) for comm in comms),
     )
     model.close()
     return seen

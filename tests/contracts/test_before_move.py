@@ -14,12 +14,12 @@ import torch
 
 from collectives.small.table import TuningTable
 from collectives.tensor.cublaslt import Shape
-from collectives.tensor.product_choices import ProductChoices
+from collectives.tensor.gemm_choices import GemmChoices
 from netlayer.config.file import load_config
 from netlayer.config.tree import build_config
 from netlayer.results import load_frame, load_record
 from trainer.checkpoint.meta import find
-from trainer.loop import Place, Trainer, run
+from trainer.loop import RankInfo, Trainer, run
 from trainer.train import prepare
 
 BEFORE = Path(__file__).parents[1] / "data" / "before_move"
@@ -42,7 +42,7 @@ def test_a_checkpoint_is_resumed_to_the_same_losses(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     job = load_config(BEFORE / "job.toml").job
     meta = find(tmp_path)
-    trainer = Trainer(job, prepare(job, 1, 7, tmp_path, resume=meta.path), 0, Place(0, 1, torch.device("cpu")))
+    trainer = Trainer(job, prepare(job, 1, 7, tmp_path, resume=meta.path), 0, RankInfo(0, 1, torch.device("cpu")))
     trainer.resume(meta)
     steps: list[Mapping[str, Any]] = []
     evaluations: list[Mapping[str, Any]] = []
@@ -88,7 +88,7 @@ def test_tables_that_were_tuned_give_the_same_choices(tmp_path: Path) -> None:
     assert [[*each, table.choose(*each)] for *each, _ in EXPECTED["small"]] == EXPECTED["small"]
     assert {path for *_, path in EXPECTED["small"]} == {"one_shot", "nccl"}
     (tmp_path / "products.json").write_bytes((BEFORE / "products.json").read_bytes())
-    products = ProductChoices(tmp_path / "products.json")
+    products = GemmChoices(tmp_path / "products.json")
     for rows, inner, columns, chosen in EXPECTED["products"]:
         operands = (torch.empty(size, device="meta") for size in ((rows, inner), (inner, columns), (rows, columns)))
         shape = Shape.of(*operands)

@@ -137,9 +137,9 @@ def check_memory(job: JobConfig, stage: int, here: Sequence[Seen]) -> None:
 
 
 def recorded_as(collective: Collective) -> tuple[str, str]:
-    """Group and kind, as the trainer's lanes are named in its recorder."""
-    lanes = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
-    groups = {"tp": "tensor", "pp": f"pipeline {collective.carries}", "dp": lanes.get(collective.kind, "")}
+    """Group and kind, as the trainer's communicators are named in its recorder."""
+    comms = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
+    groups = {"tp": "tensor", "pp": f"pipeline {collective.carries}", "dp": comms.get(collective.kind, "")}
     return groups.get(collective.group, collective.group), collective.kind
 
 

@@ -171,7 +171,7 @@ def test_without_a_redis_server_ranks_meet_through_tcpstore_and_it_is_said(
         (["--set", "data.folder=EMPTY"], "job.data.folder"),
         (["--set", "job.store.url=redis://127.0.0.1:1", "--set", "job.store.timeout_s=2"], "127.0.0.1:1"),
         (
-            ["--set", "cluster.servers=2", "--set", "parallel.dp=4", "--set", "batch.global_size=32"],
+            ["--set", "cluster.servers=2", "--set", "parallel.dp=4", "--set", "batch.global_batch_size=32"],
             "cluster.servers = 2: quickstart starts every rank on this machine",
         ),
         (["--out", "/dev/null/out"], "--out = /dev/null/out: cannot be written"),

@@ -29,7 +29,7 @@ def test_the_paper_s_job_is_laid_out_as_published() -> None:
         ("job.model.layers=many", "job.model.layers = many"),
         ("job.model.heads=5", "must divide job.model.hidden = 128"),
         ("job.model.attention_window=4096", "job.model.seq_len = 128"),
-        ("job.batch.global_size=3", "multiple of job.batch.micro_size x job.parallel.dp"),
+        ("job.batch.global_batch_size=3", "multiple of job.batch.micro_batch_size x job.parallel.dp"),
         ("cluster.nic_bps=fast", "such as 200G"),
         ("cluster.nic_bps=800G", "cluster.switch_port_bps"),
         ("cluster.switch_radix=5000", "cluster.switch_radix = 5000: must be at most 4096"),
@@ -48,16 +48,22 @@ def test_bad_values_get_one_line_that_names_the_rule(override: str, words: str) 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["job.optimizer.clip_norm=1"], "cannot be had with job.optimizer.clip_norm = 1; leave it out, or change that"),
-        (["job.optimizer.clip_norm=0", "job.optimizer.name=lamb"], "cannot be had with job.optimizer.name = lamb;"),
-        (["job.optimizer.clip_norm=0", "job.parallel.tp=2"], "cannot be had with job.parallel.tp = 2;"),
-        (["job.optimizer.clip_norm=0", "job.parallel.pp=2"], "cannot be had with job.parallel.pp = 2;"),
-        (["job.optimizer.clip_norm=0", "job.loop.cuda_graph=true"], "cannot be had with job.loop.cuda_graph = true;"),
+        (
+            ["job.optimizer.max_grad_norm=1"],
+            "cannot be had with job.optimizer.max_grad_norm = 1; leave it out, or change that",
+        ),
+        (["job.optimizer.max_grad_norm=0", "job.optimizer.name=lamb"], "cannot be had with job.optimizer.name = lamb;"),
+        (["job.optimizer.max_grad_norm=0", "job.parallel.tp=2"], "cannot be had with job.parallel.tp = 2;"),
+        (["job.optimizer.max_grad_norm=0", "job.parallel.pp=2"], "cannot be had with job.parallel.pp = 2;"),
+        (
+            ["job.optimizer.max_grad_norm=0", "job.loop.cuda_graph=true"],
+            "cannot be had with job.loop.cuda_graph = true;",
+        ),
     ],
 )
 def test_what_needs_all_gradients_keeps_steps_out_of_the_backward_pass(overrides: list[str], words: str) -> None:
     stepping = "job.overlap.step_in_backward=true"
-    assert load_config(None, [stepping, "job.optimizer.clip_norm=0"]).job.overlap.step_in_backward
+    assert load_config(None, [stepping, "job.optimizer.max_grad_norm=0"]).job.overlap.step_in_backward
     with pytest.raises(ConfigError) as caught:
         load_config(None, [stepping, *overrides])
     assert words in str(caught.value)

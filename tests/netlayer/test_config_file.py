@@ -35,7 +35,7 @@ def trees(draw: st.DrawFn) -> dict[str, object]:
         "job": {
             "model": {"layers": 12 * pp, "heads": 4, "parallel_block": draw(st.booleans())},
             "parallel": {"tp": tp, "pp": pp, "dp": dp},
-            "batch": {"global_size": micro * dp * draw(st.integers(1, 3)), "micro_size": micro},
+            "batch": {"global_batch_size": micro * dp * draw(st.integers(1, 3)), "micro_batch_size": micro},
             "optimizer": {"lr": draw(st.floats(1e-9, 1.0)), "name": draw(st.sampled_from(["adamw", "lamb"]))},
             "data": {"folder": draw(st.text(st.characters(codec="utf-8", exclude_characters="\x7f"), max_size=20))},
         },

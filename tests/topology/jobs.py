@@ -12,6 +12,6 @@ def small(**changes: Any) -> Config:
     job = JobConfig(
         model=ModelConfig(layers=8, hidden=512, heads=4, ffn_hidden=2048),
         parallel=ParallelConfig(pp=4, dp=fabric.num_gpus // 4, vpp=2),
-        batch=BatchConfig(global_size=4 * fabric.num_gpus, micro_size=1),
+        batch=BatchConfig(global_batch_size=4 * fabric.num_gpus, micro_batch_size=1),
     )
     return Config(cluster=fabric, job=job)

@@ -10,25 +10,25 @@ from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters, megascale
 from tests.topology.graphs import write
 from topology.fabric.audit import audit, hop_rows, limits, load_prices, max_servers_per_tor_set, part_rows, port_rows
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.design import plan
-from topology.fabric.plant import Plant
 
 
 def test_megascale_needs_what_the_paper_says() -> None:
-    plant = Plant.build(megascale().cluster)
-    whole = limits(plant)
+    cable_plan = CablePlan.build(megascale().cluster)
+    whole = limits(cable_plan)
     assert whole["max_servers_per_tor_set"] == 64
     assert (whole["bisection_share"], whole["uplink_over_nic"]) == (1.0, 2.0)
     assert (whole["max_pods"], whole["max_servers"]) == (8, 2048)
-    assert {row["item"]: row["count"] for row in part_rows(plant)} == {
+    assert {row["item"]: row["count"] for row in part_rows(cable_plan)} == {
         "switch": 512,
         "nic": 12_288,
         "nic_cable": 6_144,
         "fibre": 12_288,
         "optic": 24_576,
     }
-    assert [row["left"] for row in port_rows(plant)] == [0, 0, 2048]
-    assert {row["hops"]: row["pairs"] for row in hop_rows(plant)} == {
+    assert [row["left"] for row in port_rows(cable_plan)] == [0, 0, 2048]
+    assert {row["hops"]: row["pairs"] for row in hop_rows(cable_plan)} == {
         2: 192 * 64 * 63,
         4: 6 * (2048**2 - 32 * 64**2) - 12_288 * 7,
         6: 12_288**2 - 6 * 2048**2,
@@ -37,11 +37,11 @@ def test_megascale_needs_what_the_paper_says() -> None:
 
 @given(st.one_of(clusters(), clusters(rail_only=True)))
 def test_ports_and_cables_are_those_of_the_links(tree: ClusterConfig) -> None:
-    plant = Plant.build(tree)
-    graph = plant.graph()
+    cable_plan = CablePlan.build(tree)
+    graph = cable_plan.graph()
     ends = [*zip(graph.a.tolist(), graph.a_port, strict=True), *zip(graph.b.tolist(), graph.b_port, strict=True)]
     used = {(node, port.partition("/")[0]) for node, port in ends if graph.is_switch[node]}
-    rows = port_rows(plant)
+    rows = port_rows(cable_plan)
     assert sum(row["used_down"] + row["used_up"] for row in rows) == len(used)
     assert all(row["left"] >= 0 for row in rows)
     assert sum(row["switches"] for row in rows) == int(graph.is_switch.sum())
@@ -49,12 +49,12 @@ def test_ports_and_cables_are_those_of_the_links(tree: ClusterConfig) -> None:
 
 @given(st.one_of(clusters(), clusters(rail_only=True)))
 def test_hops_are_counted_as_the_formula_gives_them(tree: ClusterConfig) -> None:
-    plant = Plant.build(tree)
-    nics, each = plant.fabric.design.num_nics, tree.nics_per_server
+    cable_plan = CablePlan.build(tree)
+    nics, each = cable_plan.fabric.design.num_nics, tree.nics_per_server
     src, dst = np.divmod(np.arange(nics**2), nics)
     apart = src // each != dst // each
-    hops, pairs = np.unique(plant.fabric.hops(src[apart], dst[apart]), return_counts=True)
-    rows = hop_rows(plant)
+    hops, pairs = np.unique(cable_plan.fabric.hops(src[apart], dst[apart]), return_counts=True)
+    rows = hop_rows(cable_plan)
     assert {row["hops"]: row["pairs"] for row in rows} == dict(zip(hops.tolist(), pairs.tolist(), strict=True))
     assert not rows or sum(row["share"] for row in rows) == pytest.approx(1.0)
 
@@ -71,14 +71,14 @@ def test_the_largest_tor_set_can_be_built_and_one_more_cannot(tree: ClusterConfi
 
 
 def test_rail_only_pairs_of_two_rails_have_no_path() -> None:
-    plant = Plant.build(cluster(nics_per_server=2, rails=2), rail_only=True)
-    rows = {row["hops"]: row["share"] for row in hop_rows(plant)}
+    cable_plan = CablePlan.build(cluster(nics_per_server=2, rails=2), rail_only=True)
+    rows = {row["hops"]: row["share"] for row in hop_rows(cable_plan)}
     assert rows[0] == 0.5
-    assert limits(plant)["bisection_share"] == 1.0
+    assert limits(cable_plan)["bisection_share"] == 1.0
 
 
 def test_one_server_has_no_pairs() -> None:
-    assert hop_rows(Plant.build(cluster(servers=1, pods=1, core_switches_per_plane=1))) == []
+    assert hop_rows(CablePlan.build(cluster(servers=1, pods=1, core_switches_per_plane=1))) == []
 
 
 _PRICES = "[prices]\nswitch = 10\nnic = 2\nnic_cable = 1\nfibre = 0\noptic = 0.5\n"
@@ -86,18 +86,18 @@ _PRICES = "[prices]\nswitch = 10\nnic = 2\nnic_cable = 1\nfibre = 0\noptic = 0.5
 
 def test_cost_is_counts_times_prices(tmp_path: Path) -> None:
     prices = load_prices(write(tmp_path / "p.toml", _PRICES + 'currency = "EUR"\n'))
-    plant = Plant.build(megascale().cluster)
+    cable_plan = CablePlan.build(megascale().cluster)
     cost = 512 * 10 + 12_288 * 2 + 6_144 + 24_576 * 0.5
     whole = {"item": "all", "count": 12_288, "unit_price": cost / 12_288, "cost": cost}
-    assert part_rows(plant, prices)[-1] == whole | {"currency": "EUR", "without": []}
-    own = plant.cluster.model_copy(update={"prices": prices})
-    assert part_rows(Plant.build(own)) == part_rows(plant, prices)
-    assert {row["table"] for row in audit(Plant.build(cluster()), prices)} == {"ports", "parts", "hops", "limits"}
+    assert part_rows(cable_plan, prices)[-1] == whole | {"currency": "EUR", "without": []}
+    own = cable_plan.cluster.model_copy(update={"prices": prices})
+    assert part_rows(CablePlan.build(own)) == part_rows(cable_plan, prices)
+    assert {row["table"] for row in audit(CablePlan.build(cluster()), prices)} == {"ports", "parts", "hops", "limits"}
 
 
 def test_a_part_without_a_price_is_named_and_never_free(tmp_path: Path) -> None:
     rows = part_rows(
-        Plant.build(megascale().cluster), load_prices(write(tmp_path / "p.toml", "[prices]\nswitch = 4\n"))
+        CablePlan.build(megascale().cluster), load_prices(write(tmp_path / "p.toml", "[prices]\nswitch = 4\n"))
     )
     assert [(row["item"], row["cost"]) for row in rows] == [
         ("switch", 2048.0),

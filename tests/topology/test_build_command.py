@@ -27,8 +27,8 @@ def _small(servers: int = 8) -> list[str]:
         "cluster.rails": 2,
         "cluster.core_switches_per_plane": 1,
         "job.parallel.dp": 2 * servers,
-        "job.batch.micro_size": 1,
-        "job.batch.global_size": 2 * servers,
+        "job.batch.micro_batch_size": 1,
+        "job.batch.global_batch_size": 2 * servers,
     }
     return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 

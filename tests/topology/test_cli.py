@@ -32,7 +32,7 @@ _EIGHT_SERVERS = [
         "gpus_per_server": 1,
     }.items()
     for word in ("--set", f"cluster.{key}={value}")
-] + ["--set", "job.parallel.dp=8", "--set", "job.batch.micro_size=1", "--set", "job.batch.global_size=8"]
+] + ["--set", "job.parallel.dp=8", "--set", "job.batch.micro_batch_size=1", "--set", "job.batch.global_batch_size=8"]
 
 
 def _run(*arguments: str, **options: Any) -> Result:

@@ -28,7 +28,9 @@ from topology.traffic.job import permutation
 def _tree(**changes: Any) -> Config:
     tree = cluster(**changes).model_dump()
     parallel = {"dp": tree["servers"] // 2, "pp": 2}
-    return build_config({"cluster": tree, "job": {"parallel": parallel, "batch": {"global_size": tree["servers"] * 4}}})
+    return build_config(
+        {"cluster": tree, "job": {"parallel": parallel, "batch": {"global_batch_size": tree["servers"] * 4}}}
+    )
 
 
 def _pick(rows: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:

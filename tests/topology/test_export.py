@@ -10,6 +10,7 @@ from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters, megascale
 from tests.topology.graphs import diamond, same, write
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.export import (
     from_networkx,
     hpcc_text,
@@ -20,12 +21,11 @@ from topology.fabric.export import (
     write_graphml,
 )
 from topology.fabric.graph import Graph, parallel_pairs
-from topology.fabric.plant import Plant
 from topology.importers import read_fabric
 
 
 def test_an_address_that_is_none_is_one_line(tmp_path: Path) -> None:
-    net = to_networkx(Plant.build(cluster(servers=4, servers_per_tor_set=2, core_switches_per_plane=1)).graph())
+    net = to_networkx(CablePlan.build(cluster(servers=4, servers_per_tor_set=2, core_switches_per_plane=1)).graph())
     assert net.nodes["srv0003/nic0"]["address"] == "10.0.0.7"
     net.nodes["srv0003/nic0"]["address"] = "10.0.0.999"
     with pytest.raises(ConfigError, match=r"10\.0\.0\.999"):
@@ -37,7 +37,7 @@ def test_an_address_that_is_none_is_one_line(tmp_path: Path) -> None:
 @settings(deadline=None)
 @given(clusters())
 def test_networkx_and_back_is_the_same_graph(tree: ClusterConfig) -> None:
-    graph = Plant.build(tree).graph()
+    graph = CablePlan.build(tree).graph()
     net = to_networkx(graph)
     assert net.number_of_edges() == graph.num_cables
     assert same(from_networkx(net), graph)
@@ -47,7 +47,7 @@ def test_networkx_and_back_is_the_same_graph(tree: ClusterConfig) -> None:
 @given(tree=clusters())
 def test_graphml_and_back_is_the_same_graph(tmp_path_factory: pytest.TempPathFactory, tree: ClusterConfig) -> None:
     path = tmp_path_factory.mktemp("graphml") / "fabric.graphml"
-    graph = Plant.build(tree).graph()
+    graph = CablePlan.build(tree).graph()
     write_graphml(graph, path)
     assert same(read_fabric([path]), graph)
     assert [file.name for file in path.parent.iterdir()] == ["fabric.graphml"]
@@ -83,7 +83,7 @@ def test_damaged_graphml_is_one_line(tmp_path: Path, text: str, rule: str) -> No
 def test_hpcc_and_back_has_one_link_a_pair_and_the_same_capacity(
     tmp_path_factory: pytest.TempPathFactory, tree: ClusterConfig
 ) -> None:
-    graph = Plant.build(tree).graph()
+    graph = CablePlan.build(tree).graph()
     path = write(tmp_path_factory.mktemp("hpcc") / "topo.txt", hpcc_text(graph))
     found = read_fabric([path])
     assert parallel_pairs(found) == (0, 1)
@@ -104,10 +104,10 @@ def _capacity(graph: Graph) -> dict[tuple[int, int], float]:
 @given(tree=clusters())
 def test_htsim_and_back_is_the_same_wiring(tmp_path_factory: pytest.TempPathFactory, tree: ClusterConfig) -> None:
     sets = -(-tree.servers // tree.servers_per_tor_set)
-    plant = Plant.build(tree.model_copy(update={"servers": sets * tree.servers_per_tor_set}))
-    path = write(tmp_path_factory.mktemp("htsim") / "fabric.topo", htsim_text(plant.fabric))
-    ours, theirs = plant.graph(), read_fabric([path])
-    node = htsim_nodes(plant.fabric)
+    cable_plan = CablePlan.build(tree.model_copy(update={"servers": sets * tree.servers_per_tor_set}))
+    path = write(tmp_path_factory.mktemp("htsim") / "fabric.topo", htsim_text(cable_plan.fabric))
+    ours, theirs = cable_plan.graph(), read_fabric([path])
+    node = htsim_nodes(cable_plan.fabric)
     cables = [np.stack([ours.a, ours.b, ours.bps, ours.latency_ns])]
     cables.append(np.stack([node[theirs.a], node[theirs.b], theirs.bps, theirs.latency_ns]))
     one, other = (columns[:, np.lexsort(columns)] for columns in cables)
@@ -134,10 +134,10 @@ def test_hpcc_has_parallel_links_as_one_and_says_so(caplog: pytest.LogCaptureFix
 )
 def test_what_htsim_cannot_say_is_one_line(changes: dict[str, object], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        htsim_text(Plant.build(cluster(**changes)).fabric)
+        htsim_text(CablePlan.build(cluster(**changes)).fabric)
 
 
 def test_megascale_in_htsims_words() -> None:
-    text = htsim_text(Plant.build(megascale().cluster).fabric)
+    text = htsim_text(CablePlan.build(megascale().cluster).fabric)
     for line in ("Nodes 12288", "Podsize 2048", "Radix_Down 48", "Bundle 8"):
         assert line in text.splitlines()

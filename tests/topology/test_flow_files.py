@@ -16,10 +16,10 @@ from topology.ecmp.load import load
 from topology.ecmp.port_table import port_table
 from topology.ecmp.search import plan_ports
 from topology.fabric.addressing import addresses_csv, cables_csv
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.clos import Clos
 from topology.fabric.export import htsim_text
 from topology.fabric.graph import Graph
-from topology.fabric.plant import Plant
 from topology.importers import read_fabric
 from topology.placement.strategies import Placement
 from topology.traffic.flow_files import read_flows
@@ -50,12 +50,12 @@ def test_csv_takes_numbers_addresses_and_names(tmp_path: Path) -> None:
 
 
 def test_every_name_that_build_writes_is_a_host(tmp_path: Path) -> None:
-    plant = Plant.build(cluster(nics_per_server=2, rails=2))
-    hosts = [row["a_device"] for row in csv.DictReader(cables_csv(plant.graph(), plant).splitlines())]
+    cable_plan = CablePlan.build(cluster(nics_per_server=2, rails=2))
+    hosts = [row["a_device"] for row in csv.DictReader(cables_csv(cable_plan.graph(), cable_plan).splitlines())]
     nics = [host for host in hosts if host.startswith("srv")]
-    addresses = [row["address"].partition("/")[0] for row in csv.DictReader(addresses_csv(plant).splitlines())]
+    addresses = [row["address"].partition("/")[0] for row in csv.DictReader(addresses_csv(cable_plan).splitlines())]
     lines = [f"{nic},{address},1" for nic, address in zip(nics, addresses[1:], strict=False)]
-    flows = _read(tmp_path, "f.csv", "src,dst,bytes\n" + "\n".join(lines) + "\n", plant.fabric)
+    flows = _read(tmp_path, "f.csv", "src,dst,bytes\n" + "\n".join(lines) + "\n", cable_plan.fabric)
     assert flows.src_nic.tolist() == list(range(255))
     assert flows.dst_nic.tolist() == list(range(1, 256))
 
@@ -107,11 +107,11 @@ def test_a_plan_of_ports_is_read_back_and_collides_as_planned(tmp_path: Path) ->
 
 def test_a_connection_matrix_counts_hosts_as_htsim_does(tmp_path: Path) -> None:
     rates = {"nic_bps": "200G", "switch_port_bps": "400G"}
-    plant = Plant.build(cluster(nics_per_server=2, rails=2, **rates))
+    cable_plan = CablePlan.build(cluster(nics_per_server=2, rails=2, **rates))
     text = "Nodes 256\n0->33 id 1 start 0 size 5\n"
-    (flow,) = _table(_read(tmp_path, "a.cm", text, plant.fabric))
+    (flow,) = _table(_read(tmp_path, "a.cm", text, cable_plan.fabric))
     assert flow[:2] == (0, 2 * 1 + 1)  # the ToR of rail 1 comes after the 32 hosts of rail 0
-    (tmp_path / "fabric.topo").write_text(htsim_text(plant.fabric))
+    (tmp_path / "fabric.topo").write_text(htsim_text(cable_plan.fabric))
     graph = read_fabric([tmp_path / "fabric.topo"])
     assert _table(_read(tmp_path, "a.cm", text, graph))[0][:2] == (0, 33)
 

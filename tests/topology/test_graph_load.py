@@ -13,9 +13,9 @@ from tests.topology.graphs import diamond, graph
 from topology.ecmp.graph_load import ALL_TIERS, demand_bps, graph_rows, load_fabric, load_graph
 from topology.ecmp.hashing import Ecmp, HashName
 from topology.ecmp.load import load
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.clos import Clos, Tier
 from topology.fabric.export import write_graphml
-from topology.fabric.plant import Plant
 from topology.rates.contention import contend
 from topology.traffic.job import Flows, Kind, headers, permutation
 
@@ -33,7 +33,7 @@ def test_on_a_clos_it_finds_what_the_clos_finds(tree: ClusterConfig, name: HashN
     if not len(flows):
         return
     wanted = contend(load(fabric, flows, Ecmp(name, headers(fabric, flows, seed), seed)))
-    found = load_graph(Plant.build(tree).graph(), flows, name, seed)
+    found = load_graph(CablePlan.build(tree).graph(), flows, name, seed)
     assert found.flow_bps == pytest.approx(wanted.loaded.flow_bps)
     assert found.rates.flow_bps == pytest.approx(wanted.rates.flow_bps)
     assert found.slowdown == pytest.approx(wanted.slowdown)
@@ -95,7 +95,7 @@ def test_a_flow_without_a_path_is_named() -> None:
 
 def test_what_build_writes_is_loaded(tmp_path: Path) -> None:
     tree = cluster(nics_per_server=2, rails=2, rail_only=True)
-    write_graphml(Plant.build(tree).graph(), tmp_path / "fabric.graphml")
+    write_graphml(CablePlan.build(tree).graph(), tmp_path / "fabric.graphml")
     found = load_fabric(tmp_path / "fabric.graphml")
     assert load_graph(found, _flows([(0, 200)]), "crc16", 0).rates.flow_bps.tolist() == [200.0]
     with pytest.raises(ConfigError, match="the first from srv0000/nic0 to srv0100/nic1"):

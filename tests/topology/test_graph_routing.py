@@ -9,9 +9,9 @@ from tests.topology.graphs import diamond, graph
 from topology.ecmp.graph_routing import UNREACHABLE, Routes, Step, by_ecmp
 from topology.ecmp.hashing import HASHES, Ecmp, Headers
 from topology.ecmp.routing import NO_LINK, route
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.clos import Clos, Ints, Tier
 from topology.fabric.graph import Graph
-from topology.fabric.plant import Plant
 
 # Data packets of 4 MB and their ACKs that each of 8 spines sent to each of 4 leaves, in units of one flow's packets:
 # ns-3 HPCC, 32 hosts, 4 leaves x 8, 8 spines, host i to (i + 8) % 32, murmur3, port 10000 to 4791.
@@ -35,8 +35,8 @@ def _clos_links(fabric: Clos) -> Ints:
 @settings(deadline=None)
 @given(st.one_of(clusters(), clusters(rail_only=True)), st.sampled_from(HASHES), st.integers(0, 99))
 def test_on_a_clos_it_takes_the_paths_of_routing(tree: ClusterConfig, name: str, seed: int) -> None:
-    plant = Plant.build(tree)
-    fabric = plant.fabric
+    cable_plan = CablePlan.build(tree)
+    fabric = cable_plan.fabric
     src, dst = _all_pairs(np.arange(fabric.design.num_nics))
     joined = fabric.network_of(src) == fabric.network_of(dst)
     src, dst = src[joined], dst[joined]
@@ -47,7 +47,7 @@ def test_on_a_clos_it_takes_the_paths_of_routing(tree: ClusterConfig, name: str,
     src, dst = src[some], dst[some]
     headers = Headers(fabric.address_of(src), fabric.address_of(dst), rng.integers(0, 65536, 200).astype(np.uint16))
     ecmp = Ecmp(name, headers, seed)  # type: ignore[arg-type]
-    paths = Routes(plant.graph(), dst).route(src, dst, by_ecmp(ecmp))
+    paths = Routes(cable_plan.graph(), dst).route(src, dst, by_ecmp(ecmp))
     found = np.where(paths == NO_LINK, NO_LINK, _clos_links(fabric)[paths])
     wanted = route(fabric, src, dst, ecmp)
     for one, other in zip(found.tolist(), wanted.tolist(), strict=True):
@@ -57,11 +57,11 @@ def test_on_a_clos_it_takes_the_paths_of_routing(tree: ClusterConfig, name: str,
 @settings(deadline=None)
 @given(st.one_of(clusters(), clusters(rail_only=True)))
 def test_every_pair_is_connected_by_the_formulas_hops(tree: ClusterConfig) -> None:
-    plant = Plant.build(tree)
-    src, dst = _all_pairs(np.arange(plant.fabric.design.num_nics))
+    cable_plan = CablePlan.build(tree)
+    src, dst = _all_pairs(np.arange(cable_plan.fabric.design.num_nics))
     if len(src):
-        hops = Routes(plant.graph(), dst).hops(src, dst)
-        assert np.array_equal(np.where(hops == UNREACHABLE, 0, hops), plant.fabric.hops(src, dst))
+        hops = Routes(cable_plan.graph(), dst).hops(src, dst)
+        assert np.array_equal(np.where(hops == UNREACHABLE, 0, hops), cable_plan.fabric.hops(src, dst))
 
 
 @st.composite

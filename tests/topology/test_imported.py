@@ -25,12 +25,12 @@ from topology.ecmp.graph_routing import Routes
 from topology.ecmp.hashing import Ecmp
 from topology.ecmp.load import Collisions, place
 from topology.ecmp.routing import NO_LINK
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.clos import Clos, Tier
 from topology.fabric.export import write_graphml
 from topology.fabric.graph import Graph
 from topology.fabric.imported import ImportedFabric
 from topology.fabric.interface import Fabric, PartKind
-from topology.fabric.plant import Plant
 from topology.failures.faults import alive_links, lost_capacity, parse_failures, random_failures, single_failures
 from topology.importers import read_fabric
 from topology.placement.strategies import Placement
@@ -44,8 +44,8 @@ CLUSTERS = st.one_of(clusters(), clusters(rail_only=True))
 
 
 def _both(tree: ClusterConfig) -> tuple[Clos, ImportedFabric]:
-    plant = Plant.build(tree)
-    return plant.fabric, ImportedFabric.of(plant.graph())
+    cable_plan = CablePlan.build(tree)
+    return cable_plan.fabric, ImportedFabric.of(cable_plan.graph())
 
 
 def _graph_links(fabric: Clos, paths: np.ndarray) -> list[list[int]]:
@@ -278,7 +278,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         nics_per_server=2, rails=2, gpus_per_server=2, nic_bps=100_000_000_000, switch_port_bps=200_000_000_000
     )
     (folder / "job.toml").write_text(to_toml(config))
-    write_graphml(Plant.build(config.cluster).graph(), folder / "fabric.graphml")
+    write_graphml(CablePlan.build(config.cluster).graph(), folder / "fabric.graphml")
     return str(folder / "job.toml"), str(folder / "fabric.graphml")
 
 

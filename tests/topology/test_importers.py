@@ -15,8 +15,8 @@ from netlayer.errors import ConfigError
 from tests.topology.fabrics import clusters
 from tests.topology.graphs import write
 from tests.topology.reports import ends, neighbour, write_lldp, write_sonic
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.graph import Graph
-from topology.fabric.plant import Plant
 from topology.importers import read_fabric
 
 
@@ -35,7 +35,7 @@ def test_reports_of_a_fabric_give_the_fabric(
     tmp_path_factory: pytest.TempPathFactory, tree: ClusterConfig, form: str
 ) -> None:
     folder = tmp_path_factory.mktemp(form)
-    graph = Plant.build(tree).graph()
+    graph = CablePlan.build(tree).graph()
     if form == "sonic":
         write_sonic(graph, folder)
     else:

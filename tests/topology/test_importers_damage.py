@@ -12,9 +12,9 @@ from tests.topology.fabrics import cluster
 from tests.topology.graphs import write
 from tests.topology.reports import write_lldp, write_sonic
 from topology.fabric.addressing import cables_csv
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.export import hpcc_text, htsim_text, write_graphml
 from topology.fabric.graph import Graph
-from topology.fabric.plant import Plant
 from topology.importers import FORMATS, Format, read_fabric
 
 _JUNK = [
@@ -43,9 +43,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A sound file of every format."""
     folder = tmp_path_factory.mktemp("good")
     small = cluster(servers=4, servers_per_tor_set=2, core_switches_per_plane=1, nic_bps="200G", switch_port_bps="400G")
-    plant = Plant.build(small)
-    graph = plant.graph()
-    found = {"cables": cables_csv(graph), "hpcc": hpcc_text(graph), "htsim": htsim_text(plant.fabric)}
+    cable_plan = CablePlan.build(small)
+    graph = cable_plan.graph()
+    found = {"cables": cables_csv(graph), "hpcc": hpcc_text(graph), "htsim": htsim_text(cable_plan.fabric)}
     write_graphml(graph, folder / "f.graphml")
     found["graphml"] = (folder / "f.graphml").read_text()
     for name, write_all in (("sonic", write_sonic), ("lldp", write_lldp)):

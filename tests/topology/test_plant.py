@@ -6,15 +6,15 @@ from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters, megascale
 from topology.ecmp.graph_routing import UNREACHABLE, Routes
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.clos import Clos
 from topology.fabric.graph import checked
-from topology.fabric.plant import Plant
 
 
 @given(clusters())
 def test_its_graph_is_the_clos(tree: ClusterConfig) -> None:
-    plant, fabric = Plant.build(tree), Clos.build(tree)
-    graph = checked(plant.graph(), "test")
+    cable_plan, fabric = CablePlan.build(tree), Clos.build(tree)
+    graph = checked(cable_plan.graph(), "test")
     up = fabric.num_links // 2
     assert np.array_equal(graph.a, fabric.link_src[:up])
     assert np.array_equal(graph.b, fabric.link_dst[:up])
@@ -24,7 +24,7 @@ def test_its_graph_is_the_clos(tree: ClusterConfig) -> None:
 
 @given(clusters())
 def test_every_port_is_one_links_end_and_exists(tree: ClusterConfig) -> None:
-    graph = Plant.build(tree).graph()
+    graph = CablePlan.build(tree).graph()
     ends = [*zip(graph.a.tolist(), graph.a_port, strict=True), *zip(graph.b.tolist(), graph.b_port, strict=True)]
     assert len(set(ends)) == len(ends)
     ports: dict[int, dict[int, float]] = {}
@@ -40,14 +40,14 @@ def test_every_port_is_one_links_end_and_exists(tree: ClusterConfig) -> None:
 
 
 def test_megascale_is_named_for_people() -> None:
-    graph = Plant.build(megascale().cluster).graph()
+    graph = CablePlan.build(megascale().cluster).graph()
     assert graph.link_name(8) == "srv0001/nic0:1 -> tor-s00-r0:1/2"
     assert graph.link_name(12_288 + 32 * 33) == "tor-s04-r1:33 -> spine-p1-00:2"
     assert graph.link_name(2 * 12_288 - 1) == "spine-p5-31:64 -> core-31-3:48"
 
 
 def test_without_the_split_uplink_ports_are_broken_out_at_both_ends() -> None:
-    graph = Plant.build(cluster(aoc_split=False)).graph()
+    graph = CablePlan.build(cluster(aoc_split=False)).graph()
     first = 128
     assert [graph.link_name(first + one) for one in (0, 1)] == [
         "tor-s00-r0:17/1 -> spine-p0-00:1/1",
@@ -58,7 +58,7 @@ def test_without_the_split_uplink_ports_are_broken_out_at_both_ends() -> None:
 @settings(deadline=None)
 @given(clusters(rail_only=True))
 def test_rail_only_keeps_rails_apart_and_each_rail_whole(tree: ClusterConfig) -> None:
-    graph = checked(Plant.build(tree).graph(), "test")
+    graph = checked(CablePlan.build(tree).graph(), "test")
     nics = graph.hosts
     assert np.array_equal(nics, np.arange(tree.servers * tree.nics_per_server))
     src, dst = np.divmod(np.arange(len(nics) ** 2), len(nics))
@@ -67,7 +67,7 @@ def test_rail_only_keeps_rails_apart_and_each_rail_whole(tree: ClusterConfig) ->
 
 
 def test_rail_only_names_say_the_rail() -> None:
-    graph = Plant.build(cluster(nics_per_server=2, rails=2, rail_only=True)).graph()
+    graph = CablePlan.build(cluster(nics_per_server=2, rails=2, rail_only=True)).graph()
     assert graph.names[256:264] == tuple(f"tor-s0{tor_set}-r{rail}" for rail in (0, 1) for tor_set in range(4))
     spines = [name for name in graph.names if "spine" in name]
     assert spines[0] == "r0-spine-p0-00"
@@ -77,12 +77,15 @@ def test_rail_only_names_say_the_rail() -> None:
 
 def test_variants_have_their_names() -> None:
     tree = cluster(nics_per_server=2, rails=2, servers=64)
-    assert Plant.build(cluster()).variant == "3-tier CLOS"
-    assert Plant.build(tree.model_copy(update={"tiers": 2, "pods": 1})).variant == "2-tier CLOS, rail-optimised"
-    for plant in (Plant.build(tree, rail_only=True), Plant.build(tree.model_copy(update={"rail_only": True}))):
-        assert plant.variant == "rail-only, 2 rails of 3-tier CLOS"
+    assert CablePlan.build(cluster()).variant == "3-tier CLOS"
+    assert CablePlan.build(tree.model_copy(update={"tiers": 2, "pods": 1})).variant == "2-tier CLOS, rail-optimised"
+    for cable_plan in (
+        CablePlan.build(tree, rail_only=True),
+        CablePlan.build(tree.model_copy(update={"rail_only": True})),
+    ):
+        assert cable_plan.variant == "rail-only, 2 rails of 3-tier CLOS"
 
 
 def test_a_rail_that_cannot_be_wired_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.pods"):
-        Plant.build(cluster(nics_per_server=2, rails=2, pods=3), rail_only=True)
+        CablePlan.build(cluster(nics_per_server=2, rails=2, pods=3), rail_only=True)

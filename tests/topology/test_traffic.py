@@ -29,7 +29,7 @@ def _job(*, tp: int = 1, pp: int = 1, dp: int = 1, vpp: int = 1, seq_len: int = 
     parallel = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp}
     tree = {
         "cluster": {"servers": tp * pp * dp // 2, "gpus_per_server": 2, **fabric},
-        "job": {"model": model, "parallel": parallel, "batch": {"global_size": 6 * dp, "micro_size": 2}},
+        "job": {"model": model, "parallel": parallel, "batch": {"global_batch_size": 6 * dp, "micro_batch_size": 2}},
     }
     return build_config(tree)
 
@@ -86,7 +86,7 @@ def test_traffic_rows_have_the_flows_and_what_stays_inside_servers() -> None:
     assert rows["dp_all_gather"]["bytes"] == flows.select(Kind.DP_ALL_GATHER).num_bytes.sum()
     assert sum(row["flows"] for row in rows.values()) == len(flows)
     assert rows["tp"]["where"] == "inside servers"
-    kept = tree.job.model_copy(update={"overlap": tree.job.overlap.model_copy(update={"keep_gathered": True})})
+    kept = tree.job.model_copy(update={"overlap": tree.job.overlap.model_copy(update={"save_gathered_input": True})})
     assert 0 < traffic_rows(kept, flows)[-1]["bytes"] < rows["tp"]["bytes"]
     alone = _job(pp=2, dp=2)
     assert traffic_rows(alone.job, job_flows(alone.job, alone.cluster))[-1]["bytes"] == 0

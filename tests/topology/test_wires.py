@@ -10,8 +10,8 @@ from topology.ecmp.graph_routing import Routes
 from topology.ecmp.hashing import Ecmp
 from topology.ecmp.routing import NO_LINK, route
 from topology.fabric.addressing import cables_csv
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.clos import Clos, Tier
-from topology.fabric.plant import Plant
 from topology.fabric.wires import Wires, link_table
 from topology.traffic.job import headers, permutation
 
@@ -24,9 +24,9 @@ CLUSTERS = [
 
 @pytest.mark.parametrize("config", CLUSTERS, ids=["rails", "two tiers", "rail-only"])
 def test_links_have_the_ends_that_cables_csv_names(config: ClusterConfig) -> None:
-    fabric, plant = Clos.build(config), Plant.build(config)
+    fabric, cable_plan = Clos.build(config), CablePlan.build(config)
     wires = Wires.of_clos(fabric, config)
-    rows = csv.DictReader(io.StringIO(cables_csv(plant.graph(), plant)))
+    rows = csv.DictReader(io.StringIO(cables_csv(cable_plan.graph(), cable_plan)))
     cables = {tuple(row[f"{end}_{what}"] for end in "ab" for what in ("device", "port")) for row in rows}
     ends = list(zip(wires.src, wires.src_port, wires.dst, wires.dst_port, strict=True))
     half = fabric.num_links // 2
@@ -51,7 +51,7 @@ def test_a_path_is_told_device_by_device() -> None:
 
 def test_a_graph_names_the_same_links() -> None:
     config = CLUSTERS[0]
-    graph = Plant.build(config).graph()
+    graph = CablePlan.build(config).graph()
     wires = Wires.of_graph(graph)
     assert wires.tiers == ["host-switch1", "switch1-switch2", "switch2-switch3", *wires.tiers[3:]]
     src, dst = graph.hosts[:1], graph.hosts[-1:]

@@ -15,7 +15,7 @@ from trainer.data.prepare import Corpus, prepare_corpus
 
 TINY = {
     "model": {"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "vocab_size": 300, "seq_len": 16},
-    "batch": {"global_size": 8, "micro_size": 2},
+    "batch": {"global_batch_size": 8, "micro_batch_size": 2},
     "optimizer": {"steps": 20, "lr": 1e-2, "warmup_steps": 4},
     "overlap": {"bucket_mib": 0.01},
 }

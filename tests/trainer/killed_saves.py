@@ -14,7 +14,7 @@ from netlayer.config.tree import JobConfig
 from trainer.checkpoint import save_load as checkpoint
 from trainer.checkpoint.meta import checkpoints_in, find
 from trainer.optim import build_optimizer
-from trainer.parallel import Optimizers, SplitModel
+from trainer.parallel import Optimizers, ParallelModel
 
 _KEYS = {"layers": 1, "hidden": 8, "heads": 1, "ffn_hidden": 8, "vocab_size": 16, "seq_len": 8}
 _OPERATIONS = ("open", "os.")
@@ -36,14 +36,14 @@ def main(folder: Path) -> None:
     print(kills)
 
 
-def build() -> tuple[SplitModel, Optimizers]:
-    sections = {"model": _KEYS, "parallel": {"dp": 1}, "batch": {"global_size": 1, "micro_size": 1}}
+def build() -> tuple[ParallelModel, Optimizers]:
+    sections = {"model": _KEYS, "parallel": {"dp": 1}, "batch": {"global_batch_size": 1, "micro_batch_size": 1}}
     job = JobConfig.model_validate({**sections, "checkpoint": {"keep": 1}})
-    model = SplitModel(job, 0, 0, torch.device("cpu"))
+    model = ParallelModel(job, 0, 0, torch.device("cpu"))
     return model, model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
 
 
-def save(model: SplitModel, optimizers: Optimizers, step: int, folder: Path) -> None:
+def save(model: ParallelModel, optimizers: Optimizers, step: int, folder: Path) -> None:
     for slot in model.slots:
         state = optimizers.each[0].state[slot.piece]
         state["exp_avg"] = state["exp_avg_sq"] = torch.zeros_like(slot.piece)

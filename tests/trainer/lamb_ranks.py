@@ -21,7 +21,7 @@ from tests.trainer.layout_ranks import State
 from trainer.model.gpt import build_model
 from trainer.optim import Lamb, build_optimizer
 from trainer.optim.build import whole_norms
-from trainer.parallel import SplitModel, further_groups
+from trainer.parallel import ParallelModel, further_groups
 
 Counts = Counter[tuple[str, str]]
 
@@ -56,7 +56,7 @@ def counted(job: JobConfig, rank: int, name: str) -> Counts:
     """Collectives of an update, with the gathers that follow it."""
     recorder = Recorder()
     groups = create_groups(job.parallel.layout, more=further_groups(job))
-    model = SplitModel(job, 3, rank, torch.device("cpu"), groups, recorder)
+    model = ParallelModel(job, 3, rank, torch.device("cpu"), groups, recorder)
     config = job.optimizer.model_copy(update={"name": name})
     optimizer = model.optimizer(lambda chunk: build_optimizer(config, chunk))
     model.start_step(1)

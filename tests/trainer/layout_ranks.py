@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from collectives.sharded.postponed import Postponed
-from collectives.tensor import product
+from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
+from collectives.tensor import gemm
 from collectives.transport.nodes import virtual_node_environ
 from netlayer.config.tree import JobConfig
 from netlayer.launch.rank import RankContext
@@ -33,7 +33,7 @@ from trainer.checkpoint.meta import find
 from trainer.model.gpt import Block
 from trainer.model.linears import parts
 from trainer.optim import build_optimizer
-from trainer.parallel import Optimizers, SplitModel, further_groups
+from trainer.parallel import Optimizers, ParallelModel, further_groups
 from trainer.step import GraphedSteps, Steps
 
 State = dict[str, Tensor]
@@ -101,10 +101,10 @@ def _opened(job: JobConfig, rank: int) -> Opened:
     counted = mock.Mock(return_value=None)  # as on the CPU
     before = _threads()
     with (
-        mock.patch("collectives.transport.lane.new_stream", counted),
+        mock.patch("collectives.transport.communicator.new_stream", counted),
         mock.patch("collectives.pipeline.links.new_stream", counted),
     ):
-        model = SplitModel(job, 3, rank, torch.device("cpu"), create_groups(job.parallel.layout))
+        model = ParallelModel(job, 3, rank, torch.device("cpu"), create_groups(job.parallel.layout))
         optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
         own = batches(job, 1, model.place.dp)
         for step, part in enumerate((own, own[: len(own) // 2])):
@@ -135,7 +135,7 @@ def alive_in_evaluation(context: RankContext, job: JobConfig, count: int, url: s
         most = max(most, alive)
 
     with _world(context, url):
-        model = SplitModel(job, 3, context.env.rank, CPU, create_groups(job.parallel.layout))
+        model = ParallelModel(job, 3, context.env.rank, CPU, create_groups(job.parallel.layout))
         (chunk,) = model.chunks
         chunk.register_forward_hook(note)
         if model.place.pp:
@@ -162,8 +162,8 @@ def compiled(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: s
 def copied(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[Trained]:
     """As `run_rank`, as where windows are taken and copy engines carry gradients to the peers."""
     with (
-        mock.patch.object(SplitModel, "_takes_windows", return_value=True),
-        mock.patch.object(SplitModel, "_takes_peer_reduce", lambda model: model.job.overlap.peer_reduce),
+        mock.patch.object(ParallelModel, "_takes_windows", return_value=True),
+        mock.patch.object(ParallelModel, "_takes_peer_reduce", lambda model: model.job.overlap.peer_reduce),
         mock.patch("collectives.sharded.prepare.why_unusable", return_value=None),
         mock.patch("collectives.sharded.prepare.Windows", Nowhere),
         mock.patch("collectives.sharded.prepare.PeerReduce", side_effect=Summed) as opened,
@@ -174,19 +174,21 @@ def copied(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str
 
 
 @dataclass(frozen=True)
-class PostponedSteps:
+class DeferredSteps:
     """What training gave, and how many products of weights waited on this rank."""
 
     trained: Trained
-    num_postponed: int
+    num_deferred: int
 
 
-def postponed(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[PostponedSteps]:
+def deferred(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str) -> list[DeferredSteps]:
     found = []
     with _world(context, url):
         for job in jobs:
-            with mock.patch.object(Postponed, "add", autospec=True, side_effect=Postponed.add) as added:
-                found.append(PostponedSteps(train(job, context.env.rank, steps), added.call_count))
+            with mock.patch.object(
+                DeferredWeightGrads, "add", autospec=True, side_effect=DeferredWeightGrads.add
+            ) as added:
+                found.append(DeferredSteps(train(job, context.env.rank, steps), added.call_count))
     return found
 
 
@@ -206,7 +208,7 @@ def slotted(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: st
 
 
 def _slotted(job: JobConfig, rank: int, steps: int) -> Slotted:
-    with mock.patch.object(product, "add_product", wraps=product.add_product) as added:
+    with mock.patch.object(gemm, "add_matmul", wraps=gemm.add_matmul) as added:
         written, num_written = train(job, rank, steps), added.call_count
         with mock.patch("collectives.tensor.linear.slot_source", return_value=None):
             handed = train(job, rank, steps)
@@ -237,7 +239,7 @@ def train(
     """Some steps on made-up tokens, the same in every layout."""
     layout = job.parallel.layout
     groups = create_groups(layout, more=further_groups(job)) if layout.world_size > 1 else None
-    model = SplitModel(job, 3, rank, device, groups)
+    model = ParallelModel(job, 3, rank, device, groups)
     optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
     losses, norms, gradients, done = [], [], [], 0
     if resume:
@@ -251,7 +253,7 @@ def train(
         if step in (1, steps):
             gradients.append(whole(model, gradients=True))
         norm = model.grad_norm()
-        optimizer.clip(norm, job.optimizer.clip_norm)
+        optimizer.clip(norm, job.optimizer.max_grad_norm)
         norms.append(float(norm))
         optimizer.step()
         optimizer.zero_grad()
@@ -286,7 +288,7 @@ def run_steps(context: RankContext, jobs: Sequence[JobConfig], url: str, backend
 
 
 def take_steps(
-    job: JobConfig, rank: int, device: torch.device, kind: Callable[[SplitModel, Optimizers, float], Steps]
+    job: JobConfig, rank: int, device: torch.device, kind: Callable[[ParallelModel, Optimizers, float], Steps]
 ) -> Trained:
     """Six steps of all micro-batches, an evaluation between them, and six of half as many.
 
@@ -294,11 +296,11 @@ def take_steps(
     """
     layout = job.parallel.layout
     groups = create_groups(layout, more=further_groups(job)) if layout.world_size > 1 else None
-    model = SplitModel(job, 3, rank, device, groups)
+    model = ParallelModel(job, 3, rank, device, groups)
     optimizer = model.optimizer(
         lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)
     )
-    steps = kind(model, optimizer, job.optimizer.clip_norm or math.inf)
+    steps = kind(model, optimizer, job.optimizer.max_grad_norm or math.inf)
     losses, norms = [], []
     for step in range(1, 13):
         steps.begin(step)
@@ -315,18 +317,18 @@ def take_steps(
 def batches(job: JobConfig, step: int, dp: int, device: torch.device = CPU) -> list[tuple[Tensor, Tensor]]:
     """The micro-batches of a data-parallel rank."""
     batch, generator = job.batch, torch.Generator().manual_seed(step)
-    tokens = torch.randint(job.model.vocab_size, (batch.global_size, job.model.seq_len + 1), generator=generator)
-    own = tokens.chunk(job.parallel.dp)[dp].to(device).split(batch.micro_size)
+    tokens = torch.randint(job.model.vocab_size, (batch.global_batch_size, job.model.seq_len + 1), generator=generator)
+    own = tokens.chunk(job.parallel.dp)[dp].to(device).split(batch.micro_batch_size)
     return [(part[:, :-1], part[:, 1:]) for part in own]
 
 
-def mean_loss(model: SplitModel, loss: Tensor) -> float:
+def mean_loss(model: ParallelModel, loss: Tensor) -> float:
     total = loss.double() if model.is_last and model.place.tp == 0 else loss.new_zeros((), dtype=torch.float64)
     model.world.all_reduce(total)
     return float(total) / model.layout.dp
 
 
-def whole(model: SplitModel, *, gradients: bool = False) -> State:
+def whole(model: ParallelModel, *, gradients: bool = False) -> State:
     """Every parameter as one process has it, or its gradient, from all ranks."""
     kept = [slot.piece.detach().clone() for slot in model.slots]
     if gradients:

@@ -87,7 +87,7 @@ def spec(seed: int = 0) -> SamplerSpec:
 
 
 def plan_of(seed: int, dp: int, first_step: int, last_step: int) -> LoaderPlan:
-    batch = BatchConfig(global_size=GLOBAL_SIZE, micro_size=1)
+    batch = BatchConfig(global_batch_size=GLOBAL_SIZE, micro_batch_size=1)
     batches = BatchPlan(batch, dp, first_step, (first_step - 1) * GLOBAL_SIZE)
     return LoaderPlan(spec(seed), batches, range(dp), last_step)
 

@@ -13,15 +13,15 @@ from trainer.data.batches import even_starts, micro_batches, rank_slice, sample_
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("ranks", "micro_size"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (12, 1)])
-def test_ranks_and_micro_batches_cut_one_global_batch(ranks: int, micro_size: int) -> None:
+@pytest.mark.parametrize(("ranks", "micro_batch_size"), [(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (12, 1)])
+def test_ranks_and_micro_batches_cut_one_global_batch(ranks: int, micro_batch_size: int) -> None:
     tokens = np.arange(1000, dtype=np.uint16)
     whole = sample_starts(len(tokens), 8, seed=5, step=3, samples_N=range(12))
     seen = []
     for rank in range(ranks):
-        share = rank_slice(12, micro_size, rank, ranks)
+        share = rank_slice(12, micro_batch_size, rank, ranks)
         starts = sample_starts(len(tokens), 8, 5, 3, range(share.first, share.first + share.count))
-        batches = list(micro_batches(tokens, starts, 8, micro_size, CPU))
+        batches = list(micro_batches(tokens, starts, 8, micro_batch_size, CPU))
         assert len(batches) == share.num_micro_batches
         seen += [int(row[0]) for tokens_BT, _ in batches for row in tokens_BT]
     assert seen == whole.tolist()

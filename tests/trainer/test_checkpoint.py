@@ -24,17 +24,17 @@ from netlayer.store.meeting import meeting_place
 from tests.trainer import layout_ranks, targets
 from tests.trainer.test_layouts import LLAMA, job_of
 from trainer.checkpoint.file import TensorWriter
-from trainer.checkpoint.meta import FORMAT, Meta, check_model, find, going_on, sealed, seed_of
+from trainer.checkpoint.meta import FORMAT, Meta, check_model, find, resume_notes, sealed, seed_of
 from trainer.checkpoint.save_load import NoRoom, _Room
 from trainer.data.prepare import Corpus
-from trainer.loop import Place, Trainer, run
-from trainer.parallel import SplitModel
+from trainer.loop import RankInfo, Trainer, run
+from trainer.parallel import ParallelModel
 from trainer.plan import Plan, prepare
 from trainer.sample import model_of
 
 from .conftest import tiny_job
 
-ALONE = Place(0, 1, torch.device("cpu"))
+ALONE = RankInfo(0, 1, torch.device("cpu"))
 
 
 def train(job: JobConfig, corpus: Corpus, out: Path, resume: Path | None = None, seed: int = 0) -> list[float]:
@@ -130,18 +130,18 @@ def test_a_folder_without_its_meta_is_passed_over_and_named(text_folder: Path, c
     meta = find(tmp_path)
     said = [f"goes on from {tmp_path}/checkpoints/step-000006, behind step 6"]
     said += [f"note: {newer} is newer, and was passed over: it lacks meta.json"]
-    assert (meta.step, going_on(meta, job)) == (6, said)
+    assert (meta.step, resume_notes(meta, job)) == (6, said)
 
 
 def test_what_a_killed_save_left_is_named_with_its_size(text_folder: Path, tmp_path: Path) -> None:
     job = job_for(text_folder)
     meta = Meta(tmp_path / "step-000006", 6, 0, 1, 1, job.model_dump(mode="json"), {}, {})
-    _, *notes = going_on(meta, job)
+    _, *notes = resume_notes(meta, job)
     assert notes == []
     (half := tmp_path / ".step-000008.part").mkdir()
     for name in ("a", "b"):
         (half / name).write_bytes(bytes(1024))
-    _, *notes = going_on(meta, job)
+    _, *notes = resume_notes(meta, job)
     assert notes == [f"note: {half} (2 KiB) is what a killed save left; delete it, unless a run still writes there"]
     assert half.exists()
 
@@ -150,15 +150,15 @@ def test_what_is_otherwise_than_before_is_said(text_folder: Path, corpus: Corpus
     train(job_for(text_folder, steps=1), corpus, tmp_path)
     sections: dict[str, dict[str, object]] = {
         "optimizer": {"steps": 9, "lr": 0.1, "name": "lamb"},
-        "batch": {"global_size": 16},
+        "batch": {"global_batch_size": 16},
     }
-    _, *notes = going_on(find(tmp_path), tiny_job(text_folder, **sections))
+    _, *notes = resume_notes(find(tmp_path), tiny_job(text_folder, **sections))
     assert notes == [
         "note: job.optimizer.name is now lamb, and was adamw up to the checkpoint",
         "note: job.optimizer.steps is now 9, and was 1 up to the checkpoint, and the cosine schedule of the learning "
         "rate moves with it",
         "note: job.optimizer.lr is now 0.1, and was 0.01 up to the checkpoint",
-        "note: job.batch.global_size is now 16, and was 8 up to the checkpoint",
+        "note: job.batch.global_batch_size is now 16, and was 8 up to the checkpoint",
     ]
 
 
@@ -333,23 +333,23 @@ def test_all_is_durable_before_it_has_its_name(
 def test_a_save_gathers_one_bucket_at_a_time(text_folder: Path) -> None:
     """No more whole state is alive than the largest bucket, whatever the number of buckets."""
     job = tiny_job(text_folder, model={"layers": 6})
-    [chunk] = SplitModel(job, 0, 0, ALONE.device).chunks
+    [chunk] = ParallelModel(job, 0, 0, ALONE.device).chunks
     wholes: list[int] = []
 
-    class Lane:
-        def all_gather(self, full_N: torch.Tensor) -> Lane:
-            wholes.append(full_N.untyped_storage().data_ptr())
+    class Communicator:
+        def all_gather(self, unsharded_N: torch.Tensor) -> Communicator:
+            wholes.append(unsharded_N.untyped_storage().data_ptr())
             largest = max(bucket.plan.padded_numel for bucket in chunk.buckets)
-            assert full_N.untyped_storage().nbytes() == largest * full_N.itemsize
+            assert unsharded_N.untyped_storage().nbytes() == largest * unsharded_N.itemsize
             return self
 
         def wait(self) -> None:
             pass
 
-    lane: Any = Lane()
+    comm: Any = Communicator()
     expected = chunk.full_state_dict()
     names = []
-    for name, whole in gather_whole(chunk.buckets, lane, lambda piece: piece.parameter.detach()):
+    for name, whole in gather_whole(chunk.buckets, comm, lambda piece: piece.parameter.detach()):
         assert torch.equal(whole, expected[name])
         names.append(name)
     assert names == list(chunk.shapes())
@@ -386,9 +386,11 @@ def test_other_text_is_refused_unless_it_is_meant(text_folder: Path, corpus: Cor
         (other_folder / path.name).write_text(path.read_text() + "one line more\n")
     assert prepare(job, 1, 0, tmp_path, resume=tmp_path).facts.train_tokens == corpus.facts.train_tokens
     other = job_for(other_folder, steps=6)
-    with pytest.raises(ConfigError, match=r"job\.data\.folder = .*gives another text than .*other_text to true"):
+    with pytest.raises(
+        ConfigError, match=r"job\.data\.folder = .*gives another text than .*allow_dataset_change to true"
+    ):
         prepare(other, 1, 0, tmp_path, resume=tmp_path)
-    meant = other.model_copy(update={"checkpoint": other.checkpoint.model_copy(update={"other_text": True})})
+    meant = other.model_copy(update={"checkpoint": other.checkpoint.model_copy(update={"allow_dataset_change": True})})
     continued = prepare(meant, 1, 0, tmp_path, resume=tmp_path)
     # Other text in the same tokens: ids mean what they meant.
     assert continued.tokenizer_file.read_text() == corpus.tokenizer_file.read_text()
@@ -402,7 +404,7 @@ def test_another_seed_or_length_is_refused_unless_it_is_meant(
     job = job_for(text_folder, steps=1, positions="rotary")
     train(job, corpus, tmp_path)
     meta = find(tmp_path)
-    meant = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"other_text": True})})
+    meant = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"allow_dataset_change": True})})
     assert (seed_of(meta, None, job), seed_of(meta, 0, job), seed_of(meta, 7, meant)) == (0, 0, 7)
     with pytest.raises(ConfigError, match=r"--seed = 7: is another than the 0 that .* leave it out, or set"):
         seed_of(meta, 7, job)

@@ -214,8 +214,17 @@ def test_a_schedule_is_proved_once_a_job_and_said_where_it_takes_long(
     monkeypatch.setattr(
         "trainer.commands.train._join", mock.Mock(side_effect=ConfigError("x", None, "ends here", "do not"))
     )
-    words = ["--set", "parallel.pp=2", "--set", "parallel.dp=1", "--set", "batch.micro_size=1", "--out", str(tmp_path)]
-    done = CliRunner().invoke(train, [str(job_file), *words, "--set", f"batch.global_size={count}"])
+    words = [
+        "--set",
+        "parallel.pp=2",
+        "--set",
+        "parallel.dp=1",
+        "--set",
+        "batch.micro_batch_size=1",
+        "--out",
+        str(tmp_path),
+    ]
+    done = CliRunner().invoke(train, [str(job_file), *words, "--set", f"batch.global_batch_size={count}"])
     assert isinstance(done.exception, ConfigError)
     said = done.stderr.splitlines()
     assert checked.call_count == (rank == 0)
@@ -310,7 +319,7 @@ def test_a_loss_that_is_no_number_stops_with_the_checkpoint_to_go_on_from(job_fi
         (["--resume", "/nowhere"], "holds no checkpoint"),
         (["--trace", "5-7"], "--trace = 5-7: must lie in the steps of this run, 1-6"),
         (["--set", "metrics.prometheus_port=70000"], "must be at most 65535"),
-        (["--set", "cluster.servers=2", "--set", "parallel.dp=4", "--set", "batch.global_size=16"], "torchrun"),
+        (["--set", "cluster.servers=2", "--set", "parallel.dp=4", "--set", "batch.global_batch_size=16"], "torchrun"),
     ],
 )
 def test_what_cannot_be_is_one_line_before_anything_starts(

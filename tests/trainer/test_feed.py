@@ -26,7 +26,7 @@ from trainer.data.mixture import Mixture, check_samples, prepare_mixture, sample
 from trainer.data.prepare import Corpus
 from trainer.data.ring import PREFIX, SHARED_MEMORY, wait_until
 from trainer.feed import SampleFeed
-from trainer.loop import Place, Row, Trainer, run
+from trainer.loop import RankInfo, Row, Trainer, run
 from trainer.model.gpt import build_model
 from trainer.plan import prepare_data, resolve
 from trainer.train import TrainResult, train
@@ -34,7 +34,7 @@ from trainer.train import TrainResult, train
 from .conftest import tiny_job
 from .loader_ranks import wait_gone
 
-ALONE = Place(0, 1, torch.device("cpu"))
+ALONE = RankInfo(0, 1, torch.device("cpu"))
 NOBODY = Path("/nowhere")
 EVALUATED = EvaluationConfig(every_steps=10, global_batches=2)
 
@@ -238,7 +238,7 @@ def test_a_run_resumes_on_other_ranks_with_the_next_sample(sets: dict[str, Any],
     assert meta.data["num_samples"] == 8 * 8
     assert set(meta.data["datasets"]) == {"web", "code"}
     # Other ranks, another micro-batch.
-    second = set_job(sets, 2, optimizer={"schedule": "constant"}, batch={"micro_size": 1})
+    second = set_job(sets, 2, optimizer={"schedule": "constant"}, batch={"micro_batch_size": 1})
     assert isinstance(prepare_data(second, 2, 0, tmp_path, resume=tmp_path / "a"), Mixture)
     resumed = on_ranks(second, mixture, tmp_path / "b", resume=meta.path)
     assert [row["step"] for row in resumed.steps] == list(range(9, 21))
@@ -269,8 +269,8 @@ def test_a_dataset_that_changed_since_the_checkpoint_is_named_with_the_choice(
         prepare_data(set_job(data), 1, 0, folder, resume=folder)
     line = str(failed.value)
     assert line.startswith("job.data.datasets: dataset web grew from 2,000 to 2,500 tokens, since ")
-    assert "or set job.checkpoint.other_text to true" in line
-    job = set_job(data, checkpoint={"other_text": True})
+    assert "or set job.checkpoint.allow_dataset_change to true" in line
+    job = set_job(data, checkpoint={"allow_dataset_change": True})
     mixture = prepare_data(job, 1, 0, folder, resume=folder)
     trainer = Trainer(job, mixture, 0, ALONE)
     trainer.resume(find(folder))
@@ -302,7 +302,7 @@ def test_going_on_from_text_with_datasets_or_back_is_no_silent_change(
 
 def test_a_larger_batch_after_a_resume_goes_on_with_the_next_sample(saved: tuple[dict[str, Any], Path]) -> None:
     data, folder = saved
-    job = set_job(data, batch={"global_size": 16})
+    job = set_job(data, batch={"global_batch_size": 16})
     trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
     trainer.resume(find(folder))
     trainer.open_feed()
@@ -398,15 +398,15 @@ def test_a_masked_loss_is_the_mean_over_the_targets_that_count(tmp_path: Path) -
         "evaluation": {"held_out": write_set(tmp_path / "held_out.npy", 300, 1)},
     }
     expected = []
-    for micro_size in (1, 8):
-        job = set_job(data, batch={"micro_size": micro_size})
+    for micro_batch_size in (1, 8):
+        job = set_job(data, batch={"micro_batch_size": micro_batch_size})
         trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
         row = trainer.step(1)
         expected.append((row["loss"], row["grad_norm"]))
         trainer.close()
     assert expected[0] == pytest.approx(expected[1], rel=1e-5)
     (tmp_path / "two").mkdir()
-    two = set_job(data, 2, batch={"micro_size": 2}, optimizer={"steps": 1, "warmup_steps": 0})
+    two = set_job(data, 2, batch={"micro_batch_size": 2}, optimizer={"steps": 1, "warmup_steps": 0})
     [row] = on_ranks(two, prepare_mixture(two), tmp_path / "two").steps
     assert (row["loss"], row["grad_norm"]) == pytest.approx(expected[0], rel=1e-5)
 

@@ -22,7 +22,7 @@ from netlayer.launch.launcher import launch
 from netlayer.store.meeting import meeting_place
 from tests.trainer import layout_ranks
 from tests.trainer.layout_ranks import CPU, Trained
-from trainer.parallel import SplitModel
+from trainer.parallel import ParallelModel
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a world does the work of all
 
@@ -51,9 +51,9 @@ COVER = [
     ({"tp": 4}, {**PARALLEL, "recompute": "full"}, {"tp": False}),
     ({"pp": 4}, {"recompute": "selective"}, {"pp": False}),
     ({"dp": 4}, PARALLEL, {"dp": False}),
-    ({"tp": 2, "pp": 2, "vpp": 2}, LLAMA, {"keep_gathered": True}),
+    ({"tp": 2, "pp": 2, "vpp": 2}, LLAMA, {"save_gathered_input": True}),
     ({"pp": 2, "dp": 2, "vpp": 2}, PARALLEL, {"pp": False}),
-    ({"tp": 2, "dp": 2}, PLAIN, {"keep_gathered": True}),
+    ({"tp": 2, "dp": 2}, PLAIN, {"save_gathered_input": True}),
     ({"tp": 2, "pp": 2}, {"recompute": "full"}, {}),  # cut in the midst of a block
 ]
 
@@ -65,8 +65,8 @@ def job_of(
     tree = {
         "model": {**MODEL, **model},
         "parallel": {"dp": 1, **degrees},
-        "batch": {"global_size": sequences, "micro_size": 2},
-        "optimizer": {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.5, "eps": eps},
+        "batch": {"global_batch_size": sequences, "micro_batch_size": 2},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 0, "max_grad_norm": 0.5, "eps": eps},
         "overlap": {"bucket_mib": 0.01, **overlap},
     }
     return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
@@ -164,7 +164,7 @@ def test_what_is_copied_to_peers_trains_as_one_process(work: Work, by_rank: ByRa
     check(work.args[0], by_rank(work)[0], 2, 1e-5)
 
 
-POSTPONED: list[tuple[dict[str, int], dict[str, Any]]] = [
+DEFERRED: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"pp": 2, "dp": 2, "vpp": 2}, LLAMA),
     ({"pp": 4}, PARALLEL),
     ({"tp": 2, "pp": 2}, PLAIN),
@@ -174,14 +174,14 @@ POSTPONED: list[tuple[dict[str, int], dict[str, Any]]] = [
 
 @on_ranks(
     4,
-    layout_ranks.postponed,
-    [job_of(*case, {"zero_bubble": zero_bubble}) for case in POSTPONED for zero_bubble in (True, False)],
+    layout_ranks.deferred,
+    [job_of(*case, {"zero_bubble": zero_bubble}) for case in DEFERRED for zero_bubble in (True, False)],
     2,
 )
 def test_weights_gradients_that_wait_are_the_same_bits(work: Work, by_rank: ByRank) -> None:
     """The same products, of the same shapes into the same places, in the same order: so switching it changes no run."""
     jobs, each = work.args[0], by_rank(work)
-    waited = [sum(found[index].num_postponed for found in each) for index in range(len(jobs))]
+    waited = [sum(found[index].num_deferred for found in each) for index in range(len(jobs))]
     trained = [step.trained for step in each[0]]
     for index, (ours, theirs) in enumerate(zip(trained[::2], trained[1::2], strict=True)):
         where = f"{jobs[2 * index].parallel}; {jobs[2 * index].model}"
@@ -219,7 +219,7 @@ SLOTTED: list[tuple[dict[str, int], dict[str, Any]]] = [
     layout_ranks.slotted,
     [
         job_of(degrees, {"layers": 2, **model}, {}).model_copy(
-            update={"batch": BatchConfig(global_size=size, micro_size=2)}
+            update={"batch": BatchConfig(global_batch_size=size, micro_batch_size=2)}
         )
         for degrees, model in SLOTTED
         for size in (2 * degrees.get("dp", 1), 4 * degrees.get("dp", 1))
@@ -232,7 +232,7 @@ def test_tensor_parallel_linears_write_the_gradients_that_they_would_hand_over(w
     jobs, found = work.args[0], by_rank(work)[0]
     for job, got in zip(jobs, found, strict=True):
         where = f"{job.parallel}; {job.model}; {job.batch}"
-        passes = job.batch.global_size // (2 * job.parallel.dp)
+        passes = job.batch.global_batch_size // (2 * job.parallel.dp)
         weights = job.model.layers * (3 if job.model.parallel_block else 4)
         # In a round among data-parallel ranks there is one open bucket; else a place for every weight.
         least = (passes - 1) * weights + 1 if job.parallel.dp > 1 else passes * weights
@@ -291,7 +291,7 @@ def test_layouts_train_as_one_gpu_does_in_bfloat16_on_nccl(tmp_path: Path) -> No
 
 def test_the_norm_of_a_large_gradient_is_exact() -> None:
     """Of four million equal elements, which torch's own sum on a CPU gets wrong by 0.2%."""
-    model = SplitModel(job_of({}, {"vocab_size": 131_072, "dtype": "float32"}, {}), 0, 0, CPU)
+    model = ParallelModel(job_of({}, {"vocab_size": 131_072, "dtype": "float32"}, {}), 0, 0, CPU)
     for slot in model.slots:
         slot.piece.grad = torch.full_like(slot.piece, 0.1)
     expected = 0.1 * math.sqrt(sum(slot.piece.numel() for slot in model.slots))

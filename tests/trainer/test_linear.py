@@ -20,7 +20,7 @@ from collectives import ShardedDataParallel
 from collectives.sharded.gradient import ShardedGradient
 from collectives.sharded.reduce import GradientReduce
 from collectives.sharded.slot import slot_source
-from collectives.tensor import product
+from collectives.tensor import gemm
 from trainer.model.linears import JoinedLinear, SummedLinear, TokenTable
 from trainer.ops import linear
 from trainer.ops.loss import linear_cross_entropy
@@ -156,7 +156,7 @@ def test_the_heads_gradient_goes_there_too(num_passes: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none")
-@pytest.mark.parametrize(("num_passes", "again"), list(itertools.product((1, 3), (False, True))))
+@pytest.mark.parametrize(("num_passes", "again"), list(itertools.gemm((1, 3), (False, True))))
 def test_on_a_gpu_gradients_of_weights_are_not_rounded(num_passes: int, again: bool) -> None:
     """In bfloat16, over wide sums: a hundred times closer to float64 than 8 bits of mantissa would be."""
     torch.manual_seed(0)
@@ -166,14 +166,14 @@ def test_on_a_gpu_gradients_of_weights_are_not_rounded(num_passes: int, again: b
             parameter.copy_(parameter.bfloat16())
     sharded = ShardedDataParallel(copy.deepcopy(plain), param_dtype=torch.bfloat16)
     seen: list[tuple[Tensor, Tensor]] = []
-    add_product = product.add_product
+    add_matmul = gemm.add_matmul
 
     def noted(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, *, tuned: bool) -> None:
         before = torch.zeros_like(sum_NK).double() if is_first else sum_NK.double()
-        add_product(sum_NK, a_NM, b_MK, is_first, tuned=tuned)
+        add_matmul(sum_NK, a_NM, b_MK, is_first, tuned=tuned)
         seen.append((sum_NK.double(), before + a_NM.double() @ b_MK.double()))
 
-    with mock.patch.object(product, "add_product", noted):
+    with mock.patch.object(gemm, "add_matmul", noted):
         for index in range(num_passes):
             x = torch.randn(8, 32, 64, device="cuda", dtype=torch.bfloat16)
             with sharded.no_sync() if index < num_passes - 1 else sharded.last_backward():

@@ -169,7 +169,7 @@ def test_memory_that_is_not_there_is_one_line_before_anything_starts(
 
 
 def test_a_machine_reads_the_rows_of_its_own_ranks_and_each_once() -> None:
-    batch = BatchConfig(global_size=12, micro_size=1, start_size=4, increment=4)
+    batch = BatchConfig(global_batch_size=12, micro_batch_size=1, start_size=4, increment=4)
     plan = LoaderPlan(spec(), BatchPlan(batch, 4), [1, 2], 6)
     own = spec().open()
     with loading(plan) as (ring, loader):
@@ -199,7 +199,7 @@ def test_a_loader_that_dies_is_started_again_with_nothing_skipped_or_repeated(
 
 def test_a_loader_that_says_why_is_not_started_again() -> None:
     beyond = SamplerSpec((deadly,), 10**6, 0)
-    plan = LoaderPlan(beyond, BatchPlan(BatchConfig(global_size=2, micro_size=1), 1), [0], 3)
+    plan = LoaderPlan(beyond, BatchPlan(BatchConfig(global_batch_size=2, micro_batch_size=1), 1), [0], 3)
     with loading(plan) as (ring, loader):
         with pytest.raises(CheckFailed, match=r"the loader has given up: .*deadly: holds 10000 tokens, and one"):
             taken(ring, loader, 1)
@@ -207,7 +207,9 @@ def test_a_loader_that_says_why_is_not_started_again() -> None:
 
 
 def test_a_loader_that_dies_over_and_over_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    plan = LoaderPlan(SamplerSpec((deadly,), 8, 0), BatchPlan(BatchConfig(global_size=2, micro_size=1), 1), [0], 3)
+    plan = LoaderPlan(
+        SamplerSpec((deadly,), 8, 0), BatchPlan(BatchConfig(global_batch_size=2, micro_batch_size=1), 1), [0], 3
+    )
     with loading(plan) as (ring, loader):
         with pytest.raises(CheckFailed, match=r"has died 5 times over one batch \(killed by SIGKILL\)"):
             taken(ring, loader, 1)
@@ -228,7 +230,9 @@ def test_a_loader_hears_no_signal_that_asks_a_job_to_stop() -> None:
 
 
 def test_a_loader_ends_when_it_is_closed_also_in_the_midst_of_its_work() -> None:
-    plan = LoaderPlan(SamplerSpec((slow,), 8, 0), BatchPlan(BatchConfig(global_size=64, micro_size=1), 1), [0], 10**6)
+    plan = LoaderPlan(
+        SamplerSpec((slow,), 8, 0), BatchPlan(BatchConfig(global_batch_size=64, micro_batch_size=1), 1), [0], 10**6
+    )
     with loading(plan) as (ring, loader):
         taken(ring, loader, 1)
         pid = loader.pid

@@ -15,7 +15,7 @@ from netlayer.config.tree import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed, ConfigError
 from trainer.checkpoint.meta import find
 from trainer.data.prepare import Corpus, prepare_corpus
-from trainer.loop import Launched, Place, Row, Trainer, run
+from trainer.loop import Launched, RankInfo, Row, Trainer, run
 from trainer.notes import Notes
 from trainer.ramps import learning_rate
 from trainer.stop import StopRequest
@@ -23,7 +23,7 @@ from trainer.train import Stop
 
 from .conftest import tiny_job
 
-ALONE = Place(0, 1, torch.device("cpu"))
+ALONE = RankInfo(0, 1, torch.device("cpu"))
 # What reports rely on.
 ROW_KEYS = ["step", "loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "exposed_comm", "memory_gib"]
 ROW_KEYS += ["mfu_full", "mfu_causal", "eval_s", "checkpoint_s", "checkpoint_failures"]
@@ -58,10 +58,10 @@ def test_held_out_loss_falls_and_is_taken_at_the_start_on_the_way_and_at_the_end
     assert last < 0.8 * first
 
 
-@pytest.mark.parametrize("micro_size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4)), 8])
-def test_losses_do_not_depend_on_the_micro_batch(text_folder: Path, corpus: Corpus, micro_size: int) -> None:
+@pytest.mark.parametrize("micro_batch_size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4)), 8])
+def test_losses_do_not_depend_on_the_micro_batch(text_folder: Path, corpus: Corpus, micro_batch_size: int) -> None:
     expected, _ = losses(tiny_job(text_folder), corpus)
-    got, evaluations = losses(tiny_job(text_folder, batch={"micro_size": micro_size}), corpus)
+    got, evaluations = losses(tiny_job(text_folder, batch={"micro_batch_size": micro_batch_size}), corpus)
     assert got == pytest.approx(expected, abs=1e-4)
     assert evaluations[0]["validation_loss"] == pytest.approx(
         losses(tiny_job(text_folder, optimizer={"steps": 1}), corpus)[1][0]["validation_loss"], abs=1e-5
@@ -73,7 +73,7 @@ def test_first_steps_are_those_of_plain_torch(text_folder: Path, corpus: Corpus)
     from trainer.data.batches import micro_batches, sample_starts
     from trainer.model.gpt import build_model
 
-    job = tiny_job(text_folder, optimizer={"steps": 6, "clip_norm": 0.5})
+    job = tiny_job(text_folder, optimizer={"steps": 6, "max_grad_norm": 0.5})
     model = build_model(job.model, 0, ALONE.device)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": job.optimizer.weight_decay},
@@ -85,7 +85,7 @@ def test_first_steps_are_those_of_plain_torch(text_folder: Path, corpus: Corpus)
     for step in range(1, 7):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(job.optimizer, step)
-        starts = sample_starts(len(tokens), job.model.seq_len, 0, step, range(job.batch.global_size))
+        starts = sample_starts(len(tokens), job.model.seq_len, 0, step, range(job.batch.global_batch_size))
         ((tokens_BT, targets_BT),) = micro_batches(tokens, starts, job.model.seq_len, 8, ALONE.device)
         loss = model(tokens_BT, targets_BT)
         loss.backward()
@@ -97,7 +97,7 @@ def test_first_steps_are_those_of_plain_torch(text_folder: Path, corpus: Corpus)
 
 
 def test_a_row_says_what_was_promised(text_folder: Path, corpus: Corpus) -> None:
-    row = Trainer(tiny_job(text_folder, optimizer={"clip_norm": 0}), corpus, 0, ALONE).step(1)
+    row = Trainer(tiny_job(text_folder, optimizer={"max_grad_norm": 0}), corpus, 0, ALONE).step(1)
     assert list(row) == ROW_KEYS
     assert row["step"] == 1
     assert row["lr"] == pytest.approx(1e-2 / 4)
@@ -129,7 +129,7 @@ def test_a_loss_that_is_no_number_stops_with_step_and_rank(text_folder: Path, co
 
 def test_of_many_ranks_that_lose_their_numbers_the_first_are_named(text_folder: Path, corpus: Corpus) -> None:
     trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
-    trainer.job = tiny_job(text_folder, ranks=16, batch={"global_size": 32})
+    trainer.job = tiny_job(text_folder, ranks=16, batch={"global_batch_size": 32})
     notes = Notes(losses=[1.0] + [math.nan] * 15, num_asked=0, grad_norm=math.nan, own_square=math.nan)
     with pytest.raises(CheckFailed, match=r"is nan on rank 1 .*, nan on rank 8 \(.*\), and on 7 more ranks; lower"):
         trainer._check_finite(2, notes)
@@ -395,7 +395,7 @@ def test_garbage_is_collected_by_hand_while_training_alone(
     text_folder: Path, corpus: Corpus, every_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enabled, collected = [], list[int]()
-    job = tiny_job(text_folder, optimizer={"steps": 7}, loop={"collect_every_steps": every_steps})
+    job = tiny_job(text_folder, optimizer={"steps": 7}, loop={"gc_interval": every_steps})
     trainer = Trainer(job, corpus, 0, ALONE)
     rows: list[Row] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(len(rows)))

@@ -24,14 +24,14 @@ from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
 from netlayer.workload.fit import _smaller, has_room_for_copies, has_room_for_windows
-from netlayer.workload.memory import _postponed_bytes, block_bytes, estimate, estimate_stage, in_flight
+from netlayer.workload.memory import _deferred_bytes, block_bytes, estimate, estimate_stage, in_flight
 from netlayer.workload.model_size import num_parameters, stage_elements
 from netlayer.workload.schedule import micro_batches
 from netlayer.workload.stages import num_layers, run_of
 from netlayer.workload.zero_bubble import of_job
 from trainer.model.gpt import GPT, build_model
 from trainer.optim import build_optimizer
-from trainer.parallel import SplitModel
+from trainer.parallel import ParallelModel
 from trainer.plan import check_memory
 
 SMALL = {"layers": 3, "hidden": 128, "heads": 4, "ffn_hidden": 512, "vocab_size": 300, "seq_len": 128}
@@ -50,7 +50,7 @@ def test_parameters_are_those_of_the_model(parallel_block: bool) -> None:
 
 
 def small_job(micro_batches: int = 2, **model: object) -> JobConfig:
-    batch = {"global_size": 4 * micro_batches, "micro_size": 4}
+    batch = {"global_batch_size": 4 * micro_batches, "micro_batch_size": 4}
     sections = {"model": {**SMALL, **model}, "parallel": {"dp": 1}, "batch": batch}
     return JobConfig.model_validate(sections)
 
@@ -59,7 +59,7 @@ def small_job(micro_batches: int = 2, **model: object) -> JobConfig:
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_gradients_and_optimiser_state_are_what_is_allocated(dtype: str, tied: bool) -> None:
     job = small_job(dtype=dtype, tied_embeddings=tied)
-    model = SplitModel(job, 0, 0, torch.device("cpu"))
+    model = ParallelModel(job, 0, 0, torch.device("cpu"))
     optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
     tokens = torch.zeros(4, 128, dtype=torch.int64)
     model.start_step(1)
@@ -71,7 +71,7 @@ def test_parameters_gradients_and_optimiser_state_are_what_is_allocated(dtype: s
     buckets = model.chunks[0].buckets
     moments = [state for piece in optimizer.each[0].state.values() for name, state in piece.items() if name != "step"]
     found = estimate(job)
-    assert found.parameters == sum(bucket.full_N.nbytes for bucket in buckets)
+    assert found.parameters == sum(bucket.unsharded_N.nbytes for bucket in buckets)
     assert found.masters == sum(bucket.master_S.nbytes for bucket in buckets if not bucket.shares_storage)
     assert found.optimizer == sum(moment.nbytes for moment in moments)
     reduced = sum(bucket.grad_S.nbytes for bucket in buckets)
@@ -81,7 +81,7 @@ def test_parameters_gradients_and_optimiser_state_are_what_is_allocated(dtype: s
     among = job.model_copy(update={"parallel": job.parallel.model_copy(update={"dp": 2})})
     assert micro_batches(among) == 1
     assert estimate(among).gradients == reduced / 2
-    batch = job.batch.model_copy(update={"global_size": 16})
+    batch = job.batch.model_copy(update={"global_batch_size": 16})
     assert estimate(among.model_copy(update={"batch": batch})).gradients == reduced / 2 + reduced
 
 
@@ -124,7 +124,7 @@ def test_one_rank_alone_holds_no_gradient_beside_what_the_optimiser_reads(model:
     wide = {"hidden": 256, "ffn_hidden": 1024, "seq_len": 16, **model}
     job = small_job(count, **wide)
     with Held() as held:
-        split = SplitModel(job, 0, 0, torch.device("cpu"))
+        split = ParallelModel(job, 0, 0, torch.device("cpu"))
         optimizer = split.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
         tokens = torch.zeros(4, 16, dtype=torch.int64)
         for step in (1, 2):
@@ -166,7 +166,7 @@ def saved_bytes(job: JobConfig) -> int:
         kept.append(tensor)
         return tensor
 
-    tokens = torch.zeros(job.batch.micro_size, job.model.seq_len, dtype=torch.int64)
+    tokens = torch.zeros(job.batch.micro_batch_size, job.model.seq_len, dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(tokens, tokens)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
@@ -180,7 +180,7 @@ def test_micro_batches_in_flight_are_the_schedules(pp: int, vpp: int, rounds: in
         {
             "model": {**SMALL, "layers": 8},
             "parallel": {"pp": pp, "vpp": vpp, "dp": 1},
-            "batch": {"global_size": pp * rounds, "micro_size": 1},
+            "batch": {"global_batch_size": pp * rounds, "micro_batch_size": 1},
             "overlap": {"zero_bubble": zero_bubble},
         }
     )
@@ -203,17 +203,17 @@ def test_weights_gradients_that_wait_keep_what_is_counted(model: dict[str, objec
     kept = list[Tensor]()
     gpt = build_model(job.model, 0, torch.device("cpu"))
     sharded = ShardedDataParallel(gpt, units=gpt.units)
-    tokens = torch.zeros(job.batch.micro_size, job.model.seq_len, dtype=torch.int64)
+    tokens = torch.zeros(job.batch.micro_batch_size, job.model.seq_len, dtype=torch.int64)
     with mock.patch("trainer.ops.linear.weight_gradient", side_effect=keep):
         sharded(tokens, tokens).backward()
-    assert sum(held.values()) == 2 * _postponed_bytes(job) * tokens.numel()
+    assert sum(held.values()) == 2 * _deferred_bytes(job) * tokens.numel()
 
 
 def pipeline(**overlap: object) -> JobConfig:
     tree = {
         "model": {**SMALL, "layers": 4},
         "parallel": {"pp": 2, "dp": 2},
-        "batch": {"global_size": 2, "micro_size": 1},
+        "batch": {"global_batch_size": 2, "micro_batch_size": 1},
     }
     return JobConfig.model_validate(tree | {"overlap": {"reduce_dtype": "bfloat16", "windows": False, **overlap}})
 
@@ -229,9 +229,9 @@ def test_in_tensor_parallel_groups_what_waits_is_what_activations_are_counted_by
     job = pipeline()
     spread = job.model_copy(update={"parallel": job.parallel.model_copy(update={"tp": 2, "dp": 1})})
     kept, dropped = block_bytes(spread.model, 2)
-    assert _postponed_bytes(spread) > kept + dropped
+    assert _deferred_bytes(spread) > kept + dropped
     held = in_flight(spread, 1)
-    blocks = 2 * _postponed_bytes(spread) * held
+    blocks = 2 * _deferred_bytes(spread) * held
     stream = job.model.hidden * 4 / 2
     ends = held * stream + 2 * stream + 8 / 2  # what was sent, what the last norm saves, a loss' gradient
     assert num_layers(spread, 1) == 2
@@ -254,15 +254,15 @@ def test_zero_bubble_is_given_up_for_room_where_a_pipeline_is_proposed_too() -> 
 def test_no_stage_holds_more_blocks_than_are_counted(pp: int, vpp: int, vocab: int) -> None:
     """By the schedule, where chunks have other numbers of layers."""
     model = {"preset": "7b", "vocab_size": vocab}
-    batch = {"global_size": 16, "micro_size": 1}
+    batch = {"global_batch_size": 16, "micro_batch_size": 1}
     job = JobConfig.model_validate({"model": model, "parallel": {"pp": pp, "vpp": vpp, "dp": 1}, "batch": batch})
     schedule = of_job(job, 16)
-    block = (_postponed_bytes(job) / 2) * job.model.seq_len
+    block = (_deferred_bytes(job) / 2) * job.model.seq_len
     for stage, actions in enumerate(schedule.stages):
         held = peak = 0
         for action in actions:
             pair, halves = (action.micro_batch, action.chunk), len(run_of(job, stage, action.chunk))
-            ends = action.kind == "weights" or (action.kind == "backward" and pair not in schedule.postponed[stage])
+            ends = action.kind == "weights" or (action.kind == "backward" and pair not in schedule.deferred[stage])
             held += halves if action.kind == "forward" else -halves * ends
             peak = max(peak, held)
         assert estimate_stage(job, stage).activations >= 0.97 * peak * block
@@ -271,7 +271,7 @@ def test_no_stage_holds_more_blocks_than_are_counted(pp: int, vpp: int, vocab: i
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_and_parts_hold_the_model_between_them(tied: bool) -> None:
     model = {**SMALL, "layers": 4, "tied_embeddings": tied}
-    batch = {"global_size": 8, "micro_size": 4}
+    batch = {"global_batch_size": 8, "micro_batch_size": 4}
     job = JobConfig.model_validate({"model": model, "parallel": {"tp": 2, "pp": 2, "dp": 1}, "batch": batch})
     stages = [estimate_stage(job, stage).parameters // 4 for stage in range(2)]
     table, whole = 300 * 128, num_parameters(job.model)
@@ -296,7 +296,7 @@ def test_windows_are_five_of_the_largest_bucket_for_every_chunk_and_of_shares_th
     tree = {
         "model": {**SMALL, "layers": 4, "dtype": "bfloat16", **model},
         "parallel": degrees,
-        "batch": {"global_size": 8, "micro_size": 1},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 1},
         "overlap": {"windows": True, "bucket_mib": 0.01, "reduce_dtype": reduced, "peer_reduce": by_peers},
     }
     job = JobConfig.model_validate(tree)
@@ -339,7 +339,7 @@ def test_a_7b_model_on_the_cpus_of_a_small_machine_is_refused_in_one_line(monkey
 
 def test_ranks_that_share_a_machine_are_told_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"layers": 1, "heads": 1, "hidden": 256, "vocab_size": 50_000, "recompute": "full"}  # no tp, no pp
-    tree = {"model": shape, "parallel": {"dp": 2}, "batch": {"micro_size": 1}, "overlap": {"windows": False}}
+    tree = {"model": shape, "parallel": {"dp": 2}, "batch": {"micro_batch_size": 1}, "overlap": {"windows": False}}
     job = JobConfig.model_validate(tree)
     monkeypatch.setattr(environ, "available_memory_bytes", lambda: estimate(job).total * 3 // 2)
     with pytest.raises(ConfigError, match=r"start 1 of the 2 ranks, with job\.parallel\.dp = 1: then each holds"):
@@ -408,7 +408,7 @@ def test_windows_are_taken_by_themselves_where_there_is_room(monkeypatch: pytest
 def test_what_no_layout_fits_is_refused_with_the_key_that_leads(
     monkeypatch: pytest.MonkeyPatch, model: dict[str, object], said: str, parallel: dict[str, int]
 ) -> None:
-    tree = {"model": {**SMALL, "layers": 4, **model}, "parallel": parallel, "batch": {"global_size": 16}}
+    tree = {"model": {**SMALL, "layers": 4, **model}, "parallel": parallel, "batch": {"global_batch_size": 16}}
     monkeypatch.setattr(environ, "available_memory_bytes", lambda: 4 << 30)
     with pytest.raises(ConfigError, match=said):
         check_memory(JobConfig.model_validate(tree), 2, "gloo")
@@ -423,7 +423,7 @@ def test_a_model_that_many_ranks_share_is_largest_while_it_is_made() -> None:
     """Its float32 parameters are whole then; later a rank has 2 bytes of each and a 64th of 16."""
     job = load_config(None, ["job.model.preset=13b", "job.model.dtype=bfloat16", "job.model.recompute=full"]).job
     parallel = job.parallel.model_copy(update={"dp": 64})
-    batch = job.batch.model_copy(update={"global_size": 64, "micro_size": 1})
+    batch = job.batch.model_copy(update={"global_batch_size": 64, "micro_batch_size": 1})
     found, parameters = (
         estimate(job.model_copy(update={"parallel": parallel, "batch": batch})),
         num_parameters(job.model),

@@ -88,7 +88,7 @@ def test_triton_steps_as_torch_does(dtype: torch.dtype, in_backward: bool) -> No
         if operators == "triton":
             for bucket in sharded.buckets:  # the interpreter cuts digits off where a GPU rounds
                 rounded_N, rtol = bucket.master_S.to(dtype), 0 if DEVICE.type == "cuda" else 2**-7
-                torch.testing.assert_close(bucket.full_N, rounded_N, rtol=rtol, atol=0)
+                torch.testing.assert_close(bucket.unsharded_N, rounded_N, rtol=rtol, atol=0)
     # A gradient in bfloat16 may round otherwise where a weight does.
     rtol, atol = (2e-6, 1e-7) if dtype == torch.float32 else (2e-2, 1e-3)
     assert_alike(*found, rtol=rtol, atol=atol)
@@ -207,13 +207,13 @@ def test_triton_leaves_nothing_to_publish() -> None:
     optimizer = build(sharded, "triton")
     train(sharded, optimizer, range(1, 2))
     for bucket in sharded.buckets:
-        assert bucket.own_S is not None
-        bucket.own_S.zero_()
+        assert bucket.shard_S is not None
+        bucket.shard_S.zero_()
         bucket.publish()
-        assert not bool(bucket.own_S.any())
+        assert not bool(bucket.shard_S.any())
         bucket.master_S.add_(1)
         bucket.publish()
-        assert bool(bucket.own_S.any())
+        assert bool(bucket.shard_S.any())
 
 
 def test_triton_leaves_what_others_write_into_the_masters_to_be_published() -> None:

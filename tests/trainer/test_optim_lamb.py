@@ -19,7 +19,7 @@ from tests.trainer.plain_lamb import PlainLamb
 from trainer.model.gpt import build_model
 from trainer.optim import Lamb, WholeNorms
 
-CONFIG = OptimizerConfig(name="lamb", lr=0.02, eps=1e-6, weight_decay=0.1, warmup_steps=0, clip_norm=1e9)
+CONFIG = OptimizerConfig(name="lamb", lr=0.02, eps=1e-6, weight_decay=0.1, warmup_steps=0, max_grad_norm=1e9)
 SHAPES = {"matrix": (7, 5), "table": (30, 4), "zero": (3, 3), "still": (2, 2), "bias": (5,)}
 MODEL = {"layers": 2, "hidden": 16, "heads": 2, "ffn_hidden": 32, "vocab_size": 31, "seq_len": 8, "dtype": "float64"}
 PARALLEL = {"parallel_block": True}
@@ -142,7 +142,7 @@ def job_of(degrees: dict[str, int], model: dict[str, Any]) -> JobConfig:
     tree = {
         "model": {**MODEL, **model},
         "parallel": degrees,
-        "batch": {"global_size": 8, "micro_size": 2},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "optimizer": CONFIG.model_dump(),
         "overlap": {"bucket_mib": 0.002},
     }

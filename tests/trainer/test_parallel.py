@@ -11,7 +11,7 @@ from torch import nn
 
 from netlayer.config.tree import JobConfig
 from trainer.model.gpt import Block, build_model
-from trainer.parallel import SplitModel
+from trainer.parallel import ParallelModel
 
 
 def asked(overlap: dict[str, object], dtype: str = "bfloat16") -> tuple[str, str, bool]:
@@ -19,7 +19,7 @@ def asked(overlap: dict[str, object], dtype: str = "bfloat16") -> tuple[str, str
     tree = {
         "model": {"preset": "1m", "dtype": dtype},
         "parallel": {"tp": 2, "pp": 2, "dp": 2},
-        "batch": {"micro_size": 1, "global_size": 4},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 4},
         "overlap": overlap,
     }
     device = torch.device("cpu")
@@ -31,12 +31,12 @@ def asked(overlap: dict[str, object], dtype: str = "bfloat16") -> tuple[str, str
         mock.patch("trainer.parallel.build_model"),
         mock.patch("trainer.parallel.why_unusable", return_value=None),
         mock.patch("trainer.parallel.Lane"),
-        mock.patch.object(SplitModel, "_takes_windows", return_value=True),
-        mock.patch.object(SplitModel, "_open_data_lanes"),
-        mock.patch.object(SplitModel, "_memory_bytes", 1 << 40),
+        mock.patch.object(ParallelModel, "_takes_windows", return_value=True),
+        mock.patch.object(ParallelModel, "_open_data_comms"),
+        mock.patch.object(ParallelModel, "_memory_bytes", 1 << 40),
     ):
         groups = {"tp": mock.Mock(), "pp": mock.Mock(), "dp": mock.Mock()}
-        SplitModel(JobConfig.model_validate(tree), 0, 0, device, groups)
+        ParallelModel(JobConfig.model_validate(tree), 0, 0, device, groups)
     peer_reduce = sharded.call_args.kwargs["peer_reduce"]
     return exchange.call_args.kwargs["path"], links.call_args.kwargs["path"], peer_reduce
 
@@ -45,10 +45,10 @@ def asked(overlap: dict[str, object], dtype: str = "bfloat16") -> tuple[str, str
     ("overlap", "dtype", "expected"),
     [
         ({}, "bfloat16", ("auto", "auto", True)),
-        ({"peer_memory": False}, "bfloat16", ("lane", "group", False)),
+        ({"peer_memory": False}, "bfloat16", ("communicator", "group", False)),
         ({"peer_reduce": False}, "bfloat16", ("auto", "auto", False)),
-        ({"tp": False}, "bfloat16", ("lane", "auto", True)),
-        ({}, "float64", ("lane", "auto", False)),
+        ({"tp": False}, "bfloat16", ("communicator", "auto", True)),
+        ({}, "float64", ("communicator", "auto", False)),
     ],
 )
 def test_the_memory_of_the_peers_is_a_switch(
@@ -62,7 +62,7 @@ def test_every_kind_of_block_is_compiled() -> None:
     """More than torch's limit of graphs for one function, behind which it compiles no more of them."""
     shape = {"layers": 8, "hidden": 32, "heads": 4, "ffn_hidden": 64, "vocab_size": 301, "seq_len": 16}
     model = {**shape, "dtype": "float32", "attention_window": 5, "window_pattern": "wf", "compile": True}
-    tree = {"model": model, "parallel": {"dp": 1}, "batch": {"micro_size": 2, "global_size": 2}}
+    tree = {"model": model, "parallel": {"dp": 1}, "batch": {"micro_batch_size": 2, "global_batch_size": 2}}
     job, device = JobConfig.model_validate(tree), torch.device("cpu")
     parts = [build_model(job.model, 0, device, halves) for halves in (range(5), range(5, 10), range(10, 16))]
     torch.compiler.reset()
@@ -70,7 +70,7 @@ def test_every_kind_of_block_is_compiled() -> None:
         torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True),
         mock.patch.object(Block, "compile", functools.partialmethod(nn.Module.compile, backend="eager")),
     ):
-        SplitModel._compile(mock.Mock(job=job), parts)
+        ParallelModel._compile(mock.Mock(job=job), parts)
         tokens_TB = torch.randint(0, 301, (16, 2))
         for trains, has_gradients in ((True, True), (True, False), (False, False)):
             x = tokens_TB

@@ -58,13 +58,13 @@ def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
         ),
         ({"optimizer": {"decay_share": 0.5}}, "decay_share = 0.5 has no effect: job.optimizer.schedule is cosine"),
         (
-            {"optimizer": {"schedule": "constant", "min_lr_share": 0.0}},
-            "min_lr_share = 0 has no effect: job.optimizer.schedule is constant",
+            {"optimizer": {"schedule": "constant", "min_lr_ratio": 0.0}},
+            "min_lr_ratio = 0 has no effect: job.optimizer.schedule is constant",
         ),
         ({"batch": {"increment_steps": 3}}, "job.batch.increment_steps = 3 has no effect: there is no ramp"),
         (
             {"batch": {"start_size": 4, "increment": 4}, "optimizer": {"steps": 1, "warmup_steps": 0}},
-            "grows to 4 in job.optimizer.steps = 1, and never to job.batch.global_size = 8",
+            "grows to 4 in job.optimizer.steps = 1, and never to job.batch.global_batch_size = 8",
         ),
         (
             {"parallel": {"tp": 2, "dp": 1}, "overlap": {"reduce_dtype": "bfloat16"}},
@@ -86,7 +86,10 @@ def test_a_job_is_said_in_size_and_memory(tmp_path: Path) -> None:
             {"overlap": {"peer_memory": False, "windows": False}},
             "job.overlap.peer_memory = false has no effect: job.overlap.windows is false",
         ),
-        ({"overlap": {"keep_gathered": True}}, "job.overlap.keep_gathered = true has no effect: job.parallel.tp is 1"),
+        (
+            {"overlap": {"save_gathered_input": True}},
+            "job.overlap.save_gathered_input = true has no effect: job.parallel.tp is 1",
+        ),
         ({"parallel": {"balance": False}}, "job.parallel.balance = false has no effect: job.parallel.pp is 1"),
         ({"overlap": {"zero_bubble": False}}, "job.overlap.zero_bubble = false has no effect: job.parallel.pp is 1"),
         (
@@ -110,7 +113,10 @@ def test_a_trace_of_graphs_is_said_to_show_no_parts(tmp_path: Path) -> None:
 
 
 def test_one_rank_that_steps_in_the_backward_pass_gains_nothing(tmp_path: Path) -> None:
-    sections: dict[str, dict[str, object]] = {"overlap": {"step_in_backward": True}, "optimizer": {"clip_norm": 0.0}}
+    sections: dict[str, dict[str, object]] = {
+        "overlap": {"step_in_backward": True},
+        "optimizer": {"max_grad_norm": 0.0},
+    }
     assert notes(tiny_job(tmp_path, 2, **sections), "gloo") == []
     (note,) = notes(tiny_job(tmp_path, 1, **sections), "gloo")
     assert note.startswith("job.overlap.step_in_backward = true has no effect: job.parallel.dp is 1")

@@ -20,7 +20,7 @@ from trainer.checkpoint.save_load import PARAMETER, Files
 from trainer.commands.sample import sample
 from trainer.data.prepare import Corpus
 from trainer.data.tokenizer import END_OF_DOCUMENT
-from trainer.loop import Place, Trainer, run
+from trainer.loop import RankInfo, Trainer, run
 from trainer.model.gpt import build_model
 from trainer.sample import Sampler, draw, next_logits
 
@@ -43,7 +43,7 @@ def checkpoint(text_folder: Path, corpus: Corpus, tmp_path_factory: pytest.TempP
     """A model that has learned the small text."""
     sections = {"optimizer": {"steps": 60, "lr": 2e-2}, "checkpoint": {"every_steps": 60}}
     out = tmp_path_factory.mktemp("learned")
-    trainer = Trainer(tiny_job(text_folder, **sections), corpus, 0, Place(0, 1, CPU))
+    trainer = Trainer(tiny_job(text_folder, **sections), corpus, 0, RankInfo(0, 1, CPU))
     run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None, out)
     return out
 

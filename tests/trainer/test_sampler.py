@@ -20,7 +20,7 @@ from trainer.data.sampler import BatchPlan, Rows, Sampler, Source, changes, posi
 
 from .token_sets import MemoryDataset, counting
 
-BATCH = BatchConfig(global_size=12, micro_size=1)
+BATCH = BatchConfig(global_batch_size=12, micro_batch_size=1)
 LAYOUTS = (1, 2, 3, 4, 6, 12)
 
 
@@ -74,7 +74,7 @@ def test_samples_do_not_depend_on_who_asks_or_in_which_order() -> None:
 @given(st.sampled_from(LAYOUTS), st.integers(0, 2**40), st.booleans())
 def test_ranks_cut_one_global_batch(dp: int, step: int, ramps: bool) -> None:
     ramp = {"start_size": 12, "increment": 12, "increment_steps": 3} if ramps else {}
-    batch = BatchConfig(global_size=60, micro_size=1, **ramp)
+    batch = BatchConfig(global_batch_size=60, micro_batch_size=1, **ramp)
     plan, step = BatchPlan(batch, dp), step + 1
     own = [sample for rank in range(dp) for sample in plan.samples(step, rank)]
     assert own == list(range(plan.start(step), plan.start(step + 1)))
@@ -84,7 +84,9 @@ def test_ranks_cut_one_global_batch(dp: int, step: int, ramps: bool) -> None:
 @given(st.data())
 def test_batches_follow_each_other_through_a_ramp(data: st.DataObject) -> None:
     ramp = {"start_size": 4, "increment": 2, "increment_steps": data.draw(st.integers(1, 5))}
-    plan = BatchPlan(BatchConfig(global_size=data.draw(st.sampled_from((4, 6, 12))), micro_size=1, **ramp), 2)
+    plan = BatchPlan(
+        BatchConfig(global_batch_size=data.draw(st.sampled_from((4, 6, 12))), micro_batch_size=1, **ramp), 2
+    )
     had = 0
     for step in range(1, 40):
         assert plan.start(step) == had
@@ -131,7 +133,7 @@ def test_whatever_is_killed_and_resumed_samples_are_those_of_an_unbroken_run(
 def test_a_batch_that_grows_at_a_resume_goes_on_with_the_next_sample() -> None:
     first = BatchPlan(BATCH, 2)
     had = [sample for step in (1, 2, 3) for rank in range(2) for sample in first.samples(step, rank)]
-    second = BatchPlan(BatchConfig(global_size=20, micro_size=1), 4, 4, first.start(4))
+    second = BatchPlan(BatchConfig(global_batch_size=20, micro_batch_size=1), 4, 4, first.start(4))
     had += [sample for step in (4, 5) for rank in range(4) for sample in second.samples(step, rank)]
     assert had == list(range(3 * 12 + 2 * 20))
 
@@ -202,7 +204,7 @@ def test_a_limit_of_epochs_names_the_dataset_and_the_steps_it_is_good_for() -> N
 
 def test_at_any_step_of_a_huge_set_only_the_batch_is_read() -> None:
     sampler = Sampler([counting("a", 10**12, 0.9), counting("b", 10**9, 0.1)], 4096, 0, "documents")
-    plan = BatchPlan(BatchConfig(global_size=1024, micro_size=1), 8)
+    plan = BatchPlan(BatchConfig(global_batch_size=1024, micro_batch_size=1), 8)
     rows = sampler.read(plan.samples(1_000_000, 3))
     assert sampler.tokens_read == 128 * 4097
     assert (rows.tokens[:, 1:].astype(np.int64) - rows.tokens[:, :-1] > -(2**31)).all()
@@ -214,7 +216,7 @@ def test_at_any_step_of_a_huge_set_only_the_batch_is_read() -> None:
 def test_the_first_batch_of_a_huge_set_comes_at_once() -> None:
     begin = time.perf_counter()
     sampler = Sampler([counting("a", 10**12, 0.9), counting("b", 10**9, 0.1)], 4096, 0, "documents")
-    sampler.read(BatchPlan(BatchConfig(global_size=1024, micro_size=1), 8).samples(1_000_000, 3))
+    sampler.read(BatchPlan(BatchConfig(global_batch_size=1024, micro_batch_size=1), 8).samples(1_000_000, 3))
     assert time.perf_counter() - begin < 0.5  # 6 ms when it was measured
 
 

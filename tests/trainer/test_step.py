@@ -21,7 +21,7 @@ from tests.trainer.layout_ranks import CPU, Trained
 from tests.trainer.test_layouts import LLAMA, PARALLEL, job_of
 from trainer.loop import Trainer
 from trainer.optim import build_optimizer
-from trainer.parallel import SplitModel
+from trainer.parallel import ParallelModel
 from trainer.step import GraphedSteps, Replay, Steps
 
 NUM_GPUS = torch.cuda.device_count()
@@ -59,7 +59,7 @@ def test_a_graph_computes_with_the_data_and_the_learning_rate_of_its_step(name: 
 def test_a_closed_graph_is_gone_at_once() -> None:
     """The end of NCCL's groups waits for graphs that hold calls of theirs."""
     job = job_of({}, {"dtype": "float32", "layers": 1}, {}, EPS)
-    model = SplitModel(job, 3, 0, CPU)
+    model = ParallelModel(job, 3, 0, CPU)
     graphs: list[weakref.ref[Replay]] = []
 
     def capture(launch: Callable[[], None]) -> Replay:
@@ -84,7 +84,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"job\.loop\.cuda_graph = True: cannot be had with job\.parallel\.pp = 2"):
         _with_graph(job_of({"pp": 2}, {}, {}))
     job = job_of({}, {"layers": 1}, {})
-    model = SplitModel(job, 3, 0, CPU)
+    model = ParallelModel(job, 3, 0, CPU)
     with pytest.raises(ValueError, match="give AdamW or LAMB"):
         GraphedSteps(model, model.optimizer(lambda chunk: chunk.optimizer(torch.optim.SGD, lr=0.1)), 0.0)
 
@@ -127,7 +127,7 @@ def test_on_gpus_steps_inside_the_backward_pass_train_as_those_behind_it(tmp_pat
 
 def test_a_step_inside_the_backward_pass_does_not_stand_behind_it() -> None:
     job = stepping_in_backward(unclipped(job_of({}, {}, {})))
-    model = SplitModel(job, 3, 0, CPU)
+    model = ParallelModel(job, 3, 0, CPU)
     [chunk] = model.chunks
     optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=True))
     before = [slot.piece.detach().clone() for slot in model.slots]
@@ -141,7 +141,7 @@ def test_a_step_inside_the_backward_pass_does_not_stand_behind_it() -> None:
 
 
 def unclipped(job: JobConfig) -> JobConfig:
-    return job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"clip_norm": 0.0})})
+    return job.model_copy(update={"optimizer": job.optimizer.model_copy(update={"max_grad_norm": 0.0})})
 
 
 def stepping_in_backward(job: JobConfig) -> JobConfig:

@@ -15,7 +15,7 @@ from netlayer.config.tree import EvaluationConfig
 from netlayer.errors import ConfigError
 from netlayer.store.meeting import meeting_place
 from trainer.data.prepare import Corpus
-from trainer.loop import Place, Trainer, run
+from trainer.loop import RankInfo, Trainer, run
 from trainer.plan import resolve
 from trainer.trace import StepTracer, parse_steps
 from trainer.train import train
@@ -60,7 +60,7 @@ def test_the_file_is_there_as_soon_as_the_steps_are_over(
     job, file = tiny_job(text_folder, optimizer={"steps": 6}), tmp_path / "trace.json"
     there, wrote = list[int](), list[int]()
     tracer = StepTracer(steps, file, job.parallel.layout, 0)
-    trainer = Trainer(job, corpus, 0, Place(0, 1, torch.device("cpu")))
+    trainer = Trainer(job, corpus, 0, RankInfo(0, 1, torch.device("cpu")))
 
     def note(comm: Any) -> bool:
         is_written = tracer.add(comm)
@@ -81,7 +81,7 @@ def test_the_file_is_there_as_soon_as_the_steps_are_over(
 def test_fewer_steps_than_asked_for_say_which(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     job, file = tiny_job(text_folder, optimizer={"steps": 3}), tmp_path / "trace.json"
     tracer = StepTracer(range(2, 10), file, job.parallel.layout, 0)
-    trainer = Trainer(job, corpus, 0, Place(0, 1, torch.device("cpu")))
+    trainer = Trainer(job, corpus, 0, RankInfo(0, 1, torch.device("cpu")))
     run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None, on_comm=tracer.add)
     tracer.write()
     assert json.loads(file.read_text())["otherData"]["steps"] == "2-3"

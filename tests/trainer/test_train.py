@@ -21,7 +21,7 @@ from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext, RankEnv
 from netlayer.store.meeting import meeting_place
 from trainer.data.prepare import Corpus
-from trainer.loop import Place, Row, Trainer, run
+from trainer.loop import RankInfo, Row, Trainer, run
 from trainer.plan import Plan, prepare, resolve
 from trainer.train import Outcome, Progress, TrainResult, train
 from trainer.worker import meet
@@ -54,7 +54,7 @@ def two_ranks(text_folder: Path, corpus: Corpus, tmp_path_factory: pytest.TempPa
 def test_two_ranks_have_the_losses_of_one(two_ranks: Run, text_folder: Path, corpus: Corpus) -> None:
     steps: list[Row] = []
     evaluations: list[Row] = []
-    alone = Trainer(tiny_job(text_folder), corpus, 0, Place(0, 1, torch.device("cpu")))
+    alone = Trainer(tiny_job(text_folder), corpus, 0, RankInfo(0, 1, torch.device("cpu")))
     run(alone, EvaluationConfig(), steps.append, evaluations.append)
     assert len(steps) == 20
     for key in ("loss", "grad_norm", "lr"):

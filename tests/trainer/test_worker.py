@@ -35,7 +35,7 @@ def test_meeting_and_collectives_have_timeouts_of_their_own(monkeypatch: pytest.
     waited = {}
     for launcher in ("netlayer", "torchrun"):
         context = RankContext(RankEnv(rank=1, world_size=2, launcher=launcher))
-        place, _ = worker.meet_at(context, job, "redis://127.0.0.1:1/run", "gloo")
+        place, _ = worker.init_process_groups(context, job, "redis://127.0.0.1:1/run", "gloo")
         assert (place.rank, place.device) == (1, torch.device("cpu"))
         waited[launcher] = opened.call_args.kwargs["timeout"]
         assert opened.call_args.kwargs["collective_timeout"] == timedelta(seconds=90.5)
@@ -49,7 +49,7 @@ def test_who_has_waited_in_vain_hears_which_key_lets_it_wait_longer(monkeypatch:
     monkeypatch.setattr(worker, "open_world", mock.Mock(side_effect=missing))
     context = RankContext(RankEnv(rank=1, world_size=2, launcher="torchrun"))
     with pytest.raises(RanksMissing, match=r"have come; .* job\.store\.timeout_s above 600$") as caught:
-        worker.meet_at(context, build_config({"job": {}}).job, "env://", "gloo")
+        worker.init_process_groups(context, build_config({"job": {}}).job, "env://", "gloo")
     assert caught.value.missing == (0,)
 
 
@@ -140,9 +140,9 @@ def test_a_task_of_srun_computes_on_the_one_gpu_that_it_was_given(
     job, context = build_config({"job": {}}).job, RankContext(RankEnv(1, 2, 1, 2, "slurm"))
     if index is None:
         with pytest.raises(HardwareMissing, match=r"2 ranks want a GPU each, 1 found.*--gpu-bind=none"):
-            worker.meet_at(context, job, "env://", "nccl")
+            worker.init_process_groups(context, job, "env://", "nccl")
     else:
-        assert worker.meet_at(context, job, "env://", "nccl")[0].device == torch.device("cuda", index)
+        assert worker.init_process_groups(context, job, "env://", "nccl")[0].device == torch.device("cuda", index)
 
 
 def work_in(folder: Path) -> mock.Mock:

@@ -10,8 +10,8 @@ import click
 from netlayer.command import RunOptions, run_options
 
 if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
+    from topology.fabric.cable_plan import CablePlan
     from topology.fabric.graph import Graph
-    from topology.fabric.plant import Plant
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -40,15 +40,15 @@ def command(options: RunOptions, rail_only: bool, prices_file: Path | None) -> N
     from topology.commands.build_tables import print_audit
     from topology.commands.records import keep, load_cluster
     from topology.fabric.audit import audit, load_prices
+    from topology.fabric.cable_plan import CablePlan
     from topology.fabric.graph import checked
-    from topology.fabric.plant import Plant
 
     started, config = utc_now(), load_cluster(options)
     prices = load_prices(prices_file) if prices_file else None
     with open_output(options.out, "topology-build") as out:
-        plant = Plant.build(config.cluster, rail_only=rail_only)
-        files = _write(plant, checked(plant.graph(), config.cluster.name), out.part)
-        tables = by_table(audit(plant, prices))
+        cable_plan = CablePlan.build(config.cluster, rail_only=rail_only)
+        files = _write(cable_plan, checked(cable_plan.graph(), config.cluster.name), out.part)
+        tables = by_table(audit(cable_plan, prices))
         arguments: dict[str, Any] = {"rail_only": rail_only, "prices": prices_file, "files": files}
         prints_tables = keep("build", tables, out, started, options, config, source="predicted", csv=False, **arguments)
     for file in files:
@@ -63,20 +63,20 @@ def by_table(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [row for row in rows if row["table"] == name] for name in names}
 
 
-def _write(plant: Plant, graph: Graph, out: Path) -> list[str]:
+def _write(cable_plan: CablePlan, graph: Graph, out: Path) -> list[str]:
     """Write every form; the names of those written."""
     from netlayer.errors import ConfigError
     from netlayer.results import write_text
     from topology.fabric import addressing, export
 
     texts: dict[str, Any] = {
-        "cables.csv": addressing.cables_csv(graph, plant),
-        "addresses.csv": addressing.addresses_csv(plant),
-        "switches.csv": addressing.switches_csv(plant),
+        "cables.csv": addressing.cables_csv(graph, cable_plan),
+        "addresses.csv": addressing.addresses_csv(cable_plan),
+        "switches.csv": addressing.switches_csv(cable_plan),
         "topo.txt": export.hpcc_text(graph),
     }
     try:
-        texts["fabric.topo"] = export.htsim_text(plant.fabric)
+        texts["fabric.topo"] = export.htsim_text(cable_plan.fabric)
     except ConfigError as exc:
         click.echo(f"no fabric.topo: {exc}", err=True)
     for name, text in texts.items():

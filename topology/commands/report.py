@@ -86,7 +86,7 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
             "placements": findings.placements,
             "failures": findings.failures,
             "worst": findings.worst,
-            "ports": findings.cures,
+            "ports": findings.improvements,
             "knobs": findings.knobs,
         }
         arguments: dict[str, Any] = {"seeds": seeds, "processes": processes, "dask": dask}

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from netlayer.units import format_rate
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.clos import Clos
 from topology.fabric.graph import Graph
-from topology.fabric.plant import Plant
 
 CABLE_COLUMNS = ("cable", "kind", "a_device", "a_port", "b_device", "b_port", "rate_gbps")
 ADDRESS_COLUMNS = (
@@ -41,13 +41,13 @@ _FIRST_ASN = 4_200_000_000
 _LOOPBACKS = ipaddress.IPv4Network("172.16.0.0/12")
 
 
-def cables_csv(graph: Graph, plant: Plant | None = None) -> str:
+def cables_csv(graph: Graph, cable_plan: CablePlan | None = None) -> str:
     """One line a link of a cable: both ends with device and port; the ends of one breakout cable share its number.
 
     Without a plant (an imported fabric) every link is a cable of its own and its kind unknown.
     """
-    kinds = _cable_types(plant) if plant else ["" for _ in range(graph.num_cables)]
-    numbers = _cable_numbers(graph) if plant else list(range(1, graph.num_cables + 1))
+    kinds = _cable_types(cable_plan) if cable_plan else ["" for _ in range(graph.num_cables)]
+    numbers = _cable_numbers(graph) if cable_plan else list(range(1, graph.num_cables + 1))
     names = graph.names
     rows = zip(
         numbers,
@@ -62,9 +62,9 @@ def cables_csv(graph: Graph, plant: Plant | None = None) -> str:
     return _csv(CABLE_COLUMNS, rows)
 
 
-def addresses_csv(plant: Plant) -> str:
+def addresses_csv(cable_plan: CablePlan) -> str:
     """One line a NIC: its address and gateway, its rail's prefix, and the ToR port it hangs on with that port's own."""
-    graph, fabric = plant.graph(), plant.fabric
+    graph, fabric = cable_plan.graph(), cable_plan.fabric
     nics = np.arange(fabric.design.num_nics, dtype=np.int64)
     tors = fabric.tor_of(nics)
     places = zip(
@@ -84,10 +84,10 @@ def addresses_csv(plant: Plant) -> str:
     return _csv(ADDRESS_COLUMNS, rows)
 
 
-def switches_csv(plant: Plant) -> str:
+def switches_csv(cable_plan: CablePlan) -> str:
     """One line a switch: level, pod, loopback, AS number."""
-    fabric = plant.fabric
-    names = plant.graph().names[fabric.design.num_nics :]
+    fabric = cable_plan.fabric
+    names = cable_plan.graph().names[fabric.design.num_nics :]
     rows = [
         (name, level, pod, f"{_LOOPBACKS[number]}/32", asn)
         for number, (name, (level, pod, asn)) in enumerate(zip(names, _autonomous_systems(fabric), strict=True), 1)
@@ -109,9 +109,9 @@ def _autonomous_systems(fabric: Clos) -> list[tuple[str, int | str, int]]:
     ]
 
 
-def _cable_types(plant: Plant) -> list[str]:
+def _cable_types(cable_plan: CablePlan) -> list[str]:
     """Return the type of each cable, such as `AOC 400 Gb/s to 2 x 200 Gb/s`, in the order of the fabric's cables."""
-    design, port = plant.fabric.design, format_rate(plant.cluster.switch_port_bps)
+    design, port = cable_plan.fabric.design, format_rate(cable_plan.cluster.switch_port_bps)
     ends = f" to {design.lanes_per_port} x {format_rate(design.nic_bps)}" if design.lanes_per_port > 1 else ""
     broken = f" as {design.uplink_lanes} x {format_rate(design.tor_uplink_bps)}" if design.uplink_lanes > 1 else ""
     return [

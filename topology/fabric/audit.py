@@ -16,8 +16,8 @@ import numpy as np
 from netlayer.config.file import parse_toml
 from netlayer.config.tree import ClusterConfig, PricesConfig, build_config
 from netlayer.errors import ConfigError
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.clos import Clos
-from topology.fabric.plant import Plant
 
 Rows = list[dict[str, Any]]
 
@@ -41,22 +41,22 @@ def load_prices(path: Path) -> PricesConfig:
     return build_config({"cluster": {"prices": table}}).cluster.prices
 
 
-def audit(plant: Plant, prices: PricesConfig | None = None) -> Rows:
+def audit(cable_plan: CablePlan, prices: PricesConfig | None = None) -> Rows:
     """Rows for a record, `table` in front: `ports` a level, `parts` to buy, `hops` between NICs, one `limits`."""
     return [
-        *({"table": "ports", **row} for row in port_rows(plant)),
-        *({"table": "parts", **row} for row in part_rows(plant, prices)),
-        *({"table": "hops", **row} for row in hop_rows(plant)),
-        {"table": "limits", **limits(plant)},
+        *({"table": "ports", **row} for row in port_rows(cable_plan)),
+        *({"table": "parts", **row} for row in part_rows(cable_plan, prices)),
+        *({"table": "hops", **row} for row in hop_rows(cable_plan)),
+        {"table": "limits", **limits(cable_plan)},
     ]
 
 
-def port_rows(plant: Plant) -> Rows:
+def port_rows(cable_plan: CablePlan) -> Rows:
     """Per level: switches, ports they have, ports with a cable facing down and up, ports left."""
     rows = []
-    for level, switches, down, up in zip(("tor", "spine", "core"), *_ports(plant), strict=True):
+    for level, switches, down, up in zip(("tor", "spine", "core"), *_ports(cable_plan), strict=True):
         if switches:
-            total = switches * plant.cluster.switch_radix
+            total = switches * cable_plan.cluster.switch_radix
             rows.append(
                 {
                     "level": level,
@@ -71,21 +71,21 @@ def port_rows(plant: Plant) -> Rows:
     return rows
 
 
-def part_rows(plant: Plant, prices: PricesConfig | None = None) -> Rows:
+def part_rows(cable_plan: CablePlan, prices: PricesConfig | None = None) -> Rows:
     """Return what to buy: item, count, and with prices also unit price and cost, None for an item without a price.
 
     A last row adds up what has a price, and names what has none; its unit price is a GPU's share.
 
     Args:
-        plant: the fabric.
+        cable_plan: the fabric.
         prices: in place of the cluster's own.
     """
-    prices = prices or plant.cluster.prices
-    switches, down, up = _ports(plant)
+    prices = prices or cable_plan.cluster.prices
+    switches, down, up = _ports(cable_plan)
     fibres = up[0] + up[1]
     counts = {
         "switch": sum(switches),
-        "nic": plant.fabric.design.num_nics,
+        "nic": cable_plan.fabric.design.num_nics,
         "nic_cable": down[0],
         "fibre": fibres,
         "optic": 2 * fibres,
@@ -98,16 +98,16 @@ def part_rows(plant: Plant, prices: PricesConfig | None = None) -> Rows:
         for (item, count), price in zip(counts.items(), known.values(), strict=True)
     ]
     lacking = [item for item in counts if known[item] is None]
-    total, gpus = sum(row["cost"] or 0.0 for row in rows), plant.cluster.num_gpus
+    total, gpus = sum(row["cost"] or 0.0 for row in rows), cable_plan.cluster.num_gpus
     item = f"all without {', '.join(lacking)}" if lacking else "all"
     whole = {"item": item, "count": gpus, "unit_price": total / gpus, "cost": total}
     return [*rows, whole | {"currency": prices.currency, "without": lacking}]
 
 
-def hop_rows(plant: Plant) -> Rows:
+def hop_rows(cable_plan: CablePlan) -> Rows:
     """Count ordered pairs of NICs of different servers by the links between them; hops 0: no path but NVLink."""
-    pairs = _pairs_by_hops(plant.fabric)
-    servers, nics = plant.cluster.servers, plant.cluster.nics_per_server
+    pairs = _pairs_by_hops(cable_plan.fabric)
+    servers, nics = cable_plan.cluster.servers, cable_plan.cluster.nics_per_server
     total = servers * (servers - 1) * nics**2
     inside = {hops: count for hops, count in pairs.items() if count}
     rest = total - sum(inside.values())
@@ -116,18 +116,18 @@ def hop_rows(plant: Plant) -> Rows:
     return [{"hops": hops, "pairs": count, "share": count / total} for hops, count in inside.items()]
 
 
-def limits(plant: Plant) -> dict[str, Any]:
+def limits(cable_plan: CablePlan) -> dict[str, Any]:
     """The whole in one row: size, bisection, oversubscription, and how far the design can grow."""
-    design, cluster = plant.fabric.design, plant.cluster
-    bisection = plant.fabric.bisection_bps
+    design, cluster = cable_plan.fabric.design, cable_plan.cluster
+    bisection = cable_plan.fabric.bisection_bps
     pods = cluster.switch_radix // design.links_per_spine_core if design.links_per_spine_core else 1
-    pod_sets = _most_sets_in_a_pod(plant)
+    pod_sets = _most_sets_in_a_pod(cable_plan)
     return {
-        "variant": plant.variant,
+        "variant": cable_plan.variant,
         "servers": cluster.servers,
         "nics": design.num_nics,
         "bisection_bps": bisection,
-        "bisection_share": bisection / plant.fabric.half_of_nics_bps,
+        "bisection_share": bisection / cable_plan.fabric.half_of_nics_bps,
         "uplink_over_nic": design.tor_uplink_bps / design.nic_bps,
         "max_servers_per_tor_set": max_servers_per_tor_set(cluster),
         "max_pods": pods,
@@ -150,9 +150,9 @@ def max_servers_per_tor_set(cluster: ClusterConfig) -> int:
     return best
 
 
-def _ports(plant: Plant) -> tuple[list[int], list[int], list[int]]:
+def _ports(cable_plan: CablePlan) -> tuple[list[int], list[int], list[int]]:
     """(switches, ports facing down, ports facing up) with a cable, of ToRs, spines and cores."""
-    design = plant.fabric.design
+    design = cable_plan.fabric.design
     switches = [design.num_tors, design.num_spines, design.num_cores]
     nics = design.nics_per_server // design.rails
     under = np.bincount(np.arange(design.num_servers) // design.servers_per_tor_set) * nics
@@ -179,9 +179,9 @@ def _pairs_by_hops(fabric: Clos) -> dict[int, int]:
     }
 
 
-def _most_sets_in_a_pod(plant: Plant) -> int:
+def _most_sets_in_a_pod(cable_plan: CablePlan) -> int:
     """ToR sets that a pod has room for with its spines as wired."""
-    design, cluster = plant.fabric.design, plant.cluster
+    design, cluster = cable_plan.fabric.design, cable_plan.cluster
     budget = cluster.switch_radix if cluster.tiers == 2 else max(design.spine_ports_down, cluster.switch_radix // 2)
     ports = max(design.links_per_tor_spine // design.uplink_lanes, 1)
     rails = design.rails // design.num_networks  # whose ToRs share a spine

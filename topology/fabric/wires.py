@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from netlayer.config.tree import ClusterConfig
 from topology.ecmp.load import TOLERANCE
 from topology.ecmp.routing import NO_LINK
+from topology.fabric.cable_plan import CablePlan
 from topology.fabric.clos import Clos, Tier
 from topology.fabric.graph import Floats, Graph, Ints
-from topology.fabric.plant import Plant
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,7 +46,7 @@ class Wires:
     @classmethod
     def of_clos(cls, fabric: Clos, cluster: ClusterConfig) -> Wires:
         """The links of `fabric`, which was built from `cluster`, in its own order."""
-        graph = Plant.build(cluster).graph()
+        graph = CablePlan.build(cluster).graph()
         tier = fabric.link_tier.astype(np.int64)
         offset = np.arange(fabric.num_links) - fabric.tier_start[tier]
         down = tier > Tier.SPINE_CORE

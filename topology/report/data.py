@@ -73,7 +73,7 @@ class Findings:
     placements: list[Row]
     failures: list[Row]
     worst: list[Row]
-    cures: list[Row]
+    improvements: list[Row]
     knobs: list[Row]
 
     @property
@@ -202,7 +202,7 @@ def _costs(
         points = cases(seeds, ["given"], _failures(fabric, seed), HASH)
         failures = run_sweep(subject, points, progress=bar, **workers)
     with stages.open("cures") as bar:
-        cures = _cures(config, fabric, seed)
+        improvements = _improvements(config, fabric, seed)
         knobs = search_knobs(
             fabric,
             lambda qps: slot_flows(config.job, config.cluster, qps) if config else permutation(fabric, seed, qps),
@@ -215,7 +215,7 @@ def _costs(
         "placements": placements,
         "failures": failures,
         "worst": worst_by_number(failures),
-        "cures": cures,
+        "cures": improvements,
         "knobs": knobs,
     }
 
@@ -298,7 +298,7 @@ def _distribution(fabrics: Mapping[bool, Fabric], seeds: Sequence[int]) -> Distr
     return counted
 
 
-def _cures(config: Config | None, fabric: Fabric, seed: int) -> list[Row]:
+def _improvements(config: Config | None, fabric: Fabric, seed: int) -> list[Row]:
     """Planned UDP ports for each traffic."""
     chosen = {name: traffic_flows(config, fabric, name, seed) for name in _traffics(config)}
     return [

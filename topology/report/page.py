@@ -52,7 +52,7 @@ def build_page(findings: Findings) -> Report:
     """The report; `Report.write` puts it into a folder."""
     report = Report(f"Fabric {findings.name}", f"{_size(findings)}; seed {findings.seed}")
     about_collisions = [*([_split] if findings.clos is not None else []), _distributions, _loads]
-    about_costs = [*([_placements] if findings.placements else []), _failures, _cures]
+    about_costs = [*([_placements] if findings.placements else []), _failures, _improvements]
     return report.fill(findings, [_overview, _fabric, *about_collisions, *about_costs, _definitions])
 
 
@@ -89,8 +89,8 @@ def _overview(report: Report, findings: Findings) -> None:
         share = f"{rank_order['pipeline_collision_share']:.1%}"
         hint = f"on any tier; excess {rank_order['pipeline_excess']:.1%}, {HASH}"
         figures.append(Figure("Pipeline flows in collision", share, "", hint))
-    if findings.cures:
-        best = max(findings.cures, key=lambda row: float(row["excess_before"]))
+    if findings.improvements:
+        best = max(findings.improvements, key=lambda row: float(row["excess_before"]))
         hint = f"{best['traffic']}: from {best['excess_before']:.1%}, ports of {best['changed']:,} QPs changed"
         figures.append(Figure("Excess with planned UDP ports", f"{best['excess_after']:.1%}", "", hint))
     section.figures(*figures, source="simulated")
@@ -101,7 +101,11 @@ def _overview(report: Report, findings: Findings) -> None:
             if findings.placements
             else []
         ),
-        *([findings.command("cure ports", "--traffic", best["traffic"], "--hash", HASH)] if findings.cures else []),
+        *(
+            [findings.command("cure ports", "--traffic", best["traffic"], "--hash", HASH)]
+            if findings.improvements
+            else []
+        ),
     ]
     section.code("\n".join(commands))
 
@@ -477,7 +481,7 @@ def _range_chart(rows: pd.DataFrame) -> Chart:
     return drawn.properties(width="container", height=300)  # type: ignore[no-any-return]
 
 
-def _cures(report: Report, findings: Findings) -> None:
+def _improvements(report: Report, findings: Findings) -> None:
     """Add the section on what lowers collisions: planned ports, and the switches' seeds, offsets and functions."""
     section = report.section(
         "What lowers collisions",
@@ -485,10 +489,10 @@ def _cures(report: Report, findings: Findings) -> None:
         f"queue pairs a connection on a grid. {_polarisation(findings)}",
         source="simulated",
     )
-    cures = pd.DataFrame(findings.cures)
+    improvements = pd.DataFrame(findings.improvements)
     commands = []
-    if not cures.empty:
-        bars = cures.melt(
+    if not improvements.empty:
+        bars = improvements.melt(
             id_vars="traffic", value_vars=["excess_before", "excess_after"], var_name="ports", value_name="excess"
         )
         bars["ports"] = bars["ports"].map({"excess_before": "as drivers derive them", "excess_after": "planned"})
@@ -500,9 +504,9 @@ def _cures(report: Report, findings: Findings) -> None:
         columns = {"traffic": "traffic", "queue_pairs": "queue pairs", "changed": "to change"}
         columns |= {f"collision_share_{when}": f"colliding {when}" for when in ("before", "after")}
         columns |= {f"max_utilisation_{when}": f"fullest link {when}" for when in ("before", "after")}
-        table = cures[list(columns)].rename(columns=columns)
+        table = improvements[list(columns)].rename(columns=columns)
         section.table(table, formats={name: ".1%" for name in table.columns if "before" in name or "after" in name})
-        options = [word for name in cures["traffic"] for word in ("--traffic", name)]
+        options = [word for name in improvements["traffic"] for word in ("--traffic", name)]
         commands.append(findings.command("cure ports", *options, "--hash", HASH))
     headings = {
         "seed": "seed",

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from topology.fabric.cable_plan import nic_name
 from topology.fabric.clos import Clos
 from topology.fabric.graph import Graph
-from topology.fabric.plant import nic_name
 
 _NAME = re.compile(r"srv([0-9]{1,9})(?:/nic([0-9]{1,9}))?")
 _NUMBER = re.compile(r"[0-9]{1,18}")

@@ -148,27 +148,29 @@ def check_model(meta: Meta, job: JobConfig) -> None:
         if name in _SHAPELESS or before == value:
             continue
         is_free = name == "seq_len" and model.positions == "rotary"  # no parameter has its length
-        if is_free and job.checkpoint.other_text:
+        if is_free and job.checkpoint.allow_dataset_change:
             continue
         rule = f"is of a model with {name} = {before}, and the job has {value}"
-        remedy = f"set job.model.{name} to that" + (", or job.checkpoint.other_text to true" if is_free else "")
+        remedy = f"set job.model.{name} to that" + (
+            ", or job.checkpoint.allow_dataset_change to true" if is_free else ""
+        )
         raise ConfigError(meta.field, meta.path, rule, remedy)
 
 
 def check_same_text(meta: Meta, corpus: Mapping[str, str], job: JobConfig) -> None:
     """Raise ConfigError where a job would go on with other text or tokens, and does not say that it means to."""
-    if job.checkpoint.other_text or not meta.corpus or job.data.datasets:
+    if job.checkpoint.allow_dataset_change or not meta.corpus or job.data.datasets:
         return
     value, before = job.data.folder or "(standard library)", meta.job["data"].get("folder") or "(standard library)"
-    remedy = (
-        "give that text, or set job.checkpoint.other_text to true: this one is then read in the checkpoint's tokens"
-    )
+    remedy = "give that text, or set job.checkpoint.allow_dataset_change to true: this one is then read in the checkpoint's tokens"
     if corpus["text"] != meta.corpus.get("text"):
         rule = f"gives another text than {meta.path} was trained on (job.data.folder = {before}, seed {meta.seed})"
         raise ConfigError("job.data.folder", value, rule, remedy)
     if corpus["tokenizer"] != meta.corpus.get("tokenizer"):
         rule = f"gives another tokenizer than {meta.path} has, of the same text (another release of tokenizers?)"
-        raise ConfigError("job.data.folder", value, rule, "set job.checkpoint.other_text to true to keep that one")
+        raise ConfigError(
+            "job.data.folder", value, rule, "set job.checkpoint.allow_dataset_change to true to keep that one"
+        )
 
 
 def seed_of(meta: Meta, option_seed: int | None, job: JobConfig) -> int:
@@ -182,13 +184,13 @@ def seed_of(meta: Meta, option_seed: int | None, job: JobConfig) -> int:
     """
     if option_seed is None or option_seed == meta.seed:
         return meta.seed
-    if job.checkpoint.other_text:
+    if job.checkpoint.allow_dataset_change:
         return option_seed
     rule = f"is another than the {meta.seed} that {meta.path} was trained with"
-    raise ConfigError("--seed", option_seed, rule, "leave it out, or set job.checkpoint.other_text to true")
+    raise ConfigError("--seed", option_seed, rule, "leave it out, or set job.checkpoint.allow_dataset_change to true")
 
 
-def going_on(meta: Meta, job: JobConfig) -> list[str]:
+def resume_notes(meta: Meta, job: JobConfig) -> list[str]:
     """Lines for the user: from where a job goes on, and what of its optimiser and batch is otherwise than before."""
     lines = [f"goes on from {meta.path}, behind step {meta.step:,}"]
     for path in meta.passed_over:

@@ -56,7 +56,7 @@ from trainer.checkpoint.meta import (
 from trainer.data.prepare import Corpus
 from trainer.model.linears import Part, parts
 from trainer.notes import every_ranks
-from trainer.parallel import Optimizers, SplitModel
+from trainer.parallel import Optimizers, ParallelModel
 
 PARAMETER = "parameter"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW and of LAMB, which also have `step`
@@ -82,7 +82,7 @@ class NoRoom(ConfigError):
 
 
 def save(
-    model: SplitModel,
+    model: ParallelModel,
     optimizers: Optimizers,
     step: int,
     seed: int,
@@ -135,7 +135,7 @@ class _Room:
         path: of the checkpoint.
     """
 
-    def __init__(self, model: SplitModel, path: Path) -> None:
+    def __init__(self, model: ParallelModel, path: Path) -> None:
         self._model, self._path = model, path
         self._refused = 0  # errno of this rank
         self._free_bytes = -1  # where the first rank does not know
@@ -206,7 +206,7 @@ def commit(path: Path, keep: int) -> None:
 
 
 @torch.no_grad()
-def load(meta: Meta, model: SplitModel, optimizers: Optimizers) -> None:
+def load(meta: Meta, model: ParallelModel, optimizers: Optimizers) -> None:
     """Set parameters, masters and optimiser state of this rank's chunks; every rank calls it.
 
     Raises:
@@ -281,7 +281,7 @@ class Files:
         return self._open[tp, pp]
 
 
-def _write(model: SplitModel, optimizers: Optimizers, path: Path, room: _Room) -> None:
+def _write(model: ParallelModel, optimizers: Optimizers, path: Path, room: _Room) -> None:
     """The state of this place, by its first data-parallel rank; the others send theirs."""
     states = _states(model, optimizers)
     if model.place.dp == 0:
@@ -301,7 +301,7 @@ def _write(model: SplitModel, optimizers: Optimizers, path: Path, room: _Room) -
 
 
 def _write_meta(
-    model: SplitModel, aside: Path, step: int, seed: int, text: Text | None, data: Mapping[str, Any] | None
+    model: ParallelModel, aside: Path, step: int, seed: int, text: Text | None, data: Mapping[str, Any] | None
 ) -> None:
     """The tokenizer, and what `Meta` says; the files of tensors are there."""
     digests = {}
@@ -334,11 +334,11 @@ def _old(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-def _states(model: SplitModel, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
+def _states(model: ParallelModel, optimizers: Optimizers) -> Iterator[tuple[str, Tensor]]:
     """Everything that is kept, whole by data-parallel ranks, a bucket at a time; collective over them."""
     for chunk, optimizer in zip(model.chunks, optimizers.each, strict=True):
         for kind in (PARAMETER, *_MOMENTS):
-            for name, whole in gather_whole(chunk.buckets, chunk.gather_lane, _value_of(kind, optimizer)):
+            for name, whole in gather_whole(chunk.buckets, chunk.gather_comm, _value_of(kind, optimizer)):
                 yield _key(kind, name), whole
 
 

@@ -36,8 +36,8 @@ def size(job: JobConfig, backend: Literal["gloo", "nccl"]) -> str:
     chunks = f"vpp {layout.vpp}, " * (layout.vpp > 1)
     degrees = f"tp {layout.tp}, pp {layout.pp}{_layers_by_stage(job)}, {chunks}dp {layout.dp}"
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)} ({degrees}; {backend})"
-    ramped = f"{batch.start_size} to " * (0 < batch.start_size < batch.global_size)
-    sequences = f"{ramped}{batch.global_size} sequences of {job.model.seq_len:,} tokens"
+    ramped = f"{batch.start_size} to " * (0 < batch.start_size < batch.global_batch_size)
+    sequences = f"{ramped}{batch.global_batch_size} sequences of {job.model.seq_len:,} tokens"
     return f"{num_parameters(job.model):,} parameters on {ranks}; {count:,} step{'s' * (count > 1)} of {sequences}"
 
 
@@ -72,10 +72,10 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool =
             f"job.optimizer.warmup_steps = {optimizer.warmup_steps:,} is above job.optimizer.steps = "
             f"{optimizer.steps:,}: the learning rate never reaches job.optimizer.lr"
         )
-    if (last := batch_size(job.batch, optimizer.steps)) < job.batch.global_size:
+    if (last := batch_size(job.batch, optimizer.steps)) < job.batch.global_batch_size:
         lines.append(
             f"job.batch.start_size = {job.batch.start_size:,} grows to {last:,} in job.optimizer.steps = "
-            f"{optimizer.steps:,}, and never to job.batch.global_size = {job.batch.global_size:,}"
+            f"{optimizer.steps:,}, and never to job.batch.global_batch_size = {job.batch.global_batch_size:,}"
         )
     if job.loop.cuda_graph and backend == "gloo":
         lines.append("job.loop.cuda_graph has no effect on a CPU")
@@ -103,9 +103,9 @@ def _without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     yield from _scaling_without_effect(model)
     if _is_given(optimizer, "decay_share") and optimizer.schedule != "wsd":
         yield f"optimizer.decay_share = {optimizer.decay_share:g}", f"job.optimizer.schedule is {optimizer.schedule}"
-    if _is_given(optimizer, "min_lr_share") and optimizer.schedule == "constant":
-        yield f"optimizer.min_lr_share = {optimizer.min_lr_share:g}", "job.optimizer.schedule is constant"
-    if _is_given(batch, "increment_steps") and not 0 < batch.start_size < batch.global_size:
+    if _is_given(optimizer, "min_lr_ratio") and optimizer.schedule == "constant":
+        yield f"optimizer.min_lr_ratio = {optimizer.min_lr_ratio:g}", "job.optimizer.schedule is constant"
+    if _is_given(batch, "increment_steps") and not 0 < batch.start_size < batch.global_batch_size:
         yield f"batch.increment_steps = {batch.increment_steps}", "there is no ramp"
     if not job.parallel.balance and job.parallel.pp == 1:
         yield "parallel.balance = false", "job.parallel.pp is 1"
@@ -170,8 +170,8 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     carries_more = job.parallel.pp > 1 or (job.parallel.tp > 1 and job.overlap.tp and not is_wide)
     if no_copies and not job.overlap.peer_memory and not carries_more:
         yield "overlap.peer_memory = false", no_copies
-    if job.overlap.keep_gathered and job.parallel.tp == 1:
-        yield "overlap.keep_gathered = true", "job.parallel.tp is 1: nothing is gathered"
+    if job.overlap.save_gathered_input and job.parallel.tp == 1:
+        yield "overlap.save_gathered_input = true", "job.parallel.tp is 1: nothing is gathered"
     if not job.overlap.zero_bubble and (reason := why_no_zero_bubble(job)):
         yield "overlap.zero_bubble = false", reason
     if job.overlap.step_in_backward and is_alone:

@@ -55,7 +55,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
       torchrun --max-restarts 3 --nproc-per-node 2 -m netlayer train job.toml --resume auto --out runs/a
       netlayer train examples/laptop.toml --trace 10-12                  # for ui.perfetto.dev
       netlayer train examples/laptop.toml --set metrics.tensorboard=true --set metrics.prometheus_port=9400
-      netlayer train examples/laptop.toml --set loop.collect_every_steps=0   # garbage whenever Python will
+      netlayer train examples/laptop.toml --set loop.gc_interval=0   # garbage whenever Python will
       netlayer train --dry-run examples/megascale-12288.toml
       torchrun --nproc-per-node 2 -m netlayer train examples/laptop.toml
     """

@@ -22,27 +22,29 @@ _SAMPLING = 1  # the second word of the generator's key: other uses of the seed 
 
 @dataclass(frozen=True)
 class Slice:
-    """One rank's share of every global batch: `count` contiguous samples from `first`, `micro_size` at a time."""
+    """One rank's share of every global batch: `count` contiguous samples from `first`, `micro_batch_size` at a time."""
 
     first: int
     count: int
-    micro_size: int
+    micro_batch_size: int
 
     @property
     def num_micro_batches(self) -> int:
-        return self.count // self.micro_size
+        return self.count // self.micro_batch_size
 
 
-def rank_slice(global_size: int, micro_size: int, rank: int, world_size: int) -> Slice:
+def rank_slice(global_batch_size: int, micro_batch_size: int, rank: int, world_size: int) -> Slice:
     """The share of `rank`.
 
     Raises:
-        ValueError: `global_size` is no multiple of `micro_size * world_size`.
+        ValueError: `global_batch_size` is no multiple of `micro_batch_size * world_size`.
     """
-    if global_size % (micro_size * world_size):
-        raise ValueError(f"global_size = {global_size}: not a multiple of {micro_size} x {world_size} ranks")
-    count = global_size // world_size
-    return Slice(first=rank * count, count=count, micro_size=micro_size)
+    if global_batch_size % (micro_batch_size * world_size):
+        raise ValueError(
+            f"global_batch_size = {global_batch_size}: not a multiple of {micro_batch_size} x {world_size} ranks"
+        )
+    count = global_batch_size // world_size
+    return Slice(first=rank * count, count=count, micro_batch_size=micro_batch_size)
 
 
 def sample_starts(num_tokens: int, seq_len: int, seed: int, step: int, samples_N: range) -> NDArray[np.int64]:
@@ -66,11 +68,11 @@ def even_starts(num_tokens: int, seq_len: int, count: int) -> NDArray[np.int64]:
 
 
 def micro_batches(
-    tokens: NDArray[np.integer], starts_N: NDArray[np.int64], seq_len: int, micro_size: int, device: torch.device
+    tokens: NDArray[np.integer], starts_N: NDArray[np.int64], seq_len: int, micro_batch_size: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The windows at `starts_N` as (tokens_BT, targets_BT), int64 on `device`, B = `micro_size`."""
-    for first in range(0, len(starts_N), micro_size):
-        starts = starts_N[first : first + micro_size]
+    """The windows at `starts_N` as (tokens_BT, targets_BT), int64 on `device`, B = `micro_batch_size`."""
+    for first in range(0, len(starts_N), micro_batch_size):
+        starts = starts_N[first : first + micro_batch_size]
         windows = torch.from_numpy(np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64))
         if device.type == "cuda":
             windows = windows.pin_memory().to(device, non_blocking=True)

@@ -99,14 +99,14 @@ def check_samples(job: JobConfig, corpus: Corpus | Mixture, before: Meta | None)
             it means to go on; or the run would read one more often than job.data.max_epochs.
     """
     if not job.data.counts_samples:
-        if before is not None and before.data is not None and not job.checkpoint.other_text:
+        if before is not None and before.data is not None and not job.checkpoint.allow_dataset_change:
             raise _another(before, "it counted its samples through epochs, and this job draws them with replacement")
         return
     sampler = sampler_spec(job, corpus, seed=0).open()
     plan = batch_plan(job, before)
     num_samples = plan.start(job.optimizer.steps + 1)
-    sampler.check_length(num_samples, job.data.max_epochs, job.batch.global_size)
-    if before is None or job.checkpoint.other_text:
+    sampler.check_length(num_samples, job.data.max_epochs, job.batch.global_batch_size)
+    if before is None or job.checkpoint.allow_dataset_change:
         return
     if before.data is None:
         raise _another(before, "it drew its samples with replacement, and this job counts them through epochs")
@@ -134,7 +134,7 @@ def _open_text(corpus: Corpus, side: str, vocab_size: int) -> Source:
 
 def _another(before: Meta, rule: str) -> ConfigError:
     remedy = (
-        "give what it was trained on, or set job.checkpoint.other_text to true: samples then go on by their number, so "
+        "give what it was trained on, or set job.checkpoint.allow_dataset_change to true: samples then go on by their number, so "
         "that of what changed some come again and some do not"
     )
     return ConfigError(DATASETS, None, f"{rule}, since {before.path}", remedy)

@@ -141,7 +141,7 @@ def prepare_corpus(
 def check_enough(facts: CorpusFacts, folder: str, batch_size: int, seq_len: int) -> None:
     """Raise ConfigError where the text holds less than one global batch, or no window to validate on."""
     needed = batch_size * (seq_len + 1)
-    remedy = "give more text, or lower job.batch.global_size or job.model.seq_len"
+    remedy = "give more text, or lower job.batch.global_batch_size or job.model.seq_len"
     value = folder or "(standard library)"
     if facts.train_tokens < needed:
         rule = f"gives {facts.train_tokens} tokens to train on, and one global batch takes {needed}"

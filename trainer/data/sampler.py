@@ -280,7 +280,7 @@ class BatchPlan:
     @property
     def most_samples(self) -> int:
         """Return the most samples that a data-parallel rank has in a step."""
-        return self.batch.global_size // self.dp
+        return self.batch.global_batch_size // self.dp
 
 
 @dataclass(frozen=True)

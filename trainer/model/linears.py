@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from collectives.tensor.exchange import TensorExchange
 from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from netlayer.workload.model_size import padded_vocabulary
-from trainer.ops.backend import Operators, chooses_products
+from trainer.ops.backend import Operators, autotunes_gemms
 from trainer.ops.linear import join_gradients, joined_linear, summed_linear
 
 
@@ -122,7 +122,7 @@ def column(
         bias=bias,
         adds_bias=adds_bias,
         join=functools.partial(join_gradients, operators=operators),
-        tuned=chooses_products(operators),
+        tuned=autotunes_gemms(operators),
     )
 
 
@@ -151,7 +151,7 @@ def row(
         bias=bias,
         adds_bias=adds_bias,
         sums_bias=False,
-        tuned=chooses_products(operators),
+        tuned=autotunes_gemms(operators),
     )
 
 

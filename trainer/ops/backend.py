@@ -33,8 +33,8 @@ def uses_triton(operators: Operators, tensor: Tensor) -> bool:
     return tensor.is_cuda or (IS_INTERPRETED and tensor.device.type == "cpu")
 
 
-def chooses_products(operators: Operators) -> bool:
-    """Whether the algorithm of a product is chosen by measuring (`collectives.tensor.tuned_product`), or by torch."""
+def autotunes_gemms(operators: Operators) -> bool:
+    """Whether the algorithm of a product is chosen by measuring (`collectives.tensor.autotuned_gemm`), or by torch."""
     return operators == "auto"
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from collectives.sharded.slot import SlotSource, slot_source
+from collectives.tensor.autotuned_gemm import can_tune
+from collectives.tensor.gemm import multiply, weight_gradient
 from collectives.tensor.linear import join_by_torch
-from collectives.tensor.product import multiply, weight_gradient
-from collectives.tensor.tuned_product import can_tune
 from collectives.triton_support import HAS_TRITON
-from trainer.ops.backend import Operators, as_rows, chooses_products, uses_triton
+from trainer.ops.backend import Operators, as_rows, autotunes_gemms, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.join_kernels import MOST_PARTS, join_and_sum
@@ -92,7 +92,7 @@ class _Linear(torch.autograd.Function):
         """
         inputs, weights = tensors[: len(keepers)], tensors[len(keepers) :]
         ctx.keepers, ctx.sources, ctx.operators = keepers, sources, operators
-        if chooses_products(operators) and can_tune(inputs[0], weights[0].t()):
+        if autotunes_gemms(operators) and can_tune(inputs[0], weights[0].t()):
             y = _tuned_sum(inputs, weights, bias_N)
         else:
             y = _sum(inputs, weights, bias_N)
@@ -106,7 +106,7 @@ class _Linear(torch.autograd.Function):
         *_, needs_bias = ctx.needs_input_grad[:5]
         needs = ctx.needs_input_grad[5:]
         dy_MN, dbias_N = join_gradients(dys, needs_bias, ctx.operators)
-        tuned = chooses_products(ctx.operators)
+        tuned = autotunes_gemms(ctx.operators)
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []

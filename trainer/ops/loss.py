@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from collectives.sharded.slot import slot_source
 from collectives.tensor.exchange import TensorExchange
-from collectives.tensor.product import add_product, multiply
+from collectives.tensor.gemm import add_matmul, multiply
 from collectives.triton_support import HAS_TRITON
 from netlayer.workload.memory import KERNEL_LOGITS_ROWS, LOGITS_ROWS
-from trainer.ops.backend import Operators, chooses_products, uses_triton
+from trainer.ops.backend import Operators, autotunes_gemms, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.loss_kernels import put_gradient, softmax_statistics
@@ -68,7 +68,7 @@ def linear_cross_entropy(
         chunk_rows,
         trains,
         _softmax if kernels else _plain_softmax,
-        trains and exchange is None and chooses_products(operators),
+        trains and exchange is None and autotunes_gemms(operators),
         counts_all,
     )
     return loss
@@ -117,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dx_MD is None or dweight_vD is None:
                 continue
             multiply(dlogits_cv, weight_vD, out_MN=dx_MD[begin : begin + chunk_rows], tuned=tuned)
-            add_product(dweight_vD, dlogits_cv.t(), x_cD, is_first=begin == 0, tuned=tuned)
+            add_matmul(dweight_vD, dlogits_cv.t(), x_cD, is_first=begin == 0, tuned=tuned)
         if gathering is not None:
             gathering.close()
         if dx_MD is not None and dweight_vD is not None:

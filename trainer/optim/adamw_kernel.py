@@ -24,7 +24,7 @@ def adamw_step(
     grad_S: Tensor,
     exp_avg_S: Tensor,
     exp_avg_sq_S: Tensor,
-    own_S: Tensor | None,
+    shard_S: Tensor | None,
     ends_R: Tensor,
     decay_R: Tensor,
     lr: Tensor,
@@ -37,7 +37,7 @@ def adamw_step(
 
     Args:
         master_S, grad_S, exp_avg_S, exp_avg_sq_S: float32.
-        own_S: gets the weights in its own dtype; None: nobody does.
+        shard_S: gets the weights in its own dtype; None: nobody does.
         ends_R: where each run ends, int64; what is after the last is padding, and not decayed.
         decay_R: weight decay of each run, float32.
         lr: learning rate, a scalar in float32 on the device.
@@ -50,7 +50,7 @@ def adamw_step(
         grad_S,
         exp_avg_S,
         exp_avg_sq_S,
-        own_S,
+        shard_S,
         ends_R,
         decay_R,
         lr,
@@ -65,7 +65,7 @@ def adamw_step(
         math.log(beta2) if beta2 else -math.inf,
         eps,
         NUM_RUNS=len(ends_R),
-        HAS_OWN=own_S is not None,
+        HAS_OWN=shard_S is not None,
         HAS_FACTOR=factor is not None,
         BLOCK=_BLOCK,
         num_warps=_WARPS,

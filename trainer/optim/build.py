@@ -58,11 +58,11 @@ def whole_norms(model: ShardedDataParallel) -> WholeNorms:
     matrices = [name for name, shape in model.shapes().items() if len(shape) > 1]
 
     def add_up(squared_P2: Tensor) -> None:
-        model.reduce_lane.all_reduce(squared_P2)
+        model.reduce_comm.all_reduce(squared_P2)
         if exchange is not None:
             exchange.start_all_reduce(squared_P2).wait()
 
-    return WholeNorms([pieces.get(name) for name in matrices], model.reduce_lane.device, add_up)
+    return WholeNorms([pieces.get(name) for name in matrices], model.reduce_comm.device, add_up)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -170,10 +170,10 @@ class _Shard:
         """
         bucket, runs = self.bucket, self._find_runs([decays[number] for number in self._numbers])
         adamw_step(
-            bucket.master_S, bucket.grad_S, *self._moments, bucket.own_S, *runs, lr, self.step_P, betas, eps, factor
+            bucket.master_S, bucket.grad_S, *self._moments, bucket.shard_S, *runs, lr, self.step_P, betas, eps, factor
         )
         torch.autograd.graph.increment_version([bucket.master_S])  # no operator of torch has written there
-        bucket.note_published()
+        bucket.note_copied_in()
 
     def _find_runs(self, decays: list[float]) -> tuple[Tensor, Tensor]:
         """Return the end of each run of one weight decay, [R], and the decay, [R]."""

@@ -102,7 +102,7 @@ class Agent:
             write(self._children[name].requests, task)
 
     def _begin(self, message: Message) -> None:
-        """Look at the host while torch loads, then fork the workers; a second time, with other plants, all anew."""
+        """Look at the host while torch loads, then fork the workers; a second time, with other faults, all anew."""
         for name in list(self._children):
             self._kill(name)
         self._config = message

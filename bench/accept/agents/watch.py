@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.accept.agents.plant import Plant
+from bench.accept.agents.faults import InjectedFault
 
 SLOT = struct.Struct("qq")
 """Shared-memory record of a rank: numbers of collectives and messages launched, and of those returned."""
@@ -38,16 +38,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         slots: shared memory with the counts.
         slot: index of this rank in it.
-        plants: injected faults.
+        faults: injected faults.
         members: ranks of the group, in order.
         rank: this rank.
     """
 
-    def __init__(self, slots: mmap.mmap, slot: int, plants: Sequence[Plant], members: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, slots: mmap.mmap, slot: int, faults: Sequence[InjectedFault], members: Sequence[int], rank: int
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._slots, self._at = slots, slot * SLOT.size
         self._members, self._rank = list(members), rank
-        self._plants = {plant.kind: plant for plant in plants if rank in plant.ranks}
+        self._faults = {fault.kind: fault for fault in faults if rank in fault.ranks}
         self._buffers_in_use: list[Tensor] = []  # corrupted copies that pending calls still read
 
     def __torch_dispatch__(
@@ -58,25 +60,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             return self._communicate(func, list(args), kwargs)
         out = func(*args, **kwargs)
-        if plant := self._plants.get("slow"):
-            _repeat_work(func, args, plant.amount)
+        if fault := self._faults.get("slow"):
+            _repeat_work(func, args, fault.amount)
         return out
 
     def max_ctas(self, peer: int) -> int | None:
         """Return the CTA limit that an injected fault sets for the communicator with this member, else None."""
-        plant = self._plants.get("ctas")
-        return round(plant.amount) if plant and self._members[peer] in plant.ranks else None
+        fault = self._faults.get("ctas")
+        return round(fault.amount) if fault and self._members[peer] in fault.ranks else None
 
     def before(self, peer: int, send: Tensor | None, num: int) -> Tensor | None:
         """Count a launch of messages and apply injected faults; a slow link sleeps on the device."""
         launched, returned = SLOT.unpack_from(self._slots, self._at)
-        hang, link = self._plants.get("hang"), self._plants.get("slowlink")
+        hang, link = self._faults.get("hang"), self._faults.get("slowlink")
         if hang and launched + 1 >= hang.amount:
             time.sleep(_FOREVER_S)
         if link and self._members[peer] in link.ranks and send is not None:
             gibs = max(1, send.nbytes / _GIB)
             torch.cuda._sleep(round(num * gibs * link.amount * _CYCLES_A_MS))  # type: ignore[no-untyped-call]
-        if "corrupt" in self._plants and send is not None:
+        if "corrupt" in self._faults and send is not None:
             send = self._corrupted_copy(send)
         SLOT.pack_into(self._slots, self._at, launched + 1, returned)
         return send
@@ -88,19 +90,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _communicate(self, func: Any, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         launched, returned = SLOT.unpack_from(self._slots, self._at)
-        hang, link = self._plants.get("hang"), self._plants.get("slowlink")
+        hang, link = self._faults.get("hang"), self._faults.get("slowlink")
         if hang and launched + 1 >= hang.amount:
             time.sleep(_FOREVER_S)
         if link and self._crosses(link, func, args):
             time.sleep(link.amount / 1e3)
-        if "corrupt" in self._plants:
+        if "corrupt" in self._faults:
             self._corrupt_sent(func, args)
         SLOT.pack_into(self._slots, self._at, launched + 1, returned)
         out = func(*args, **kwargs)
         SLOT.pack_into(self._slots, self._at, launched + 1, returned + 1)
         return out
 
-    def _crosses(self, link: Plant, func: Any, args: Sequence[Any]) -> bool:
+    def _crosses(self, link: InjectedFault, func: Any, args: Sequence[Any]) -> bool:
         """Return True if a call uses the link: a message to the other end, or a collective with both ends."""
         other = next(rank for rank in link.ranks if rank != self._rank)
         if func is _c10d.send.default:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from bench.accept.agents.plant import PERIOD_MS, Plant
+from bench.accept.agents.faults import PERIOD_MS, InjectedFault
 from bench.accept.agents.watch import Watch, warm_up
 from bench.accept.agents.wire import Message, Reader, write
 from bench.accept.phases.probes import run_probe
@@ -55,14 +55,14 @@ class Worker:
 
     Args:
         rank: rank in this run.
-        config: from the agent: `device` and `environ` of this rank, `plants` (injected faults), `nccl`.
+        config: from the agent: `device` and `environ` of this rank, `faults` (injected faults), `nccl`.
         slots, slot: shared memory with the launch counts, and this rank's index in it.
     """
 
     def __init__(self, rank: int, config: Message, slots: mmap.mmap, slot: int) -> None:
         self._rank, self._slots, self._slot = rank, slots, slot
         os.environ.update(config["environ"])
-        self._plants = _plants(config["plants"])
+        self._faults = _faults(config["faults"])
         self._device = torch.device(config["device"])
         if self._device.type == "cuda":
             os.environ.update(exports(for_ranks("nccl", NcclConfig(**config["nccl"]))))
@@ -71,9 +71,9 @@ class Worker:
         else:
             torch.set_num_threads(1)
         self._group = ""
-        for plant in self._plants:
-            if plant.kind == "pulse" and rank in plant.ranks:
-                _stop_in_pulses(plant.amount)
+        for fault in self._faults:
+            if fault.kind == "pulse" and rank in fault.ranks:
+                _stop_in_pulses(fault.amount)
 
     def serve(self, requests: int, replies: int) -> None:
         """Run tasks until the request pipe is closed."""
@@ -84,14 +84,14 @@ class Worker:
 
     def _answer(self, task: Message, replies: int) -> dict[str, Any]:
         members, args = task["members"], task["args"]
-        if "plants" in args:  # replace the injected faults from this task on
-            self._plants = _plants(args["plants"])
+        if "faults" in args:  # replace the injected faults from this task on
+            self._faults = _faults(args["faults"])
         try:
             self._form(task)
             write(replies, {"task": task["task"], "formed": True})
-            watch = Watch(self._slots, self._slot, self._plants, members, self._rank)
+            watch = Watch(self._slots, self._slot, self._faults, members, self._rank)
             # A rank alone launches no collectives to count; without an injected fault it needs no watch.
-            with watch if len(members) > 1 or self._plants else contextlib.nullcontext():
+            with watch if len(members) > 1 or self._faults else contextlib.nullcontext():
                 rows = run_probe(task["name"], self._device, {**args, "members": members}, watch)
             if len(members) == 1:  # its rank in the previous group does not matter
                 rows = [{**row, "rank": 0} for row in rows]
@@ -135,8 +135,8 @@ class Worker:
         self._group = task["group"]
 
 
-def _plants(plants: Sequence[Mapping[str, Any]]) -> list[Plant]:
-    return [Plant(plant["kind"], tuple(plant["ranks"]), plant["amount"]) for plant in plants]
+def _faults(faults: Sequence[Mapping[str, Any]]) -> list[InjectedFault]:
+    return [InjectedFault(fault["kind"], tuple(fault["ranks"]), fault["amount"]) for fault in faults]
 
 
 def _stop_in_pulses(stopped_ms: float) -> None:

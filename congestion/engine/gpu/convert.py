@@ -25,7 +25,7 @@ def to_tables(s: State) -> tuple[Tables, int]:
     size = on_wire[s.port["kind"]]
     wire = np.zeros(num_ports, dtype=WIRE)
     wire["first"], wire["size"] = np.cumsum(size) - size, size
-    wire["last"], wire["began"], wire["earliest"] = s.came["last"], s.came["began"], NEVER
+    wire["last"], wire["began"], wire["earliest"] = s.arrivals["last"], s.arrivals["began"], NEVER
     come = in_window[s.port["kind"]]
     reserve = num_queues + int(-(-come // CHUNK).sum())
     num_chunks = num_queues + 2 * reserve + _used(s)
@@ -49,7 +49,7 @@ def to_tables(s: State) -> tuple[Tables, int]:
         seen_from=np.concatenate([[0], np.cumsum(here)]),
         seen=np.empty(int(here.sum()), dtype=tables.SEEN),
         order=np.empty(int(here.sum()), dtype=np.uint32),
-        due=np.empty((1, int(s.node["num_ports"].max())), dtype=np.int64),
+        next_tx=np.empty((1, int(s.node["num_ports"].max())), dtype=np.int64),
         switches=np.flatnonzero(s.node["is_switch"] & (s.node["num_ports"] > 0)).astype(np.uint32),
         hosts=np.flatnonzero((s.node["is_switch"] == 0) & (s.node["num_ports"] > 0)).astype(np.uint32),
         clock=clock,
@@ -86,7 +86,7 @@ def to_state(s: Tables, like: State) -> State:
     free[0, : num_chunks - num_lists] = np.arange(num_chunks - 1, num_lists - 1, -1)
     worker = aligned(1, tables.WORKER)
     worker["stop"], worker["soonest"], worker["num_free"] = num_nodes, NEVER, num_chunks - num_lists
-    arrivals = aligned(num_ports, tables.CAME)
+    arrivals = aligned(num_ports, tables.ARRIVALS)
     arrivals["last"], arrivals["began"] = s.wire["last"], s.wire["began"]
     made = like._replace(
         **{name: getattr(s, name) for name in SAME},
@@ -94,7 +94,7 @@ def to_state(s: Tables, like: State) -> State:
         wire_tail=first[:num_ports].copy(),
         queue_head=first[num_ports:].copy(),
         queue_tail=first[num_ports:].copy(),
-        came=arrivals,
+        arrivals=arrivals,
         entry=aligned(num_chunks * CPU_CHUNK, tables.ENTRY),
         following=np.zeros(num_chunks, dtype=np.uint32),
         free=free,

@@ -32,7 +32,7 @@ from congestion.engine.gpu.tables import (
     TAKEN,
     WINDOWS,
 )
-from congestion.engine.gpu.window import first_due, is_due
+from congestion.engine.gpu.window import first_tx, is_due
 from congestion.engine.tables import NEVER
 
 cuda: Any = _untyped
@@ -177,12 +177,12 @@ def _run_switches(s, me, num_warps, room, base, lane, end, parity):  # type: ign
     soonest = NEVER
     for i in range(me, len(s.switches), num_warps):
         n = s.switches[i]
-        due = False
+        next_tx = False
         if lane == 0:
-            due = is_due(s, n, parity, end)
-            if not due:
+            next_tx = is_due(s, n, parity, end)
+            if not next_tx:
                 soonest = min(soonest, s.next_time[n])
-        if cuda.shfl_sync(_ALL, np.int32(due), 0):
+        if cuda.shfl_sync(_ALL, np.int32(next_tx), 0):
             soonest = min(soonest, _run_switch(s, me, room, base, n, lane, end, parity))
     return soonest
 
@@ -217,7 +217,7 @@ def _run_windows(s, until, reserve, room_size):  # type: ignore[no-untyped-def]
         meeting[0] = NEVER
     cuda.syncthreads()
     for n in range(cuda.grid(1), len(s.node), cuda.gridsize(1)):
-        soonest = min(soonest, first_due(s, n))
+        soonest = min(soonest, first_tx(s, n))
     while True:
         begin = _meet(s, meeting, soonest, until, reserve)
         if begin < 0:

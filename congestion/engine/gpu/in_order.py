@@ -41,20 +41,20 @@ def rank(s, room, base, n, lane, lanes):  # type: ignore[no-untyped-def]
 
 @kernel
 def run_in_order(s, k, room, base, n, end):  # type: ignore[no-untyped-def]
-    """Run all events of the switch by one lane, as `engine.switch` has it; `s.due[k]` is the warp's."""
-    node, due = s.node[n], s.due[k]
+    """Run all events of the switch by one lane, as `engine.switch` has it; `s.next_tx[k]` is the warp's."""
+    node, next_tx = s.node[n], s.next_tx[k]
     many = np.int64(node.num_ports)
     start, count = s.seen_from[node.first_port], np.int64(0)
     for place in range(many):
         count += room[base + 2 * many + place]
-        due[place] = _start_of(s, node.first_port + place)
+        next_tx[place] = _start_of(s, node.first_port + place)
     for i in range(count + 1):
         until = s.seen[s.order[start + i]].time if i < count else end
         while True:
             soonest, chosen = NEVER, 0
             for place in range(many):
-                if due[place] < soonest:
-                    soonest, chosen = due[place], place
+                if next_tx[place] < soonest:
+                    soonest, chosen = next_tx[place], place
             if soonest >= until:
                 break
             if has(s.features, "classes"):

@@ -12,7 +12,7 @@ from congestion.engine.gpu.convert import to_state, to_tables
 from congestion.engine.gpu.host import run_host
 from congestion.engine.gpu.store import with_room
 from congestion.engine.gpu.tables import DONE, ERROR, GIVEN, GO, SHORT, TAKEN, WINDOWS, room_of
-from congestion.engine.gpu.window import first_due, is_due
+from congestion.engine.gpu.window import first_tx, is_due
 from congestion.engine.tables import NEVER, State
 from congestion.kernels.jit import entry, kernel
 
@@ -35,7 +35,7 @@ def _run(s, room, until, reserve, lanes, turn):  # type: ignore[no-untyped-def]
     """Run the GPU's steps on the CPU, lane after lane; return when the next window would begin; clock[GO] says why."""
     clock, many, parity = s.clock, len(s.node), 0
     for n in range(many):
-        first_due(s, n)
+        first_tx(s, n)
     while True:
         begin = NEVER
         for n in range(many):

@@ -21,7 +21,7 @@ _INT32 = 2**31
 _NAMED_ANEW = {"row_stack": "vstack", "in1d": "isin", "trapz": "trapezoid"}
 # What a run is looked at by; the rest comes when it is kept.
 _LOOKED = ("run", "port", "node", "flow", "receiver", "lane", "next_time", "flowlet", "cause", "spray", "watchdog")
-_LOOKED_LAWS = ("dcqcn_flow", "swift_flow", "nscc_flow", "hybrid_flow", "entered_flow")
+_LOOKED_LAWS = ("dcqcn_flow", "swift_flow", "nscc_flow", "hybrid_flow", "plugin_flow")
 _SCRATCH = ("seen", "order", "due")  # of a window
 _CHUNKS = ("entry", "following")  # whose contents are those of queues
 
@@ -98,9 +98,9 @@ class GpuRun:
         kernel = run_windows.overloads[types]
         kernel.cooperative = True  # the driver then sees to it that all blocks are there at once
         blocks, warps = _shape(kernel, room)
-        if self._on_gpu.due.shape[0] < blocks * warps:
-            due = _cuda().device_array((blocks * warps, self._host.due.shape[1]), np.int64)
-            self._on_gpu = self._on_gpu._replace(due=due)
+        if self._on_gpu.next_tx.shape[0] < blocks * warps:
+            next_tx = _cuda().device_array((blocks * warps, self._host.next_tx.shape[1]), np.int64)
+            self._on_gpu = self._on_gpu._replace(next_tx=next_tx)
         run_windows[blocks, _LANES * warps, 0, 4 * room * warps](self._on_gpu, *arguments[1:])
         self._look("clock")
         return int(self._host.clock[GO])

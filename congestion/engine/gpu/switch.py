@@ -16,7 +16,7 @@ from congestion.engine import switch as rules
 from congestion.engine.buffer import marked
 from congestion.engine.gpu.atomics import add, least
 from congestion.engine.gpu.lists import after, arrival_on, put, send_on, take_off
-from congestion.engine.packets import drawn, flow_of, is_lost, next_in_turn, number_of, path_of, size_of, took
+from congestion.engine.packets import flow_of, hash_random, is_lost, next_in_turn, number_of, path_of, size_of, tx_time
 from congestion.engine.tables import ACK_PATH, FLOWLET, HOP_MASK, HOP_SHIFT, NEVER, PATH_SHIFT, PFC, SPRAY
 from congestion.kernels.jit import inlined, kernel
 from congestion.kernels.machine import has
@@ -28,7 +28,7 @@ _DELAY = packets._DELAY
 @inlined
 def send(s, k, port, now, word, size):  # type: ignore[no-untyped-def]  # noqa: ARG001  (as `packets.send`)
     """Put a packet on the wire from `now`; the port is busy until its last bit has left."""
-    busy = port.busy = now + took(s, port.kind, word, size)
+    busy = port.busy = now + tx_time(s, port.kind, word, size)
     send_on(s, s.wire[port.peer], busy + s.pace[port.kind, _DELAY], word)
     if word & 3 != PFC:
         port.tx_packets += 1
@@ -92,7 +92,7 @@ def _take_port(s, room, base, node, place, end):  # type: ignore[no-untyped-def]
     while arrival < end:
         word = take_off(s, wire)
         size = size_of(s, word)
-        _follow(wire, arrival, took(s, kind, word, size))
+        _follow(wire, arrival, tx_time(s, kind, word, size))
         if not is_lost(s, p, word, arrival):
             seen = s.seen[at + count]
             seen.time = arrival
@@ -129,7 +129,7 @@ def _least_loaded(s, room, base, node, f, now):  # type: ignore[no-untyped-def]
     """Choose a path as `engine.switch` does, by our counts."""
     run, last = s.run[0], s.flowlet
     if now - last[f, 1] > run.flowlet_gap:
-        shortest, first_one = NEVER, drawn(run.seed, number_of(s, f), now) % run.num_paths
+        shortest, first_one = NEVER, hash_random(run.seed, number_of(s, f), now) % run.num_paths
         for i in range(run.num_paths):
             path = (first_one + i) % run.num_paths
             p = s.path[np.int64(f) * run.num_paths + path, 1]

@@ -17,7 +17,7 @@ WIRE = np.dtype(
         ("first", "i8"),  # of its entries, in `ring`
         ("size", "u4"),
         ("head", "u4"),  # the reader's
-        ("last", "i8"),  # as `came` has it
+        ("last", "i8"),  # as `arrivals` has it
         ("began", "i8"),
         ("earliest", "i8"),  # the writer's: when the first packet arrives that it sent in this window; NEVER: none
         ("tail", "u4"),
@@ -62,8 +62,8 @@ class Tables(NamedTuple):
     nscc_flow: Rows
     hybrid: Rows
     hybrid_flow: Rows
-    entered: Rows
-    entered_flow: Rows
+    plugin: Rows
+    plugin_flow: Rows
     law_view: Rows
     sent: NDArray[np.int64]
     rtt: Rows
@@ -93,7 +93,7 @@ class Tables(NamedTuple):
     seen_from: Ints
     seen: Rows
     order: NDArray[np.uint32]
-    due: Ints
+    next_tx: Ints
     switches: NDArray[np.uint32]
     hosts: NDArray[np.uint32]
     clock: Ints

@@ -13,7 +13,7 @@ def is_due(s, n, parity, end):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def first_due(s, n):  # type: ignore[no-untyped-def]
+def first_tx(s, n):  # type: ignore[no-untyped-def]
     """Return the first event of node `n`, by all that was sent there: before the first window, whose parity is 0."""
     return min(_hear(s, n, 0), _hear(s, n, 1))
 

@@ -133,7 +133,7 @@ def _hosts(
     from congestion.nic.hosts.inventory_file import read_inventory
     from congestion.nic.profile.plan_fabric import NICS, assume_nics
     from netlayer.errors import ConfigError
-    from topology.fabric.plant import nic_name
+    from topology.fabric.cable_plan import nic_name
 
     if inventory_file is None:
         if options["nic"] not in NICS:

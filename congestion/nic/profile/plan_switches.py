@@ -18,7 +18,7 @@ from congestion.nic.switches.chips import CHIPS
 from congestion.nic.switches.plan import ETHERNET_BYTES, MTU_BYTES, Format, SwitchPlan, check_ports, plan_switch
 from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
-from topology.fabric.plant import Plant
+from topology.fabric.cable_plan import CablePlan
 
 _LANES = {True: 8, False: 4}  # of a port of 400 Gb/s and above; of a slower one
 _WIDE_BPS = 400 * 10**9
@@ -43,8 +43,8 @@ def group_switches(cluster: ClusterConfig) -> list[SwitchGroup]:
     Raises:
         ConfigError: see `design.plan`.
     """
-    plant = Plant.build(cluster)
-    graph, design = plant.graph(), plant.fabric.design
+    cable_plan = CablePlan.build(cluster)
+    graph, design = cable_plan.graph(), cable_plan.fabric.design
     ports: dict[int, list[tuple[str, int]]] = {}
     for nodes, labels in ((graph.a, graph.a_port), (graph.b, graph.b_port)):
         for node, label, bps in zip(nodes.tolist(), labels, graph.bps.tolist(), strict=True):

@@ -92,7 +92,7 @@ def test_a_damaged_job_is_one_clear_line(tmp_path, text, said):
     assert said in str(result.exception)
 
 
-@pytest.mark.parametrize("word", ["cluster.servers=5", "job.batch.micro_size=2", "job.nccl=3"])
+@pytest.mark.parametrize("word", ["cluster.servers=5", "job.batch.micro_batch_size=2", "job.nccl=3"])
 def test_what_is_not_nccls_has_no_effect_and_is_refused(word):
     result = CliRunner().invoke(env_cli.env, ["--set", word])
     assert isinstance(result.exception, ConfigError)

@@ -26,7 +26,7 @@ from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.congestion.nic.sonic_yang import refusals
 from tests.topology.reports import ends, write_sonic
-from topology.fabric.plant import Plant
+from topology.fabric.cable_plan import CablePlan
 from topology.importers import read_fabric
 
 GOLDEN = Path(__file__).parent / "switch_golden"
@@ -200,7 +200,7 @@ def test_sonics_own_models_take_the_tables(path, tmp_path):
 def switches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sonic")
     cluster = ClusterConfig(servers=4, servers_per_tor_set=4, tiers=2)
-    write_sonic(Plant.build(cluster).graph(), folder)
+    write_sonic(CablePlan.build(cluster).graph(), folder)
     return folder
 
 

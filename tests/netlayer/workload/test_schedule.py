@@ -267,7 +267,7 @@ def test_what_is_broken_is_found(broken: Callable[[], Schedule], says: str) -> N
 def test_what_a_job_runs_is_proved_within_the_memory_that_is_counted_for_it(
     pp: int, vpp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = JobConfig.model_validate({"parallel": {"pp": pp, "vpp": vpp, "dp": 1}, "batch": {"micro_size": 1}})
+    job = JobConfig.model_validate({"parallel": {"pp": pp, "vpp": vpp, "dp": 1}, "batch": {"micro_batch_size": 1}})
     check_job(job)
     of_stages = of_layout(job.parallel.layout, micro_batches(job)).stages
     assert num_actions(job) == (sum(map(len, of_stages)) if pp > 1 else 0)
@@ -324,6 +324,6 @@ def test_schedules_need_no_torch() -> None:
 @pytest.mark.parametrize(("recompute", "times"), [("none", 2), ("full", 3)])
 def test_a_backward_pass_is_twice_a_forward_and_blocks_may_run_again(recompute: str, times: int) -> None:
     tree = {"model": {"layers": 4, "recompute": recompute}, "parallel": {"pp": 2, "dp": 1}}
-    costs = flops_costs(JobConfig.model_validate({**tree, "batch": {"global_size": 8, "micro_size": 1}}))
+    costs = flops_costs(JobConfig.model_validate({**tree, "batch": {"global_batch_size": 8, "micro_batch_size": 1}}))
     assert costs.backward_s[0][0] == times * costs.forward_s[0][0]
     assert costs.forward_s[1][0] > 0

@@ -15,13 +15,13 @@ from netlayer.workload.flops import half_block_flops, head_flops, step_flops
 from netlayer.workload.schedule import Schedule, interleaved, one_forward_one_backward
 from netlayer.workload.schedule_simulation import Costs, simulate
 from netlayer.workload.stages import balanced, count_parts, half_blocks, num_layers, parts_of, run_of
-from netlayer.workload.zero_bubble import postpone_weights
+from netlayer.workload.zero_bubble import defer_weight_grads
 from trainer.commands.preview import size
 from trainer.model.gpt import GPT, Block
 
 
 def job_of(pp: int, vpp: int = 1, balance: bool = True, micro_batches: int = 8, **model: object) -> JobConfig:
-    batch = {"global_size": micro_batches, "micro_size": 1}
+    batch = {"global_batch_size": micro_batches, "micro_batch_size": 1}
     parallel = {"pp": pp, "vpp": vpp, "dp": 1, "balance": balance}
     return JobConfig.model_validate({"model": {"preset": "7b", **model}, "parallel": parallel, "batch": batch})
 
@@ -54,14 +54,14 @@ def test_every_half_block_is_in_one_run_and_no_run_is_empty(
 
 def step_of(job: JobConfig) -> float:
     """By FLOPs, messages free, weights' gradients postponed."""
-    pp, vpp, num = job.parallel.pp, job.parallel.vpp, job.batch.global_size
+    pp, vpp, num = job.parallel.pp, job.parallel.vpp, job.batch.global_batch_size
     forward = [[0.0] * vpp for _ in range(pp)]
     for virtual, run in enumerate(runs_of(job)):
         forward[virtual % pp][virtual // pp] = sum(half_block_flops(job.model, half // 2)[half % 2] for half in run)
     forward[-1][-1] += head_flops(job.model)
     schedule: Schedule = interleaved(pp, num, vpp) if vpp > 1 else one_forward_one_backward(pp, num)
     costs = Costs(forward, [[2 * time for time in times] for times in forward], [0.0] * pp)
-    return simulate(postpone_weights(schedule), costs).step_s
+    return simulate(defer_weight_grads(schedule), costs).step_s
 
 
 @pytest.mark.no_cover  # to trace it would take most of its time

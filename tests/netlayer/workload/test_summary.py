@@ -64,7 +64,7 @@ def test_windows_are_given_up_where_the_memory_or_the_host_has_none() -> None:
 )
 def test_published_models_have_their_size_on_any_layout(preset: str, published: int) -> None:
     words = [f"model.preset={preset}", "parallel.tp=2", "parallel.dp=4", "cluster.gpus_per_server=8"]
-    config = load_config(None, [*words, "job.batch.global_size=64"])
+    config = load_config(None, [*words, "job.batch.global_batch_size=64"])
     assert num_parameters(config.job.model) == published
     [row] = stage_rows(config.job, config.cluster)
     # Of a tensor-parallel pair each has half of it, but for the norms, which both have whole.

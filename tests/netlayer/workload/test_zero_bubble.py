@@ -13,7 +13,7 @@ from netlayer.config.tree import JobConfig
 from netlayer.workload.schedule import Action, Schedule, interleaved, of_layout, one_forward_one_backward
 from netlayer.workload.schedule_check import check_schedule
 from netlayer.workload.schedule_simulation import Costs, simulate
-from netlayer.workload.zero_bubble import _Walk, of_job, postpone_weights, why_no_zero_bubble
+from netlayer.workload.zero_bubble import _Walk, defer_weight_grads, of_job, why_no_zero_bubble
 from tests.netlayer.workload.test_schedule import deadlock, schedules
 
 LETTERS = {"forward": "F", "backward": "B", "weights": "W"}
@@ -22,7 +22,7 @@ LETTERS = {"forward": "F", "backward": "B", "weights": "W"}
 @pytest.mark.no_cover  # to trace it would take most of its time
 @given(schedule=schedules(), depth=st.integers(1, 4))
 def test_what_waits_is_computed_behind_its_backward_pass_and_moves_nothing_else(schedule: Schedule, depth: int) -> None:
-    found = postpone_weights(schedule)
+    found = defer_weight_grads(schedule)
     most = [schedule.peak_in_flight(stage) + stage for stage in range(schedule.num_stages)]
     assert all(found.peak_in_flight(stage) <= number for stage, number in enumerate(most))
     check_schedule(found, depth=depth, max_in_flight=max(most))
@@ -37,7 +37,7 @@ def test_what_waits_is_computed_behind_its_backward_pass_and_moves_nothing_else(
 @given(schedule=schedules(kinds=("1f1b", "interleaved")))
 def test_of_the_bubble_the_forwards_are_left(schedule: Schedule) -> None:
     """Where all three computations take as long, and the stages have enough of them."""
-    found = simulate(postpone_weights(schedule), Costs.even(schedule, 1.0, 2.0))
+    found = simulate(defer_weight_grads(schedule), Costs.even(schedule, 1.0, 2.0))
     before = simulate(schedule, Costs.even(schedule, 1.0, 2.0))
     assert found.ideal_s == pytest.approx(before.ideal_s)
     assert found.step_s <= before.step_s
@@ -51,7 +51,7 @@ def test_with_other_times_it_is_not_the_slower_one(
     schedule: Schedule, share: float, backward_s: float, transfer_s: float
 ) -> None:
     costs = replace(Costs.even(schedule, 1.0, backward_s, transfer_s), weight_gradient_share=share)
-    assert simulate(postpone_weights(schedule), costs).step_s <= simulate(schedule, costs).step_s + 1e-9
+    assert simulate(defer_weight_grads(schedule), costs).step_s <= simulate(schedule, costs).step_s + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_with_other_times_it_is_not_the_slower_one(
     ],
 )
 def test_small_ones_read_as_drawn(schedule: Schedule, lines: list[str | None]) -> None:
-    for actions, line in zip(postpone_weights(schedule).stages, lines, strict=True):
+    for actions, line in zip(defer_weight_grads(schedule).stages, lines, strict=True):
         drawn = " ".join(f"{LETTERS[a.kind]}{a.micro_batch}{chr(39) * a.chunk}" for a in actions)
         assert line is None or drawn == line
 
@@ -73,29 +73,29 @@ def test_about_as_few_wait_as_must(p: int, v: int, m: int) -> None:
     schedule = interleaved(p, m, v) if v > 1 else one_forward_one_backward(p, m)
     shortest = _Walk(schedule, m * v).ends
     must = next(num for num in range(m * v + 1) if _Walk(schedule, num).ends == shortest)
-    found = postpone_weights(schedule)
-    assert max(map(len, found.postponed)) <= 2 * must
-    for stage, (actions, postponed) in enumerate(zip(found.stages, found.postponed, strict=True)):
+    found = defer_weight_grads(schedule)
+    assert max(map(len, found.deferred)) <= 2 * must
+    for stage, (actions, deferred) in enumerate(zip(found.stages, found.deferred, strict=True)):
         for one, two in itertools.pairwise(actions):  # what would gain nothing is whole
             wanted = found.outgoing(stage, one) is not None
             assert wanted or one.kind != "backward" or two[:3] != ("weights", *one[1:3])
         last = max(index for index, action in enumerate(actions) if action.kind == "backward")
         if stage == 0:  # nobody waits for that: its reduction hides under all of it
             assert last == len(actions) - 1
-            assert actions[last][1:3] not in postponed
+            assert actions[last][1:3] not in deferred
 
 
 def test_one_stage_and_one_that_gains_nothing_stay_as_they_are() -> None:
     alone = one_forward_one_backward(1, 4)
-    assert postpone_weights(alone) is alone
+    assert defer_weight_grads(alone) is alone
 
 
 def test_a_job_postpones_where_it_can() -> None:
     def job(**sections: object) -> JobConfig:
-        tree = {"parallel": {"pp": 2, "vpp": 2, "dp": 1}, "batch": {"micro_size": 1}}
+        tree = {"parallel": {"pp": 2, "vpp": 2, "dp": 1}, "batch": {"micro_batch_size": 1}}
         return JobConfig.model_validate(tree | sections)
 
-    assert of_job(job(), 8) == postpone_weights(interleaved(2, 8, 2))
+    assert of_job(job(), 8) == defer_weight_grads(interleaved(2, 8, 2))
     assert why_no_zero_bubble(job()) is None
     for sections, why in (
         ({"parallel": {"pp": 1, "dp": 1}}, "pp is 1"),
@@ -128,4 +128,4 @@ def test_weights_gradients_before_their_pass_or_twice_are_found() -> None:
 
 def test_stages_that_wait_for_each_other_are_a_deadlock() -> None:
     with pytest.raises(ValueError, match="schedule 1f1b: deadlock"):
-        postpone_weights(deadlock())
+        defer_weight_grads(deadlock())

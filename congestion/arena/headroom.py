@@ -24,10 +24,10 @@ def over_bound(rows: pd.DataFrame, by: Sequence[str] = ("workload",)) -> pd.Data
     return means.apply(np.exp).reset_index()
 
 
-def room(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> pd.DataFrame:
-    """A row a case: the best rival, its mean time over the bound's, the entrant's, and the least ratio of the two that
-    there can be."""
-    rivals = [law for law in suite.rules.rivals if law != entrant and law in set(rows["law"])]
+def headroom(rows: pd.DataFrame, candidate: str, suite: Suite = SUITE) -> pd.DataFrame:
+    """A row a case: the best rival, its mean time over the bound's, the candidate's, and the least ratio of the two
+    that there can be."""
+    rivals = [law for law in suite.rules.rivals if law != candidate and law in set(rows["law"])]
     means = rows.pivot_table(index=_CASE, columns="law", values="completion_us", sort=False)
     bound = rows.groupby(_CASE, sort=False)["bound_us"].mean().reindex(means.index)
     best = means[rivals].min(axis=1)
@@ -35,22 +35,22 @@ def room(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> pd.DataFrame
         {
             "best_rival": means[rivals].idxmin(axis=1),
             "its_over_bound": best / bound,
-            "entrant_over_bound": means[entrant] / bound,
+            "entrant_over_bound": means[candidate] / bound,
             "least_ratio": bound / best,
         }
     )
     return table.reset_index()
 
 
-def room_words(rows: pd.DataFrame, entrant: str, suite: Suite = SUITE) -> str:
+def headroom_sentence(rows: pd.DataFrame, candidate: str, suite: Suite = SUITE) -> str:
     """Describe what the bound means for the claim to be faster, where it is made: a sentence or two."""
     rules = suite.rules
     scenario_rows = rows[rows["scenario"] == rules.asked_of]
-    rivals = over_bound(scenario_rows[scenario_rows["law"].isin([law for law in rules.rivals if law != entrant])], ())
+    rivals = over_bound(scenario_rows[scenario_rows["law"].isin([law for law in rules.rivals if law != candidate])], ())
     if rivals.empty:
         return ""
     best = rivals.sort_values("over_bound").iloc[0]
-    cases = room(scenario_rows, entrant, suite)
+    cases = headroom(scenario_rows, candidate, suite)
     out_of_reach = int((cases["least_ratio"] > rules.faster).sum())
     least = 1 / best["over_bound"]
     end = "so the claim cannot hold here" if least > rules.faster else "a bound that need not be reachable"

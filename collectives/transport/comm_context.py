@@ -1,4 +1,4 @@
-"""Base of lanes and links: on CUDA a stream of their own, and the recorder and watch that observe them.
+"""Base of communicators and links: on CUDA a stream of their own, and the recorder and watch that observe them.
 
 [Note: streams are few] torch hands out streams from a pool of 32 a priority, round robin: the 33rd is the first again,
 and NCCL's process groups draw from the same pools. Where a receive that spins and what its peer waits for lie on one
@@ -6,7 +6,8 @@ stream, a pipeline stands still. So a stream is opened when it is first needed, 
 allows it, and not opened where nothing travels.
 
 The recorder times collectives, the watch counts them. Neither hears of a CUDA graph's capture: nothing runs then, and
-its events cannot be asked. Not covered: launching anything (`collectives.transport.lane`, `collectives.pipeline.link`).
+its events cannot be asked. Not covered: launching anything (`collectives.transport.communicator`,
+`collectives.pipeline.link`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collectives.watch.recorder import Collective, Recorder
 from collectives.watch.track import Operation, Track
 
 
-class Carrier:
+class CommContext:
     """A stream that carries collectives, and their recorder and track.
 
     Args:
@@ -80,7 +81,7 @@ class Carrier:
 def new_stream(device: torch.device, priority: int = -1) -> torch.cuda.Stream | None:
     """Return a stream for transfers and what they wait for; None on the CPU. See [Note: streams are few].
 
-    The GPU shall prefer the few blocks of a transfer to the many of a matrix product that they compete with.
+    The GPU shall prefer the few blocks of a transfer to the many of a matmul that they compete with.
 
     Args:
         priority: 0 for what follows a transfer, and competes with the computation as its equal.

@@ -1,23 +1,26 @@
-"""A lane: the communicator of one direction, with a stream of its own on CUDA, and the collectives that run on it.
+"""A communicator: the communicator of one direction, with a stream of its own on CUDA, and the collectives that run on
+it.
 
 Gathers of parameters and reductions of gradients need not queue behind each other, so each direction can have a process
-group of its own (MegaScale 3.2). Not covered: the order of collectives, which belongs to who launches them, but a lane
-runs them in the order of their launch, and every rank must launch the same ones.
+group of its own (MegaScale 3.2). Not covered: the order of collectives, which belongs to who launches them, but a
+communicator runs them in the order of their launch, and every rank must launch the same ones.
 
-[Note: streams] On CUDA a collective is issued as a synchronous one inside the lane's stream, which orders it on that
-stream without blocking the host. What it reads was written on the compute stream, so the lane waits for an event of
-that stream first; what it writes is read there, so `Flight.wait` makes the compute stream wait for the lane. Tensors
-that were allocated on the compute stream are kept until then: freed earlier, their memory could be handed out again.
-The copy that fills a buffer to send runs on a side stream: neither the computation nor the transfers before it wait for
-that copy. A lane of one rank has no streams: its copies are part of the computation. Several wrappers may
-share a lane, where all ranks use them in one order (`collectives.transport.carrier`, [Note: streams are few]).
+[Note: streams] On CUDA a collective is issued as a synchronous one inside the communicator's stream, which orders it on
+that stream without blocking the host. What it reads was written on the compute stream, so the communicator waits for an
+event of that stream first; what it writes is read there, so `Work.wait` makes the compute stream wait for the
+communicator. Tensors that were allocated on the compute stream are kept until then: freed earlier, their memory could
+be handed out again. The copy that fills a buffer to send runs on a side stream: neither the computation nor the
+transfers before it wait for that copy. A communicator of one rank has no streams: its copies are part of the
+computation. Several wrappers may share a communicator, where all ranks use them in one order
+(`collectives.transport.comm_context`, [Note: streams are few]).
 
 [Note: works that ended] A thread of gloo's lets go of a collective's tensors after `wait` has returned, and takes
 Python's lock for it where it is the last that holds them. In a program that ends at that moment it is aborted (SIGABRT,
-"terminate called without an active exception"; torch 2.13, also without us). So a lane holds the last few handles.
+"terminate called without an active exception"; torch 2.13, also without us). So a communicator holds the last few
+handles.
 
 [Note: CUDA graphs] Everything here is events and streams, never a question to the device, so a step can be captured.
-All streams fork from the capturing one by events and join it again where their flights are waited for. Times cannot be
+All streams fork from the capturing one by events and join it again where their works are waited for. Times cannot be
 captured: a recorder hears nothing of a capture.
 
 Shapes: N elements of a padded bucket, W ranks, S = N / W.
@@ -39,7 +42,7 @@ from torch import Tensor
 
 from collectives.arguments import as_device
 from collectives.torch_names import Collect, all_gather_single, reduce_scatter_single
-from collectives.transport.carrier import Carrier, new_stream
+from collectives.transport.comm_context import CommContext, new_stream
 from collectives.transport.current_stream import current_stream
 from collectives.transport.leftovers import release_left
 from collectives.transport.peer_reduce import PeerReduce
@@ -65,12 +68,12 @@ _all_reduce: Collect = dist.all_reduce
 _broadcast: Collect = dist.broadcast
 
 
-class Flight:
-    """A launched collective: `wait` for it, let functions `follow` it, or take the event after all (`landed_event`)."""
+class Work:
+    """A launched collective: `wait` for it, let functions `then` it, or take the event after all (`done_event`)."""
 
     def __init__(
         self,
-        lane: Lane,
+        comm: Communicator,
         collective: Collective | None,
         work: dist.Work | None,
         landed: torch.cuda.Event | None,
@@ -79,47 +82,48 @@ class Flight:
         kind: str = "collective",
         late: Callable[[], None] | None = None,
     ) -> None:
-        self._lane, self._collective, self._work, self._kind = lane, collective, work, kind
-        self._arrived = self._landed = landed
+        self._comm, self._collective, self._work, self._kind = comm, collective, work, kind
+        self._arrival_event = self._done_event = landed
         self._then, self._keep = [] if then is None else [then], keep
-        # Until `land`, there is no event yet that a follower's stream could wait for.
-        self._late, self._following = late, list[tuple[Callable[[], None], torch.cuda.Stream | None]]()
+        # Until `launch_rest`, there is no event yet that a follower's stream could wait for.
+        self._rest, self._callbacks = late, list[tuple[Callable[[], None], torch.cuda.Stream | None]]()
         self._done = False
 
-    def land(self) -> None:
-        """Launch on the lane what was left for later, such as the sum of what peers sent. Twice does no harm."""
-        if self._late is None:
+    def launch_rest(self) -> None:
+        """Launch on the communicator what was left for later, such as the sum of what peers sent. Twice does no
+        harm."""
+        if self._rest is None:
             return
-        with torch.cuda.stream(self._lane.stream):
-            self._late()
-            if self._lane.stream is not None:
-                self._arrived = self._landed = self._lane.stream.record_event()
-        self._late = None
-        following, self._following = self._following, []
+        with torch.cuda.stream(self._comm.stream):
+            self._rest()
+            if self._comm.stream is not None:
+                self._arrival_event = self._done_event = self._comm.stream.record_event()
+        self._rest = None
+        following, self._callbacks = self._callbacks, []
         # In the order in which they came: one may use what the one before has computed.
         for function, stream in following:
-            self.follow(function, stream)
+            self.then(function, stream)
 
     @property
-    def landed_event(self) -> torch.cuda.Event | None:
+    def done_event(self) -> torch.cuda.Event | None:
         """Event after it and after all that follows it; None on the CPU. Lands it, if it has not."""
-        self.land()
-        return self._landed
+        self.launch_rest()
+        return self._done_event
 
-    def follow(self, function: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
+    def then(self, function: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
         """Run `function` when it has landed, before `wait` lets anyone go on: on `stream`, on the CPU inside `wait`."""
-        if self._late is not None:
-            self._following.append((function, stream))
+        if self._rest is not None:
+            self._callbacks.append((function, stream))
             return
-        if self._landed is None or stream is None:
+        if self._done_event is None or stream is None:
             self._then.append(function)
             return
-        # By an event, on a side stream: neither the host nor the lane's next transfer waits for `function`.
-        stream.wait_event(self._landed)
+        # By an event, on a side stream: neither the host nor the communicator's next transfer waits for `function`.
+        stream.wait_event(self._done_event)
         with torch.cuda.stream(stream):
             function()
             # Whoever waits from now on waits for this too.
-            self._landed = stream.record_event()
+            self._done_event = stream.record_event()
 
     @property
     def was_waited_for(self) -> bool:
@@ -129,28 +133,28 @@ class Flight:
         """Make the computation wait for it: the host on the CPU, the current stream on CUDA. Twice does no harm."""
         if self._done:
             return
-        self.land()
-        with self._lane.waiting(self._collective):
-            if self._arrived is not None:
-                current_stream(self._lane.device).wait_event(self._arrived)
+        self.launch_rest()
+        with self._comm.waiting(self._collective):
+            if self._arrival_event is not None:
+                current_stream(self._comm.device).wait_event(self._arrival_event)
             elif self._work is not None:
-                with self._lane.explaining(self._kind):
+                with self._comm.explaining(self._kind):
                     self._work.wait()
-        if self._landed is not None:  # apart: what follows it is computation
-            current_stream(self._lane.device).wait_event(self._landed)
+        if self._done_event is not None:  # apart: what follows it is computation
+            current_stream(self._comm.device).wait_event(self._done_event)
         for function in self._then:
             function()
         if self._work is not None:
-            self._lane.ended.append(self._work)
+            self._comm.ended.append(self._work)
         self._done, self._work, self._then, self._keep = True, None, [], ()
 
 
-class Lane(Carrier):
+class Communicator(CommContext):
     """One direction of traffic of a data-parallel group.
 
     Args:
         name: what records call it.
-        group: the process group that only this lane uses; None: a single rank, every collective is local.
+        group: the process group that only this communicator uses; None: a single rank, every collective is local.
         device: of every tensor.
         recorder: notes each collective.
         watch: says who is late where a collective does not complete.
@@ -186,12 +190,13 @@ class Lane(Carrier):
         self._gathers_in_place = self.world_size == 1 or self._probe_gather()
 
     @functools.cached_property
-    def behind(self) -> torch.cuda.Stream | None:
-        """Stream for work after a flight: the next transfer does not wait for it. None where the lane has no stream."""
+    def post_reduce_stream(self) -> torch.cuda.Stream | None:
+        """Stream for work after a work: the next transfer does not wait for it. None where the communicator has no
+        stream."""
         return None if self.world_size == 1 else new_stream(self.device, priority=0)
 
     @functools.cached_property
-    def _beside(self) -> torch.cuda.Stream | None:
+    def _copy_in_stream(self) -> torch.cuda.Stream | None:
         """Side stream for fills."""
         return None if self.world_size == 1 else new_stream(self.device)
 
@@ -210,28 +215,28 @@ class Lane(Carrier):
 
     def all_gather(
         self,
-        full_N: Tensor,
+        unsharded_N: Tensor,
         prepare: Callable[[], None] | None = None,
         after: torch.cuda.Event | None = None,
         *,
         is_recorded: bool = True,
-    ) -> Flight:
-        """Gather every rank's own slice of `full_N` on all ranks, in place.
+    ) -> Work:
+        """Gather every rank's own slice of `unsharded_N` on all ranks, in place.
 
         Args:
-            full_N: this rank has filled the slice that it owns.
-            prepare: fills that slice; runs on the lane.
+            unsharded_N: this rank has filled the slice that it owns.
+            prepare: fills that slice; runs on the communicator.
             after: the point of the compute stream to start from; now, where it is None.
             is_recorded: False for agreements between ranks that are no part of a step.
         """
 
         def issue(async_op: bool) -> dist.Work | None:
-            own_S = self._own(full_N)
+            shard_S = self._own(unsharded_N)
             # Not every backend may read where it writes: see `_probe_gather`.
-            source_S = own_S if self._gathers_in_place else own_S.clone()
-            return all_gather_single(full_N, source_S, group=self.group, async_op=async_op)
+            source_S = shard_S if self._gathers_in_place else shard_S.clone()
+            return all_gather_single(unsharded_N, source_S, group=self.group, async_op=async_op)
 
-        return self._launch("all_gather", full_N, issue, prepare=prepare, after=after, is_recorded=is_recorded)
+        return self._launch("all_gather", unsharded_N, issue, prepare=prepare, after=after, is_recorded=is_recorded)
 
     def reduce_scatter(
         self,
@@ -241,7 +246,7 @@ class Lane(Carrier):
         read: Sequence[Tensor] = (),
         mean: bool = False,
         by: PeerReduce | None = None,
-    ) -> Flight:
+    ) -> Work:
         """Sum the ranks' `input_N`; slice r goes to rank r's `output_S`.
 
         Args:
@@ -249,8 +254,8 @@ class Lane(Carrier):
             input_N: what this rank gives.
             fill: writes `input_N`, on the side stream; None: it is written.
             read: what `fill` reads; kept until it has run.
-            mean: in place of the sum, where this lane `divides_on_the_way`, or `by` is given.
-            by: in place of the backend, into float32. Its sum is launched when the flight lands.
+            mean: in place of the sum, where this communicator `divides_on_the_way`, or `by` is given.
+            by: in place of the backend, into float32. Its sum is launched when the work lands.
         """
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         # Muted, a rank keeps its own part: the memory and the copies are as ever, and nothing is sent.
@@ -279,16 +284,16 @@ class Lane(Carrier):
         def issue_wide(async_op: bool) -> dist.Work | None:
             return _all_reduce(wide_N, op=op, group=self.group, async_op=async_op)
 
-        def land() -> None:
+        def launch_rest() -> None:
             output_S.copy_(self._own(wide_N))
 
         after = self._fill(fill_wide, (input_N, *read))
-        return self._launch("reduce_scatter", wide_N, issue_wide, then=land, after=after, keep=(output_S,))
+        return self._launch("reduce_scatter", wide_N, issue_wide, then=launch_rest, after=after, keep=(output_S,))
 
     def _reduce_by(
         self, by: PeerReduce, output_S: Tensor, input_N: Tensor, after: torch.cuda.Event | None, mean: bool
-    ) -> Flight:
-        """Launch the sends of a reduce-scatter by copies between peers; the flight adds up what came when it lands.
+    ) -> Work:
+        """Launch the sends of a reduce-scatter by copies between peers; the work adds up what came when it lands.
 
         Args:
             after: when `input_N` is complete; None: when what is queued now on the caller's stream is done.
@@ -298,20 +303,20 @@ class Lane(Carrier):
             # What is sent is complete after its fill; without one, after the computation so far.
             self.stream.wait_event(after or self.mark())  # type: ignore[arg-type]
         counted = self.counted("reduce_scatter", input_N.nbytes)
-        # Of this rank's own copies: what a late peer costs is in the wait for the flight.
+        # Of this rank's own copies: what a late peer costs is in the wait for the work.
         recording = self.recording(self.name, "reduce_scatter", input_N.nbytes, stream=by.stream)
         with torch.cuda.stream(self.stream):
-            by.follow()
+            by.then()
             with counted or nullcontext(), recording as collective:
                 add = by.send(input_N)
 
         # Launched later, after the next bucket's sends: parts of peers in step have arrived by then, so nothing waits.
-        def land() -> None:
+        def launch_rest() -> None:
             add(output_S, mean)
             if counted is not None:
                 counted.settle()
 
-        return Flight(self, collective, None, None, None, (input_N, output_S), "reduce_scatter", land)
+        return Work(self, collective, None, None, None, (input_N, output_S), "reduce_scatter", launch_rest)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """All-reduce in place, and wait."""
@@ -319,7 +324,7 @@ class Lane(Carrier):
 
     def start_all_reduce(
         self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_recorded: bool = True
-    ) -> Flight:
+    ) -> Work:
         """Start an all-reduce in place; leave `tensor` alone until the wait. `is_recorded` as in `all_gather`."""
 
         def issue(async_op: bool) -> dist.Work | None:
@@ -335,7 +340,7 @@ class Lane(Carrier):
 
         self._launch("broadcast", tensor, issue).wait()
 
-    def tell(self, values: Sequence[int], what: str) -> list[list[int]]:
+    def all_gather_ints(self, values: Sequence[int], what: str) -> list[list[int]]:
         """All-gather `values`, the same number on each rank, in rank order; the host waits.
 
         For agreements between ranks that are no part of a step: it is watched, but not recorded.
@@ -351,19 +356,19 @@ class Lane(Carrier):
         def issue(async_op: bool) -> dist.Work | None:
             return all_gather_single(all_WC, own, group=self.group, async_op=async_op)
 
-        if self.stream is not None:  # in order with all that the lane carries
+        if self.stream is not None:  # in order with all that the communicator carries
             self.stream.wait_stream(current_stream(self.device))
         with torch.cuda.stream(self.stream), self.explaining("all_gather"):
             self._watched("all_gather", all_WC, issue, what)(False)
             rows: list[list[int]] = all_WC.view(self.world_size, -1).tolist()
         return rows
 
-    def tell_texts(self, text: str, what: str) -> list[str]:
-        """All-gather `text`, in rank order; the host waits. Otherwise as `tell`."""
+    def all_gather_text(self, text: str, what: str) -> list[str]:
+        """All-gather `text`, in rank order; the host waits. Otherwise as `all_gather_ints`."""
         coded = text.encode()
         # Two rounds: texts are padded to the longest, and no rank knows that before the first.
-        lengths = [length for [length] in self.tell([len(coded)], what)]
-        rows = self.tell([*coded, *[0] * (max(lengths) - len(coded))], what)
+        lengths = [length for [length] in self.all_gather_ints([len(coded)], what)]
+        rows = self.all_gather_ints([*coded, *[0] * (max(lengths) - len(coded))], what)
         return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
 
     def wait_on_host(self) -> None:
@@ -382,11 +387,11 @@ class Lane(Carrier):
             if limit is not None and age_s > NEAR * limit.total_seconds():
                 raise CollectiveTimeout(f"{self.describe('a collective')} did not complete in {age_s:.3g} s{_ASK}")
             time.sleep(_POLL_S)
-        # A quiet point: all of the lane has landed, so what is freed here waits for no peer.
+        # A quiet point: all of the communicator has landed, so what is freed here waits for no peer.
         release_left()
 
     def describe(self, kind: str) -> str:
-        """Return a collective of this lane in words."""
+        """Return a collective of this communicator in words."""
         return f"{kind} of group {self.name}, on rank {dist.get_rank()},"
 
     @contextmanager
@@ -414,20 +419,20 @@ class Lane(Carrier):
 
     def _fill(self, fill: Callable[[], None] | None, read: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Run `fill` after the computation so far; the event after it, None on the CPU or where there is nothing."""
-        if fill is None or self._beside is None:
+        if fill is None or self._copy_in_stream is None:
             _call(fill)
             return None
         self.free_filled()  # one fill behind: done long ago, so nobody waits
         # The computation has written what the fill reads.
-        self._beside.wait_stream(current_stream(self.device))
-        with torch.cuda.stream(self._beside):
+        self._copy_in_stream.wait_stream(current_stream(self.device))
+        with torch.cuda.stream(self._copy_in_stream):
             fill()
-        event: torch.cuda.Event = self._beside.record_event()
+        event: torch.cuda.Event = self._copy_in_stream.record_event()
         self._filled = event, read
         return event
 
-    def _own(self, full_N: Tensor) -> Tensor:
-        return full_N.chunk(self.world_size)[self.rank] if full_N.numel() else full_N
+    def _own(self, unsharded_N: Tensor) -> Tensor:
+        return unsharded_N.chunk(self.world_size)[self.rank] if unsharded_N.numel() else unsharded_N
 
     def _launch(
         self,
@@ -440,14 +445,14 @@ class Lane(Carrier):
         after: torch.cuda.Event | None = None,
         keep: Sequence[Tensor] = (),
         is_recorded: bool = True,
-    ) -> Flight:
-        """Launch one collective on the lane's stream, and return its flight.
+    ) -> Work:
+        """Launch one collective on the communicator's stream, and return its work.
 
         Args:
             kind: its name, for records and errors.
-            buffer: kept until the flight was waited for, with `keep`.
+            buffer: kept until the work was waited for, with `keep`.
             issue: calls the backend.
-            prepare: called before it on the lane's stream; `then` after it.
+            prepare: called before it on the communicator's stream; `then` after it.
             after: what it follows; None: all that is queued now on the caller's stream.
         """
         # Until it was waited for: see [Note: streams].
@@ -456,7 +461,7 @@ class Lane(Carrier):
             _call(prepare)
             with self.explaining(kind):
                 collective, work = self._issue(kind, buffer, issue, async_op=True, is_recorded=is_recorded)
-            return Flight(self, collective, work, None, then, keep, kind)
+            return Work(self, collective, work, None, then, keep, kind)
         # A given point may lie far behind: a transfer shall not wait for computation that was queued since.
         after = after or self.mark()
         assert after is not None
@@ -464,14 +469,15 @@ class Lane(Carrier):
         with torch.cuda.stream(self.stream):
             _call(prepare)
             collective, _ = self._issue(kind, buffer, issue, async_op=False, is_recorded=is_recorded)
-            # On the lane and before the event: whoever waits for the flight waits for this.
+            # On the communicator and before the event: whoever waits for the work waits for this.
             _call(then)
-            return Flight(self, collective, None, self.stream.record_event(), None, keep, kind)
+            return Work(self, collective, None, self.stream.record_event(), None, keep, kind)
 
     def _issue(
         self, kind: str, buffer: Tensor, issue: Issue, async_op: bool, is_recorded: bool = True
     ) -> tuple[Collective | None, dist.Work | None]:
-        """Call the backend, seen by watch and recorder; one rank alone, a muted lane and no bytes send nothing."""
+        """Call the backend, seen by watch and recorder; one rank alone, a muted communicator and no bytes send
+        nothing."""
         # Decided alike on every rank, so the numbers by which the watch compares them stay in step.
         if self.world_size == 1 or self.muted or buffer.numel() == 0:
             return None, None
@@ -490,21 +496,21 @@ class Lane(Carrier):
     def _probe_gather(self) -> bool:
         """Whether the backend gathers in place; also sets the communicator up, before the first step is timed."""
         # No rank's number: a slot that nobody has written shows.
-        full_N = torch.full((self.world_size,), -1, device=self.device)
-        full_N[self.rank] = self.rank
+        unsharded_N = torch.full((self.world_size,), -1, device=self.device)
+        unsharded_N[self.rank] = self.rank
         try:
             self._watched(
                 "all_gather",
-                full_N,
-                lambda _: all_gather_single(full_N, full_N[self.rank : self.rank + 1], group=self.group),
+                unsharded_N,
+                lambda _: all_gather_single(unsharded_N, unsharded_N[self.rank : self.rank + 1], group=self.group),
             )(False)
         except (RuntimeError, ValueError) as exc:
             reason = str(exc)
         else:
-            if full_N.tolist() == list(range(self.world_size)):
+            if unsharded_N.tolist() == list(range(self.world_size)):
                 return True
             reason = "its result was wrong"
-        logger.warning("lane %s: no all-gather in place (%s); shards are copied first", self.name, reason)
+        logger.warning("communicator %s: no all-gather in place (%s); shards are copied first", self.name, reason)
         return False
 
     def can_reduce_scatter(self, dtype: torch.dtype) -> bool:
@@ -523,7 +529,7 @@ class Lane(Carrier):
             )(False)
         except (RuntimeError, ValueError) as exc:
             logger.warning(
-                "lane %s: no reduce-scatter of %s (%s); emulated by an all-reduce in float32 or wider: twice the bytes",
+                "communicator %s: no reduce-scatter of %s (%s); emulated by an all-reduce in float32 or wider: twice the bytes",
                 self.name,
                 dtype,
                 exc,

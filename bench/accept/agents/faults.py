@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from netlayer.errors import ConfigError
 
-PlantKind = Literal["slow", "hang", "corrupt", "slowlink", "ctas", "pulse"]
+FaultKind = Literal["slow", "hang", "corrupt", "slowlink", "ctas", "pulse"]
 PERIOD_MS = 20.0
 """Period of `pulse`."""
 _LINKS = ("slowlink", "ctas")
@@ -28,7 +28,7 @@ _REMEDY = "write slow:RANK:SHARE, hang:RANK, corrupt:RANK, slowlink:RANK-RANK:MS
 
 
 @dataclass(frozen=True)
-class Plant:
+class InjectedFault:
     """An injected fault.
 
     Args:
@@ -37,7 +37,7 @@ class Plant:
         amount: size of the fault, see `_DEFAULTS`.
     """
 
-    kind: PlantKind
+    kind: FaultKind
     ranks: tuple[int, ...]
     amount: float
 
@@ -45,7 +45,7 @@ class Plant:
         return asdict(self)
 
 
-def parse_plants(texts: Sequence[str], num_ranks: int) -> list[Plant]:
+def parse_faults(texts: Sequence[str], num_ranks: int) -> list[InjectedFault]:
     """Parse the values of `--inject`.
 
     Raises:
@@ -54,12 +54,12 @@ def parse_plants(texts: Sequence[str], num_ranks: int) -> list[Plant]:
     return [_parse(text, num_ranks) for text in texts]
 
 
-def _parse(text: str, num_ranks: int) -> Plant:
+def _parse(text: str, num_ranks: int) -> InjectedFault:
     match = _FORM.fullmatch(text)
-    kinds = get_args(PlantKind)
+    kinds = get_args(FaultKind)
     if match is None or match[1] not in kinds or (match[1] in _LINKS) != bool(match[3]):
         raise ConfigError("--inject", text, f"must be one of {', '.join(kinds)} with its rank", _REMEDY)
-    kind: PlantKind = match[1]  # type: ignore[assignment]
+    kind: FaultKind = match[1]  # type: ignore[assignment]
     ranks = tuple(int(rank) for rank in (match[2], match[3]) if rank)
     if max(ranks) >= num_ranks or len(set(ranks)) != len(ranks):
         raise ConfigError("--inject", text, f"must name ranks of 0..{num_ranks - 1}, each once", _REMEDY)
@@ -70,4 +70,4 @@ def _parse(text: str, num_ranks: int) -> Plant:
         raise ConfigError("--inject", text, f"must leave some of every {PERIOD_MS:g} ms", "give pulse:RANK:18")
     if kind == "ctas" and (amount < 1 or amount != round(amount)):
         raise ConfigError("--inject", text, "its amount must be a whole number of thread blocks", "give ctas:2-3:4")
-    return Plant(kind, ranks, amount)
+    return InjectedFault(kind, ranks, amount)

@@ -23,21 +23,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from collectives.sharded.bucket import Bucket, Handover
-from collectives.transport.lane import Flight, Lane
+from collectives.sharded.bucket import Bucket, CopyIn
+from collectives.transport.communicator import Communicator, Work
 from collectives.transport.peer_reduce import PeerReduce
 from collectives.transport.windows import Windows
 
 
 @dataclass(frozen=True)
-class Travel:
+class ReduceScatterBuffers:
     """Buffers in which gradients travel, and in which their sums stay.
 
     Args:
         buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), one more than
             are in flight, which take turns; empty: gradients travel in memory that is allocated for them.
         gradients: where reduced ones stay, by the index of a bucket; of others in memory that is allocated for them.
-        by: reduces in place of the lane's backend, into float32.
+        by: reduces in place of the communicator's backend, into float32.
         windows: in which all that lies; kept as long.
     """
 
@@ -53,103 +53,109 @@ class Travel:
                 memory.close()
 
 
-class Departures:
+class ReduceScatterQueue:
     """Reduce-scatters of buckets, under way or landed, in the order of their launch.
 
     Args:
-        lane: which nothing else uses but calls from the same place in every rank's program.
+        comm: which nothing else uses but calls from the same place in every rank's program.
         dtype: of the sums on the wire.
         in_flight: reduce-scatters that may be under way; their buffers are all the memory that reduction takes.
         overlap: False: each is waited for at once.
-        travel: the memory that gradients travel in, and what reduces them.
+        reduce_buffers: the memory that gradients travel in, and what reduces them.
         mean: over ranks; False: sums.
     """
 
     def __init__(
-        self, lane: Lane, dtype: torch.dtype, in_flight: int, overlap: bool, travel: Travel, mean: bool = True
+        self,
+        comm: Communicator,
+        dtype: torch.dtype,
+        in_flight: int,
+        overlap: bool,
+        reduce_buffers: ReduceScatterBuffers,
+        mean: bool = True,
     ) -> None:
-        self.lane, self.dtype, self.in_flight, self.overlap = lane, dtype, in_flight, overlap
-        self._buffers = deque(travel.buffers)
-        self._claimed: tuple[Tensor, Tensor] | None = None
+        self.comm, self.dtype, self.in_flight, self.overlap = comm, dtype, in_flight, overlap
+        self._buffers = deque(reduce_buffers.buffers)
+        self._acquired: tuple[Tensor, Tensor] | None = None
         """Of the buffers, the pair that the next bucket to be launched fills already."""
-        self._by, self._sum_dtype = travel.by, dtype if travel.by is None else torch.float32
+        self._by, self._sum_dtype = reduce_buffers.by, dtype if reduce_buffers.by is None else torch.float32
         """The second: in which sums come."""
-        divides = travel.by is not None or (lane.divides_on_the_way and not travel.buffers)
+        divides = reduce_buffers.by is not None or (comm.divides_on_the_way and not reduce_buffers.buffers)
         self._gets_means = mean and divides  # [Note: means]
         has_to_divide = mean and not self._gets_means
         is_short = has_to_divide and dtype == torch.float16  # [Note: float16]
-        self.divisor = 1 << (lane.world_size - 1).bit_length() if is_short else 1
+        self.divisor = 1 << (comm.world_size - 1).bit_length() if is_short else 1
         """Of gradients, before their sum."""
-        self.scale = self.divisor / lane.world_size if has_to_divide else 1.0
+        self.scale = self.divisor / comm.world_size if has_to_divide else 1.0
         """Of sums."""
-        self.stream = lane.behind
+        self.stream = comm.post_reduce_stream
         """What makes the mean of a sum, and a step, runs there."""
-        self._flights: deque[tuple[Bucket, Flight]] = deque()
+        self._works: deque[tuple[Bucket, Work]] = deque()
 
-    def stays(self, bucket: Bucket) -> bool:
+    def is_local(self, bucket: Bucket) -> bool:
         """Whether nothing is sent: one rank alone, whose gradients lose no digits where the optimiser reads them."""
         wide = bucket.grad_S.dtype
-        return self.lane.world_size == 1 and torch.promote_types(wide, self.dtype) == wide
+        return self.comm.world_size == 1 and torch.promote_types(wide, self.dtype) == wide
 
-    def claim(self, bucket: Bucket) -> None:
+    def acquire_send_buffer(self, bucket: Bucket) -> None:
         """Open a bucket's gradients in the buffer that its reduce-scatter sends: autograd adds them up there.
 
         It is the bucket that is launched next; without buffers its gradients get new memory.
         """
         if self._buffers:
             # Kept, for buffers take turns: the one that is filled from now on must be the one that is sent.
-            self._claimed = self.buffers_for(bucket)
-            bucket.open(self._claimed[0])
+            self._acquired = self.buffers_for(bucket)
+            bucket.open(self._acquired[0])
         else:
             bucket.open_new(self.dtype)
 
-    def launch(self, bucket: Bucket, adds: bool) -> Flight:
-        """Send the gradients of a bucket; they are gone from it. `land_before` comes next.
+    def launch(self, bucket: Bucket, adds: bool) -> Work:
+        """Send the gradients of a bucket; they are gone from it. `launch_rest_of_previous` comes next.
 
         Args:
-            bucket: of one that `stays` the shard is open for its gradients.
+            bucket: of one that `is_local` the shard is open for its gradients.
             adds: to the reduced gradients that the shard holds, where they travel.
         """
-        flight = self._stay(bucket) if self.stays(bucket) else self._leave(bucket, adds)
+        work = self._keep_local(bucket) if self.is_local(bucket) else self._send(bucket, adds)
         # Before anything lands: that may raise, and these gradients are on the wire by then.
-        self._flights.append((bucket, flight))
-        return flight
+        self._works.append((bucket, work))
+        return work
 
-    def land_before(self) -> None:
+    def launch_rest_of_previous(self) -> None:
         """Land the last but one: after the sends of the last, by when parts of peers in step have arrived.
 
         What lands may raise, and what was sent is still to be added: so it is no part of `launch`.
         """
-        if len(self._flights) > 1:
-            self._flights[-2][1].land()
+        if len(self._works) > 1:
+            self._works[-2][1].launch_rest()
 
-    def land(self) -> None:
+    def launch_rest(self) -> None:
         """Land the last one too: nothing comes after it."""
-        if self._flights:
-            self._flights[-1][1].land()
+        if self._works:
+            self._works[-1][1].launch_rest()
 
     def wait_for_room(self) -> None:
         """Wait until no more reduce-scatters are in flight than `in_flight` allows."""
-        while len(self._flights) > (self.in_flight if self.overlap else 0):
+        while len(self._works) > (self.in_flight if self.overlap else 0):
             self._wait_first()
 
     def wait_all(self) -> None:
         """Wait until all gradients are reduced, on the current stream."""
-        while self._flights:
+        while self._works:
             self._wait_first()
         # No fill follows soon that would let go of what the last one has read.
-        self.lane.free_filled()
+        self.comm.free_filled()
 
     def as_they_come(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
         """Yield these buckets: first those whose gradients are there, then each of the others after its wait."""
-        under_way = [bucket for bucket, _ in self._flights]
+        under_way = [bucket for bucket, _ in self._works]
         yield [bucket for bucket in buckets if bucket not in under_way]
-        while self._flights:
+        while self._works:
             bucket = self._wait_first()
             # Reduced again in a later round: only after the last one its gradients are complete.
-            if all(bucket is not later for later, _ in self._flights):
+            if all(bucket is not later for later, _ in self._works):
                 yield [bucket]
-        self.lane.free_filled()
+        self.comm.free_filled()
 
     def buffers_for(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Memory for the gradients of a bucket on their way, and for their sum: that nothing under way uses."""
@@ -161,40 +167,40 @@ class Departures:
             # The shard's part is sized by the buckets that need it: the sums of all others land in `grad_S`.
             has_room = len(shard_S) >= plan.shard_numel
             return whole_N[: plan.padded_numel], shard_S[: plan.shard_numel] if has_room else bucket.grad_S
-        whole_N = bucket.full_N.new_empty(plan.padded_numel, dtype=self.dtype)
+        whole_N = bucket.unsharded_N.new_empty(plan.padded_numel, dtype=self.dtype)
         return whole_N, whole_N.new_empty(plan.shard_numel)
 
-    def _stay(self, bucket: Bucket) -> Flight:
+    def _keep_local(self, bucket: Bucket) -> Work:
         """Put the gradients of a single rank where the optimiser reads them, if they are not there already."""
         assert bucket.local_N is bucket.grad_S, "open where gradients stay"
-        bucket.hand_over(bucket.grad_S.dtype).fill()
-        # A flight all the same, so that callers wait for it as for any other.
-        return Flight(self.lane, None, None, None, None, ())
+        bucket.copy_in(bucket.grad_S.dtype).fill()
+        # A work all the same, so that callers wait for it as for any other.
+        return Work(self.comm, None, None, None, None, ())
 
-    def _leave(self, bucket: Bucket, adds: bool) -> Flight:
-        leaving, output_S = self._prepare(bucket, adds)
-        flight = self.lane.reduce_scatter(
-            output_S, leaving.buffer, leaving.fill, leaving.read, self._gets_means, self._by
+    def _send(self, bucket: Bucket, adds: bool) -> Work:
+        copy_in, output_S = self._prepare(bucket, adds)
+        work = self.comm.reduce_scatter(
+            output_S, copy_in.buffer, copy_in.fill, copy_in.read, self._gets_means, self._by
         )
         # Else the sum has landed where, and as, the optimiser reads it.
         if self.scale != 1 or output_S is not bucket.grad_S:
-            flight.follow(functools.partial(bucket.store_reduced, output_S, self.scale, adds), self.stream)
-        return flight
+            work.then(functools.partial(bucket.store_reduced, output_S, self.scale, adds), self.stream)
+        return work
 
-    def _prepare(self, bucket: Bucket, adds: bool) -> tuple[Handover, Tensor]:
+    def _prepare(self, bucket: Bucket, adds: bool) -> tuple[CopyIn, Tensor]:
         """The gradients to send, and where their sum goes."""
         whole_N = shard_S = None
         if self._buffers:
-            whole_N, shard_S = self._claimed or self.buffers_for(bucket)
-            self._claimed = None
-        leaving = bucket.hand_over(self.dtype, self.divisor, whole_N)
+            whole_N, shard_S = self._acquired or self.buffers_for(bucket)
+            self._acquired = None
+        copy_in = bucket.copy_in(self.dtype, self.divisor, whole_N)
         if not adds and self._sum_dtype == bucket.grad_S.dtype:
-            return leaving, bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it
+            return copy_in, bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it
         if shard_S is None or shard_S is bucket.grad_S:
-            shard_S = leaving.buffer.new_empty(bucket.plan.shard_numel, dtype=self._sum_dtype)
-        return leaving, shard_S
+            shard_S = copy_in.buffer.new_empty(bucket.plan.shard_numel, dtype=self._sum_dtype)
+        return copy_in, shard_S
 
     def _wait_first(self) -> Bucket:
-        bucket, flight = self._flights.popleft()
-        flight.wait()
+        bucket, work = self._works.popleft()
+        work.wait()
         return bucket

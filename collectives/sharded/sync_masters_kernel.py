@@ -14,19 +14,19 @@ from torch import Tensor
 _BLOCK, _WARPS = 2048, 4
 
 
-def adopt_written(master_S: Tensor, own_S: Tensor) -> None:
-    """Write into `master_S` each element of `own_S` that is not what its master rounds to.
+def sync_written(master_S: Tensor, shard_S: Tensor) -> None:
+    """Write into `master_S` each element of `shard_S` that is not what its master rounds to.
 
     Args:
         master_S: the masters, float32, contiguous.
-        own_S: this rank's slice of the parameters, float16 or bfloat16, contiguous.
+        shard_S: this rank's slice of the parameters, float16 or bfloat16, contiguous.
     """
     num_elements = master_S.numel()
-    _adopt[(triton.cdiv(num_elements, _BLOCK),)](master_S, own_S, num_elements, _BLOCK, num_warps=_WARPS)
+    _sync_masters[(triton.cdiv(num_elements, _BLOCK),)](master_S, shard_S, num_elements, _BLOCK, num_warps=_WARPS)
 
 
 @triton.jit
-def _adopt(master_ptr, own_ptr, num_elements, block: tl.constexpr):
+def _sync_masters(master_ptr, own_ptr, num_elements, block: tl.constexpr):
     # In 64 bits: a bucket of one large embedding may have more than 2^31 elements.
     offsets = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     is_inside = offsets < num_elements

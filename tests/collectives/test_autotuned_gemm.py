@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives.tensor import cublaslt, product
+from collectives.tensor import cublaslt, gemm
+from collectives.tensor.autotuned_gemm import AutotunedGemms, Run, _seen, by_torch, measure_on_gpu
 from collectives.tensor.cublaslt import Operand, Shape
-from collectives.tensor.product_choices import ProductChoices
-from collectives.tensor.tuned_product import Run, TunedProducts, _seen, by_torch, measure_on_gpu
+from collectives.tensor.gemm_choices import GemmChoices
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -47,7 +47,7 @@ def test_what_lies_dense_neither_way_is_left_to_torch() -> None:
 
 
 class Fake:
-    """In place of `cublaslt.Product`: three algorithms that are numbers."""
+    """In place of `cublaslt.Gemm`: three algorithms that are numbers."""
 
     made = 0
 
@@ -69,11 +69,9 @@ class Fake:
         out.copy_(a @ b + (0 if bias is None else bias) + (out if adds else 0))
 
 
-def chooser(
-    times: list[float], monkeypatch: pytest.MonkeyPatch, choices: ProductChoices | None = None
-) -> TunedProducts:
+def chooser(times: list[float], monkeypatch: pytest.MonkeyPatch, choices: GemmChoices | None = None) -> AutotunedGemms:
     """With the seconds of torch's product, and of each algorithm; none: nothing may be measured."""
-    monkeypatch.setattr(cublaslt, "Product", Fake)
+    monkeypatch.setattr(cublaslt, "Gemm", Fake)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     Fake.made = 0
 
@@ -83,8 +81,8 @@ def chooser(
             run()
         return times
 
-    kept = choices or ProductChoices()
-    return TunedProducts(measure, lambda _device: kept)
+    kept = choices or GemmChoices()
+    return AutotunedGemms(measure, lambda _device: kept)
 
 
 def test_the_fastest_is_taken_for_every_product_of_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +104,9 @@ def test_what_was_chosen_is_not_measured_again_by_the_next_process(
     file = tmp_path / "cache" / "products.json"
     a_MK, b_KN, thin_KN = torch.randn(2, 3), torch.randn(3, 4), torch.randn(3, 1)
     out_MN, thin_MN = torch.empty(2, 4), torch.empty(2, 1)
-    assert chooser([1.0, 0.9, 0.5, 0.7], monkeypatch, ProductChoices(file)).run(a_MK, b_KN, out_MN)
-    assert not chooser([1.0, 1.1, 1.1, 1.1], monkeypatch, ProductChoices(file)).run(a_MK, thin_KN, thin_MN)
-    products = chooser([], monkeypatch, ProductChoices(file))
+    assert chooser([1.0, 0.9, 0.5, 0.7], monkeypatch, GemmChoices(file)).run(a_MK, b_KN, out_MN)
+    assert not chooser([1.0, 1.1, 1.1, 1.1], monkeypatch, GemmChoices(file)).run(a_MK, thin_KN, thin_MN)
+    products = chooser([], monkeypatch, GemmChoices(file))
     assert products.run(a_MK, b_KN, out_MN.zero_())
     torch.testing.assert_close(out_MN, a_MK @ b_KN)
     assert not products.run(a_MK, thin_KN, thin_MN)
@@ -124,7 +122,7 @@ def test_what_was_chosen_and_does_not_run_is_measured_again(
         if algorithm > 3:
             raise RuntimeError("cublasLtMatmul: cublasLt's status 15")
 
-    choices = ProductChoices(tmp_path / "products.json")
+    choices = GemmChoices(tmp_path / "products.json")
     given = torch.randn(2, 3), torch.randn(3, 4), torch.empty(2, 4)
     shape = Shape.of(*given)
     assert shape is not None
@@ -132,7 +130,7 @@ def test_what_was_chosen_and_does_not_run_is_measured_again(
     products = chooser([1.0, 0.9, 0.5, 0.7], monkeypatch, choices)
     monkeypatch.setattr(Fake, "run", run)
     assert products.run(*given)
-    assert ProductChoices(tmp_path / "products.json").find(shape) == "2"
+    assert GemmChoices(tmp_path / "products.json").find(shape) == "2"
 
 
 def test_a_shape_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +257,7 @@ def test_what_the_library_refuses_is_torchs_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     products = chooser([1.0], monkeypatch)
-    monkeypatch.setattr(cublaslt, "Product", mock.Mock(side_effect=RuntimeError("status 15")))
+    monkeypatch.setattr(cublaslt, "Gemm", mock.Mock(side_effect=RuntimeError("status 15")))
     given = torch.ones(2, 3), torch.ones(3, 4), torch.empty(2, 4)
     with caplog.at_level(logging.WARNING):
         assert [products.run(*given) for _ in range(2)] == [False, False]
@@ -291,7 +289,7 @@ def test_every_algorithm_computes_the_product(dtype: torch.dtype, case: str) -> 
     expected += before_MN.double() if case == "wide, added" else 0
     shape = Shape.of(a_MK, b_KN, before_MN, bias_N, spared=4 if case == "spared" else 0)
     assert shape is not None
-    found = cublaslt.Product(shape)
+    found = cublaslt.Gemm(shape)
     assert len(found.algorithms) > 1
     for algorithm in found.algorithms:
         out_MN = before_MN.clone() if case == "wide, added" else torch.full_like(before_MN, torch.nan)
@@ -306,33 +304,33 @@ def test_on_a_gpu_an_algorithm_that_was_kept_computes_the_product() -> None:
     expected = a_MK.double() @ b_KN.double()
     shape = Shape.of(a_MK, b_KN, a_MK)
     assert shape is not None
-    texts = [cublaslt.Product.to_text(each) for each in cublaslt.Product(shape).algorithms]
+    texts = [cublaslt.Gemm.to_text(each) for each in cublaslt.Gemm(shape).algorithms]
     for text in texts:
         out_MN = torch.full_like(a_MK, torch.nan)
-        cublaslt.Product(shape).run(cublaslt.Product.from_text(text), a_MK, b_KN, out_MN, None, False)
+        cublaslt.Gemm(shape).run(cublaslt.Gemm.from_text(text), a_MK, b_KN, out_MN, None, False)
         assert float((out_MN - expected).norm() / expected.norm()) < 5e-3
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU with CUDA")
 def test_on_a_gpu_products_are_measured_and_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    choices = ProductChoices(tmp_path / "products.json")
-    products = TunedProducts(measure_on_gpu, lambda _device: choices)
-    monkeypatch.setattr(product, "PRODUCTS", products)
+    choices = GemmChoices(tmp_path / "products.json")
+    products = AutotunedGemms(measure_on_gpu, lambda _device: choices)
+    monkeypatch.setattr(gemm, "GEMMS", products)
     a_MK, b_KN = (torch.randn(2304, 2304, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     expected = a_MK.double() @ b_KN.double()
     for _ in range(2):
-        found = product.multiply(a_MK, b_KN, tuned=True)
+        found = gemm.multiply(a_MK, b_KN, tuned=True)
         assert float((found - expected).norm() / expected.norm()) < 5e-3
         wide = torch.empty(2304, 2304, device="cuda")
-        product.add_product(wide, a_MK, b_KN, is_first=True, tuned=True)
-        product.add_product(wide, a_MK, b_KN, is_first=False, tuned=True)
+        gemm.add_matmul(wide, a_MK, b_KN, is_first=True, tuned=True)
+        gemm.add_matmul(wide, a_MK, b_KN, is_first=False, tuned=True)
         assert float((wide - 2 * expected).norm() / expected.norm()) < 1e-5
     assert len(products._chosen) == 2
-    again = TunedProducts(
-        mock.Mock(side_effect=AssertionError), lambda _device: ProductChoices(tmp_path / "products.json")
+    again = AutotunedGemms(
+        mock.Mock(side_effect=AssertionError), lambda _device: GemmChoices(tmp_path / "products.json")
     )
-    monkeypatch.setattr(product, "PRODUCTS", again)
-    found = product.multiply(a_MK, b_KN, tuned=True)
+    monkeypatch.setattr(gemm, "GEMMS", again)
+    found = gemm.multiply(a_MK, b_KN, tuned=True)
     assert float((found - expected).norm() / expected.norm()) < 5e-3
     torch.testing.assert_close(by_torch(a_MK, b_KN, torch.empty_like(a_MK), None), a_MK @ b_KN)

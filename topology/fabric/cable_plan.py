@@ -13,21 +13,21 @@ from netlayer.config.tree import ClusterConfig
 from topology.fabric.clos import Clos, Ints, Tier, nic_name
 from topology.fabric.graph import Graph
 
-__all__ = ["LATENCY_NS", "Plant", "nic_name", "ports"]
+__all__ = ["LATENCY_NS", "CablePlan", "nic_name", "ports"]
 
 # Propagation and forwarding of one link where nothing is known: what HPCC and htsim take.
 LATENCY_NS = 1000.0
 
 
 @dataclass(frozen=True, eq=False)
-class Plant:
+class CablePlan:
     """A cluster's fabric, and the cluster that it was planned from."""
 
     cluster: ClusterConfig
     fabric: Clos
 
     @classmethod
-    def build(cls, cluster: ClusterConfig, *, rail_only: bool = False) -> Plant:
+    def build(cls, cluster: ClusterConfig, *, rail_only: bool = False) -> CablePlan:
         """The plant of `cluster`; `rail_only` is `cluster.rail_only` for one that does not say it.
 
         Raises:

@@ -2,7 +2,7 @@
 
 The file is a module as `dcqcn` and `swift` are: PARAMETERS and STATE (numpy's record types), `parameters(section,
 host_bps, settings)` which gives a row of PARAMETERS, and the kernels `start`, `advance`, `on_ack` and `on_loss`; plain
-functions are made kernels. `section` is what the file's own class `Section` makes of `congestion.entered`. What a law
+functions are made kernels. `section` is what the file's own class `Section` makes of `congestion.plugin`. What a law
 does with its flow is checked before it is compiled (`law_source`) and again as it runs (`laws`).
 """
 
@@ -55,24 +55,24 @@ def enter(file: Path) -> str:
 
 
 def parameters_of(settings: Any, host_bps: int) -> Any:
-    """The row of PARAMETERS that the law's file makes of `congestion.entered`.
+    """The row of PARAMETERS that the law's file makes of `congestion.plugin`.
 
     Raises:
         ConfigError: the file has no such setting, or does not make such a row.
     """
     assert law is not None
     made_by = getattr(law, "Section", None)
-    if made_by is None and settings.entered:
-        key, value = next(iter(settings.entered.items()))
-        raise ConfigError(f"congestion.entered.{key}", value, f"sets nothing: {path} has no Section", "leave it out")
+    if made_by is None and settings.plugin:
+        key, value = next(iter(settings.plugin.items()))
+        raise ConfigError(f"congestion.plugin.{key}", value, f"sets nothing: {path} has no Section", "leave it out")
     try:
-        section = made_by(**settings.entered) if made_by else None
+        section = made_by(**settings.plugin) if made_by else None
     except Exception as exc:  # whatever the file's class does
         raise _of_section(exc) from exc
-    for key, value in settings.entered.items():
+    for key, value in settings.plugin.items():
         if not hasattr(section, key):
             known = ", ".join(getattr(made_by, "model_fields", {})) or "none"
-            raise ConfigError(f"congestion.entered.{key}", value, f"sets nothing in {path}", f"known: {known}")
+            raise ConfigError(f"congestion.plugin.{key}", value, f"sets nothing in {path}", f"known: {known}")
     try:
         made = law.parameters(section, host_bps, settings)
     except Exception as exc:  # anything may be in it
@@ -88,7 +88,7 @@ def _of_section(exc: Exception) -> ConfigError:
     if callable(errors):  # pydantic's
         first = errors()[0]
         where = ".".join(map(str, first["loc"]))
-        return ConfigError(f"congestion.entered.{where}", first["input"], first["msg"], "give a value that fits")
+        return ConfigError(f"congestion.plugin.{where}", first["input"], first["msg"], "give a value that fits")
     return ConfigError("LAW", path, f"its Section fails ({type(exc).__name__}: {exc})", "correct it")
 
 

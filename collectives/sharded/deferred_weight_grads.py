@@ -2,7 +2,7 @@
 
 A pipeline stage sends its input's gradient on, and computes its weights' where it would wait else:
 
-    with sharded.weights_postponed() as postponed:
+    with sharded.defer_weight_grads() as postponed:
         loss.backward()  # gradients of inputs, and of all weights that are not a linear's
     ...
     postponed.compute()
@@ -21,14 +21,14 @@ from collections.abc import Callable
 from collectives.sharded.slot import Write
 
 
-class Postponed:
+class DeferredWeightGrads:
     """Weight gradients that one backward pass has deferred.
 
     Args:
         compute: has all of it computed, and reduced where the pass was the last of a step; given this.
     """
 
-    def __init__(self, compute: Callable[[Postponed], None]) -> None:
+    def __init__(self, compute: Callable[[DeferredWeightGrads], None]) -> None:
         self._compute = compute
         self._writes: dict[int, list[tuple[int, Write]]] = defaultdict(list)
 

@@ -1,4 +1,4 @@
-"""A lane's streams, on fakes: what a computation waits for, and what of it counts as communication."""
+"""A communicator's streams, on fakes: what a computation waits for, and what of it counts as communication."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from collectives.health import checks as health
 from collectives.pipeline.link import Link
-from collectives.transport.lane import Flight, Lane
+from collectives.transport.communicator import Communicator, Work
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch
 from netlayer.errors import CollectiveTimeout, PeerLost
@@ -38,50 +38,50 @@ def test_an_update_behind_a_collective_is_waited_for_apart(monkeypatch: pytest.M
         yield
         calls.append("waited")
 
-    lane = mock.Mock(spec=Lane, device=CPU, waiting=waiting)
-    monkeypatch.setattr("collectives.transport.lane.current_stream", lambda _: Stream())
+    comm = mock.Mock(spec=Communicator, device=CPU, waiting=waiting)
+    monkeypatch.setattr("collectives.transport.communicator.current_stream", lambda _: Stream())
     monkeypatch.setattr(torch.cuda, "stream", mock.MagicMock())
-    flight = Flight(lane, None, None, "arrived", None, ())  # type: ignore[arg-type]
-    flight.follow(lambda: None, Stream())  # type: ignore[arg-type]
+    handle = Work(comm, None, None, "arrived", None, ())  # type: ignore[arg-type]
+    handle.then(lambda: None, Stream())  # type: ignore[arg-type]
     calls.clear()
-    flight.wait()
-    flight.wait()
+    handle.wait()
+    handle.wait()
     assert calls == ["waiting", "arrived", "waited", "updated"]
 
 
-def test_what_follows_a_flight_waits_until_it_lands() -> None:
+def test_a_callback_of_a_work_waits_until_its_rest_is_launched() -> None:
     calls: list[str] = []
-    flight = Flight(
-        Lane("reduce", None, CPU), None, None, None, None, (), "reduce_scatter", lambda: calls.append("sum")
+    handle = Work(
+        Communicator("reduce", None, CPU), None, None, None, None, (), "reduce_scatter", lambda: calls.append("sum")
     )
-    flight.follow(lambda: calls.append("update"), None)
+    handle.then(lambda: calls.append("update"), None)
     assert not calls
-    flight.land()
-    flight.land()
+    handle.launch_rest()
+    handle.launch_rest()
     assert calls == ["sum"]
-    flight.wait()
+    handle.wait()
     assert calls == ["sum", "update"]
 
 
 @pytest.mark.parametrize(
-    "ask", [lambda flight: flight.wait(), lambda flight: flight.landed_event], ids=["wait", "landed"]
+    "ask", [lambda handle: handle.wait(), lambda handle: handle.done_event], ids=["wait", "landed"]
 )
-def test_who_asks_for_a_flight_has_it_land(ask: Callable[[Flight], object]) -> None:
+def test_who_asks_for_a_work_launches_its_rest(ask: Callable[[Work], object]) -> None:
     calls: list[str] = []
-    ask(Flight(Lane("reduce", None, CPU), None, None, None, None, (), late=lambda: calls.append("sum")))
+    ask(Work(Communicator("reduce", None, CPU), None, None, None, None, (), late=lambda: calls.append("sum")))
     assert calls == ["sum"]
 
 
 def test_nothing_is_noted_of_a_capture() -> None:
     recorder, track = Recorder(), mock.Mock()
-    lane = Lane("gather", None, CPU, recorder)
-    lane.track = track
-    with mock.patch.object(Lane, "is_capturing", True), lane.recording("gather", "all_gather", 8) as collective:
+    comm = Communicator("gather", None, CPU, recorder)
+    comm.track = track
+    with mock.patch.object(Communicator, "is_capturing", True), comm.recording("gather", "all_gather", 8) as collective:
         assert collective is None
-        assert lane.counted("all_gather", 8) is None
+        assert comm.counted("all_gather", 8) is None
     assert not recorder.counts()
     track.launch.assert_not_called()
-    with lane.recording("gather", "all_gather", 8) as collective:
+    with comm.recording("gather", "all_gather", 8) as collective:
         assert collective is not None
 
 
@@ -102,37 +102,37 @@ def test_nccl_divides_by_a_power_of_two_on_the_way(
     monkeypatch: pytest.MonkeyPatch, world_size: int, config: str, expected: bool
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda _: config)
-    lane = Lane("reduce", None, CPU)
-    assert not lane.divides_on_the_way  # it has nothing to add up
-    lane = Lane("reduce", None, CPU)
-    lane.stream, lane.world_size = LateStream(), world_size  # type: ignore[assignment]
-    assert lane.divides_on_the_way == expected
+    comm = Communicator("reduce", None, CPU)
+    assert not comm.divides_on_the_way  # it has nothing to add up
+    comm = Communicator("reduce", None, CPU)
+    comm.stream, comm.world_size = LateStream(), world_size  # type: ignore[assignment]
+    assert comm.divides_on_the_way == expected
 
 
 def test_one_rank_alone_has_no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.transport.lane.new_stream", mock.Mock(side_effect=AssertionError))
-    lane = Lane("reduce", None, CPU)
+    monkeypatch.setattr("collectives.transport.communicator.new_stream", mock.Mock(side_effect=AssertionError))
+    comm = Communicator("reduce", None, CPU)
     total_S = torch.empty(3)
-    lane.reduce_scatter(total_S, given_N := torch.zeros(3), lambda: given_N.fill_(2.0)).wait()
+    comm.reduce_scatter(total_S, given_N := torch.zeros(3), lambda: given_N.fill_(2.0)).wait()
     assert total_S.tolist() == [2.0, 2.0, 2.0]
-    assert (lane.stream, lane.behind, lane.mark()) == (None, None, None)
+    assert (comm.stream, comm.post_reduce_stream, comm.mark()) == (None, None, None)
 
 
-def test_a_lane_opens_a_stream_beside_it_when_it_is_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_opens_a_side_stream_when_it_is_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = mock.Mock(return_value=None)
-    monkeypatch.setattr("collectives.transport.lane.new_stream", made)
-    monkeypatch.setattr(Lane, "_probe_gather", lambda _: True)
+    monkeypatch.setattr("collectives.transport.communicator.new_stream", made)
+    monkeypatch.setattr(Communicator, "_probe_gather", lambda _: True)
     for name, given in (("get_rank", 0), ("get_world_size", 2), ("get_process_group_ranks", [0, 1])):
         monkeypatch.setattr(dist, name, lambda *_, given=given: given)
-    lane = Lane("reduce", mock.Mock(spec=dist.ProcessGroup), CPU)
+    comm = Communicator("reduce", mock.Mock(spec=dist.ProcessGroup), CPU)
     assert made.call_args_list == [mock.call(CPU)]
     for _ in range(2):
-        lane._fill(None, ())
+        comm._fill(None, ())
         assert made.call_count == 1
     for _ in range(2):
-        lane._fill(lambda: None, ())
+        comm._fill(lambda: None, ())
         assert made.call_args_list[1:] == [mock.call(CPU)]
-    assert lane.behind is lane.behind
+    assert comm.post_reduce_stream is comm.post_reduce_stream
     assert made.call_args_list[2:] == [mock.call(CPU, priority=0)]
 
 
@@ -144,14 +144,14 @@ class LateStream:
 
 
 def test_a_host_that_waits_for_a_device_gives_up_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane("gather", None, CPU)
-    lane.stream, lane.world_size = LateStream(), 2  # type: ignore[assignment]
-    monkeypatch.setattr("collectives.transport.lane.timeout_of", lambda *_: timedelta(seconds=0.01))
+    comm = Communicator("gather", None, CPU)
+    comm.stream, comm.world_size = LateStream(), 2  # type: ignore[assignment]
+    monkeypatch.setattr("collectives.transport.communicator.timeout_of", lambda *_: timedelta(seconds=0.01))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     says = r"group gather, on rank 3, did not complete in .* s; a rank is late, .* logs of all ranks, .* watch=Watch"
     with pytest.raises(CollectiveTimeout, match=says):
-        lane.wait_on_host()
+        comm.wait_on_host()
 
 
 @pytest.mark.parametrize(
@@ -169,18 +169,18 @@ def test_a_backends_words_become_ours(said: str, error: type[Exception], monkeyp
     heart = said.removeprefix("[/a/b/pair.cc:537] ").partition(" [")[0].partition(". ")[0]
     begin = "all_gather of group gather, on rank 3, did not complete: " if error is not RuntimeError else ""
     with pytest.raises(error, match=f"^{begin}{heart}"):
-        Flight(Lane("gather", None, CPU), None, work, None, None, (), "all_gather").wait()
+        Work(Communicator("gather", None, CPU), None, work, None, None, (), "all_gather").wait()
 
 
 def test_a_device_may_be_a_name() -> None:
-    assert Lane("gather", None, "cpu").device == CPU
+    assert Communicator("gather", None, "cpu").device == CPU
     assert [row["wrong"] for row in health.gemm("cpu", 16, repeats=1)] == [0]
 
 
-def test_the_last_handles_are_held_by_the_lane_and_not_by_the_backend_alone() -> None:
-    lane, works = Lane("dp", None, "cpu"), [mock.Mock() for _ in range(20)]
+def test_the_last_handles_are_held_by_the_communicator_and_not_by_the_backend_alone() -> None:
+    comm, works = Communicator("dp", None, "cpu"), [mock.Mock() for _ in range(20)]
     for work in works:
-        Flight(lane, None, work, None, None, ()).wait()
-    held = list(lane.ended)
+        Work(comm, None, work, None, None, ()).wait()
+    held = list(comm.ended)
     assert held == works[-len(held) :]
     assert 2 < len(held) < 20

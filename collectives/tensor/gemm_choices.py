@@ -24,8 +24,8 @@ from netlayer.results import write_text
 logger = logging.getLogger(__name__)
 
 
-class ProductChoices:
-    """Algorithms by shape: each a text from `cublaslt.Product.to_text`, or empty for torch's own product.
+class GemmChoices:
+    """Algorithms by shape: each a text from `cublaslt.Gemm.to_text`, or empty for torch's own product.
 
     Args:
         path: of the file; None: nothing is kept.
@@ -65,16 +65,16 @@ class ProductChoices:
 
 
 @functools.cache
-def choices_of(device: torch.device) -> ProductChoices:
+def choices_of(device: torch.device) -> GemmChoices:
     """Return the choices for this GPU model, in the cache folder."""
     try:
         folder = cache_folder()
     except OSError as exc:
         logger.info("algorithms of products are not kept for the next start: %s", exc)
-        return ProductChoices()
+        return GemmChoices()
     card = torch.cuda.get_device_name(device).replace(" ", "_").replace("/", "_")
     name = f"products-{card}-torch{torch.__version__}-cublasLt{cublaslt.version()}.json"
-    return ProductChoices(folder / name)
+    return GemmChoices(folder / name)
 
 
 def _key(shape: cublaslt.Shape) -> str:

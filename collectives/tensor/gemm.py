@@ -1,6 +1,6 @@
 """Products of narrow matrices, also such that add up in a wide one, as gradients of weights do over micro-batches.
 
-Not covered: the products themselves, which are the vendor's; which of its algorithms computes one, `tuned_product`
+Not covered: the products themselves, which are the vendor's; which of its algorithms computes one, `autotuned_gemm`
 says.
 
 Shapes: M rows, K features in, N features out.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from collectives.sharded.slot import GradientSlot, Promise, SlotSource
-from collectives.tensor.tuned_product import PRODUCTS, by_torch, can_tune
+from collectives.tensor.autotuned_gemm import GEMMS, by_torch, can_tune
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ def multiply(
     Args:
         out_MN: where it goes.
         adds: to what `out_MN` holds, and no bias.
-        tuned: by the fastest algorithm, where there is a choice (`collectives.tensor.tuned_product`).
+        tuned: by the fastest algorithm, where there is a choice (`collectives.tensor.autotuned_gemm`).
         spared: multiprocessors that such a product leaves to concurrent kernels.
     """
     place_MN = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1]) if out_MN is None else out_MN
-    if tuned and can_tune(a_MK, b_KN, spared) and PRODUCTS.run(a_MK, b_KN, place_MN, bias_N, adds, spared):
+    if tuned and can_tune(a_MK, b_KN, spared) and GEMMS.run(a_MK, b_KN, place_MN, bias_N, adds, spared):
         return place_MN
     return place_MN.addmm_(a_MK, b_KN) if adds else by_torch(a_MK, b_KN, place_MN, bias_N)
 
@@ -76,7 +76,7 @@ class WeightGradient:
 
     def _write(self, slot: GradientSlot) -> None:
         is_first = not slot.adds
-        add_product(slot.view, self.dy().t(), self.x(), is_first, tuned=self.tuned, spared=self.spared)
+        add_matmul(slot.view, self.dy().t(), self.x(), is_first, tuned=self.tuned, spared=self.spared)
 
 
 def weight_gradient(
@@ -86,7 +86,7 @@ def weight_gradient(
     return WeightGradient(lambda: dy_MN, lambda: x_MK, tuned).into(source, accumulator)
 
 
-def add_product(
+def add_matmul(
     sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, *, tuned: bool = False, spared: int = 0
 ) -> None:
     """sum = a b where it is the first, else sum += a b; added up in the sum's dtype, which is no narrower.
@@ -100,7 +100,7 @@ def add_product(
     """
     wide = sum_NK.dtype
     is_tuned = tuned and wide == torch.float32 and can_tune(a_NM, b_MK, spared)
-    if is_tuned and PRODUCTS.run(a_NM, b_MK, sum_NK, adds=not is_first, spared=spared):
+    if is_tuned and GEMMS.run(a_NM, b_MK, sum_NK, adds=not is_first, spared=spared):
         return
     if a_NM.dtype == wide:
         sum_NK.addmm_(a_NM, b_MK, beta=0 if is_first else 1)

@@ -10,33 +10,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives.sharded.departure import Departures, Travel
 from collectives.sharded.reduce import GradientReduce
-from collectives.transport.lane import Flight, Lane
+from collectives.sharded.reduce_scatter import ReduceScatterBuffers, ReduceScatterQueue
+from collectives.transport.communicator import Communicator, Work
 from tests.collectives.test_bucket import made_buckets
 
 
-def lane_of_two(landing: Callable[[], None] | None = None, failing: int = -1) -> Any:
+def comm_of_two(landing: Callable[[], None] | None = None, failing: int = -1) -> Any:
     """Rank 0's, whose sums are its own gradients; the launch of number `failing` raises."""
-    lane = mock.Mock(spec=Lane, world_size=2, device=torch.device("cpu"), stream=None, divides_on_the_way=False)
-    lane.behind, launched = None, list[int]()
+    comm = mock.Mock(spec=Communicator, world_size=2, device=torch.device("cpu"), stream=None, divides_on_the_way=False)
+    comm.post_reduce_stream, launched = None, list[int]()
 
-    def reduce_scatter(output_S: Tensor, input_N: Tensor, fill: Callable[[], None], *_: object) -> Flight:
+    def reduce_scatter(output_S: Tensor, input_N: Tensor, fill: Callable[[], None], *_: object) -> Work:
         launched.append(len(launched))
         if launched[-1] == failing:
             raise RuntimeError("no memory")
         fill()
         output_S.copy_(input_N[: len(output_S)])
-        return Flight(lane, None, None, None, None, (), late=landing)
+        return Work(comm, None, None, None, None, (), late=landing)
 
-    lane.reduce_scatter = reduce_scatter
-    lane.waiting.return_value = mock.MagicMock()
-    return lane
+    comm.reduce_scatter = reduce_scatter
+    comm.waiting.return_value = mock.MagicMock()
+    return comm
 
 
 def test_what_failed_to_leave_is_not_added_to_the_step_before() -> None:
     [bucket, *_] = made_buckets([torch.Size([4])], 2, torch.float32)
-    reduce = GradientReduce([bucket], lane_of_two(failing=0), torch.float32, in_flight=1, overlap=True)
+    reduce = GradientReduce([bucket], comm_of_two(failing=0), torch.float32, in_flight=1, overlap=True)
     bucket.grad_S.fill_(100.0)
     bucket.parameters[0].grad = torch.ones(4)
     with pytest.raises(RuntimeError, match="no memory"):
@@ -48,11 +48,13 @@ def test_what_failed_to_leave_is_not_added_to_the_step_before() -> None:
 def test_the_last_lands_behind_all_others() -> None:
     landed = list[int]()
     [bucket, *_] = made_buckets([torch.Size([4])], 2, torch.float32)
-    departures = Departures(lane_of_two(lambda: landed.append(1)), torch.float32, 2, overlap=True, travel=Travel())
+    reduce_scatters = ReduceScatterQueue(
+        comm_of_two(lambda: landed.append(1)), torch.float32, 2, overlap=True, reduce_buffers=ReduceScatterBuffers()
+    )
     for expected in (0, 1):
-        departures.launch(bucket, adds=False)
-        departures.land_before()
+        reduce_scatters.launch(bucket, adds=False)
+        reduce_scatters.launch_rest_of_previous()
         assert len(landed) == expected
-    departures.land()
-    departures.land()
+    reduce_scatters.launch_rest()
+    reduce_scatters.launch_rest()
     assert len(landed) == 2

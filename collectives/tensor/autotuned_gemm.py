@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from collectives.tensor import cublaslt
-from collectives.tensor.product_choices import ProductChoices, choices_of
+from collectives.tensor.gemm_choices import GemmChoices, choices_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ _LEAST_GAIN = 0.005
 Run = Callable[[], object]
 Operands = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """The factors, where the product goes, and a bias."""
-Choice = tuple[cublaslt.Product, Any] | None
+Choice = tuple[cublaslt.Gemm, Any] | None
 """A product and the best of its algorithms; None: torch's."""
 
 
-class TunedProducts:
+class AutotunedGemms:
     """Tuned products of this process. The first `run` with a shape measures and chooses its algorithm.
 
     Args:
@@ -58,7 +58,7 @@ class TunedProducts:
     def __init__(
         self,
         measure: Callable[[list[Run]], list[float]],
-        choices: Callable[[torch.device], ProductChoices] = lambda _device: ProductChoices(),
+        choices: Callable[[torch.device], GemmChoices] = lambda _device: GemmChoices(),
     ) -> None:
         self._measure, self._choices = measure, choices
         self._measures = False
@@ -110,7 +110,7 @@ class TunedProducts:
                     "%s: what was chosen earlier does not run, and is chosen anew: %s", _describe(operands), exc
                 )
         if not self._measures:
-            logger.info("matrix products: measuring which algorithms are the fastest, a second or two for each shape")
+            logger.info("matmuls: measuring which algorithms are the fastest, a second or two for each shape")
             self._measures = True
         try:
             chosen = self._fastest(shape, operands)
@@ -125,7 +125,7 @@ class TunedProducts:
 
         A shape that leaves multiprocessors to other kernels (`spared`) never gets torch's, which would take them all.
         """
-        product = cublaslt.Product(shape)
+        product = cublaslt.Gemm(shape)
         candidates = list(product.algorithms)
         runs = [functools.partial(product.run, each, *operands, False) for each in candidates]
         torch_s, *others = self._measure([functools.partial(by_torch, *operands), *runs])
@@ -140,7 +140,7 @@ def _earlier_choice(shape: cublaslt.Shape, kept: str, operands: Operands) -> Cho
     """Return an earlier choice, after one run: that raises if it cannot run here."""
     if not kept:
         return None
-    product = cublaslt.Product(shape)
+    product = cublaslt.Gemm(shape)
     algorithm = product.from_text(kept)
     product.run(algorithm, *operands, False)
     return product, algorithm
@@ -214,7 +214,7 @@ def _seconds(run: Run, count: int) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / count
 
 
-PRODUCTS = TunedProducts(measure_on_gpu, choices_of)
+GEMMS = AutotunedGemms(measure_on_gpu, choices_of)
 """Of this process: what was chosen for a shape serves every layer that has it."""
 
 
@@ -228,7 +228,7 @@ def _flops(a: Tensor, b_KN: Tensor) -> float:
 
 
 def can_tune(a: Tensor, b_KN: Tensor, spared: int = 0) -> bool:
-    """Whether it is worth asking `PRODUCTS` for the product of `a` [..., K] and `b`.
+    """Whether it is worth asking `GEMMS` for the product of `a` [..., K] and `b`.
 
     Args:
         spared: multiprocessors that it is to leave to others: then smaller ones are too.

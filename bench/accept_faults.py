@@ -1,4 +1,4 @@
-"""`python -m bench.accept_plantings`: detection rate of random faults injected into real ranks.
+"""`python -m bench.accept_faults`: detection rate of random faults injected into real ranks.
 
 Each run draws a fault (slow, hang, corrupt, slow link, stopped in pulses), its location and size, and runs the phases
 with new workers. Healthy runs share the machine with a process that uses a core in bursts; with `--busy`, all runs
@@ -19,8 +19,8 @@ from typing import Any
 
 import click
 
+from bench.accept.agents.faults import FaultKind, InjectedFault
 from bench.accept.agents.links import Link, start_local
-from bench.accept.agents.plant import Plant, PlantKind
 from bench.accept.phases.work import work_for
 from bench.accept.run import Settings, members_of, run
 from bench.accept.run_output import sentence
@@ -33,7 +33,7 @@ from netlayer.results import RunRecord, utc_now, write_text
 _PHASES = ("gemm", "neighbours", "all_reduce", "pairs", "train")
 _LINK_MS, _SHARED_LINK_MS = (5.0, 50.0), (40.0, 100.0)
 """Delay range of a slow link. Ranks that take turns on a GPU need 5 to 10 ms a message; four times that is slow."""
-_KINDS: tuple[PlantKind, ...] = ("slow", "hang", "corrupt", "slowlink", "pulse")
+_KINDS: tuple[FaultKind, ...] = ("slow", "hang", "corrupt", "slowlink", "pulse")
 # Both end with their parent, whatever ended it.
 _BURSTS = """
 import os, random, time
@@ -81,7 +81,7 @@ def command(options: RunOptions, runs: int, healthy: int, ranks: int, backend: s
     except KeyboardInterrupt:
         click.echo(f"interrupted after {len(rows)} runs", err=True)
     record = RunRecord(
-        name="bench.accept_plantings",
+        name="bench.accept_faults",
         source="measured",
         rows=rows,
         started_utc=started,
@@ -117,20 +117,20 @@ def measure(seed: int, runs: int, healthy: int, ranks: int, backend: str, limit_
             for number in range(total):
                 is_healthy = (number + 1) * healthy // total > number * healthy // total
                 draw = random.Random(f"{seed} {number}")
-                plant = None if is_healthy else draw_plant(_KINDS[number % len(_KINDS)], ranks, draw, bool(shared_gpus))
-                yield {"run": number, **_run_one(plant, ranks, backend, limit_s, link, shared_gpus)}
+                fault = None if is_healthy else draw_fault(_KINDS[number % len(_KINDS)], ranks, draw, bool(shared_gpus))
+                yield {"run": number, **_run_one(fault, ranks, backend, limit_s, link, shared_gpus)}
         finally:
             link.close()
 
 
-def draw_plant(kind: PlantKind, ranks: int, draw: random.Random, shares_gpus: bool = False) -> Plant:
+def draw_fault(kind: FaultKind, ranks: int, draw: random.Random, shares_gpus: bool = False) -> InjectedFault:
     """Draw a fault of this kind at a random place, large enough to be detectable."""
     if kind == "slowlink":
         first, second = sorted(draw.sample(range(ranks), 2))
-        return Plant(kind, (first, second), draw.uniform(*_SHARED_LINK_MS if shares_gpus else _LINK_MS))
+        return InjectedFault(kind, (first, second), draw.uniform(*_SHARED_LINK_MS if shares_gpus else _LINK_MS))
     amounts = {"slow": draw.uniform(0.2, 1.0), "hang": float(draw.randint(1, 12)), "corrupt": 1.0, "pulse": 18.0}
     amount = amounts[kind]
-    return Plant(kind, (draw.randrange(ranks),), amount)
+    return InjectedFault(kind, (draw.randrange(ranks),), amount)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -149,32 +149,32 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _run_one(
-    plant: Plant | None, ranks: int, backend: str, limit_s: float, link: Link, shared_gpus: int
+    fault: InjectedFault | None, ranks: int, backend: str, limit_s: float, link: Link, shared_gpus: int
 ) -> dict[str, Any]:
     """Run an acceptance with one injected fault, or none, and return the row that says whether it was named."""
     members = members_of([("localhost", ranks)], 1)
     work = work_for(backend, limit_s, virtual_nodes=True, shares_gpus=bool(shared_gpus))
     settings = Settings(
-        members, backend, work, [plant] if plant else [], _PHASES, virtual_nodes=True, shared_gpus=shared_gpus
+        members, backend, work, [fault] if fault else [], _PHASES, virtual_nodes=True, shared_gpus=shared_gpus
     )
     link.began = False
     began = time.monotonic()
-    with _noise(_BURSTS) if plant is None else contextlib.nullcontext():
+    with _noise(_BURSTS) if fault is None else contextlib.nullcontext():
         result = run(settings, [link])
     if result.stopped:
         raise KeyboardInterrupt
     suspects = {tuple(sorted(one.ranks)) for one in result.trial.suspects}
     failed = {tuple(sorted(one.ranks)) for one in result.trial.suspects if one.verdict == "FAIL"}
-    injected = plant.ranks if plant else ()
-    named = not plant or injected in suspects
+    injected = fault.ranks if fault else ()
+    named = not fault or injected in suspects
     others = bool(failed - {injected})
     return {
-        "fault": plant.kind if plant else "none",
+        "fault": fault.kind if fault else "none",
         "ranks": list(injected),
-        "amount": plant.amount if plant else 0.0,
+        "amount": fault.amount if fault else 0.0,
         "named": named,
         "others": others,
-        "right": named and not others and (plant is not None or not suspects),
+        "right": named and not others and (fault is not None or not suspects),
         "accused": sorted(map(list, suspects)),
         "summary": sentence(result),
         "seconds": time.monotonic() - began,
@@ -200,4 +200,4 @@ def _line(row: dict[str, Any]) -> str:
 if __name__ == "__main__":
     from netlayer.cli import run as run_command
 
-    run_command(command, "python -m bench.accept_plantings")
+    run_command(command, "python -m bench.accept_faults")
