@@ -220,7 +220,7 @@ def _run(command: click.Command | Callable[[], click.Command], name: str, interr
         if not interrupts.seen:
             raise
         # Libraries make errors of their own of an interruption: pydantic does of one that lands in a serializer.
-        logger.info("what the interruption broke off", exc_info=True)
+        logger.info("what the interruption was interrupted", exc_info=True)
         _end_as_interrupted()
     sys.exit(code if isinstance(code, int) else EXIT_OK)
 

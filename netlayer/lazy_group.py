@@ -27,18 +27,33 @@ def load(target: str) -> Any:
 
 
 class LazyGroup(click.Group):
-    """`click.group(cls=LazyGroup, lazy={name: Lazy(...)})`; `loader` imports a target."""
+    """A group of `click.group(cls=LazyGroup, lazy={name: Lazy(...)})`.
+
+    Args:
+        lazy: sub-commands by name.
+        loader: imports a target.
+        renamed: new names by old ones, which are understood with a warning and not listed.
+    """
 
     def __init__(
-        self, *args: Any, lazy: Mapping[str, Lazy], loader: Callable[[str], click.Command] = load, **kwargs: Any
+        self,
+        *args: Any,
+        lazy: Mapping[str, Lazy],
+        loader: Callable[[str], click.Command] = load,
+        renamed: Mapping[str, str] | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._lazy, self._loader = lazy, loader
+        self._lazy, self._loader, self._renamed = lazy, loader, renamed or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *self._lazy])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if new_name := self._renamed.get(cmd_name):
+            old, new = f"{ctx.command_path} {cmd_name}", f"{ctx.command_path} {new_name}"
+            click.echo(f"warning: `{old}` is now `{new}`; the old name works until 0.5", err=True)
+            cmd_name = new_name
         lazy = self._lazy.get(cmd_name)
         return self._loader(lazy.target) if lazy else super().get_command(ctx, cmd_name)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from netlayer.errors import FULL_DISK, ConfigError, NetlayerError
+from netlayer.renamed import with_new_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,6 +33,8 @@ SCHEMA_VERSION = 1
 Source = Literal["measured", "simulated", "predicted"]
 Row = Mapping[str, Any]
 _OURS = "give a file that netlayer wrote"
+# Columns of records by their names before 0.3, read until 0.5.
+_RENAMED_COLUMNS = {"micro_size": "micro_batch_size", "entrant_over_bound": "candidate_over_bound"}
 
 
 @dataclass(frozen=True)
@@ -234,11 +237,15 @@ def record_of(tree: Any, path: Path) -> RunRecord:
     if version != SCHEMA_VERSION:
         raise ConfigError("record", path, f"has schema {version}, known is {SCHEMA_VERSION}", "use a matching netlayer")
     try:
-        record = RunRecord(**tree)
+        record = RunRecord(**tree | {"config": with_new_keys(tree.get("config") or {})})
     except (TypeError, ValueError) as exc:
         raise ConfigError("record", path, f"is no record ({exc})", _OURS) from exc
     if not isinstance(record.rows, list) or not all(isinstance(row, dict) for row in record.rows):
         raise ConfigError("record", path, "is no record (rows must be a list of objects)", _OURS)
+    for row in record.rows:
+        for old, new in _RENAMED_COLUMNS.items():
+            if old in row:
+                row.setdefault(new, row.pop(old))
     return record
 
 

@@ -331,7 +331,7 @@ def _run_all(commands: list[Command], num_gpus: int, venv: Path | None) -> int:
     environment = _environment(folder, clone, own_venv=venv is None)
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", REPOSITORY, clone], check=True)
     if subprocess.run(["git", "-C", REPOSITORY, "diff", "--quiet", "HEAD"], check=False).returncode:
-        print("note: changes that are not committed are left out", file=sys.stderr)
+        print("note: changes that are not committed are omitted", file=sys.stderr)
     if venv is not None:
         (clone / ".venv").symlink_to(venv)
         commands = [command for command in commands if not command.shown.startswith("make ")]

@@ -15,7 +15,11 @@ _COMMANDS = {
     name: Lazy(f"topology.{module}:command", line)
     for name, module, line in (
         ("build", "commands.build", "Lay the fabric out: cables, addresses, a graph, and what the design needs."),
-        ("cure", "commands.cure", "Search what lowers collisions: UDP ports, or seeds, offsets and queue pairs."),
+        (
+            "optimize",
+            "commands.optimize",
+            "Search what lowers collisions: UDP ports, or seeds, offsets and queue pairs.",
+        ),
         ("ecmp", "commands.ecmp", "Hash flows over the fabric, with and without the ToR split."),
         ("import", "commands.import_fabric", "Read a fabric that exists: SONiC, LLDP, HPCC or htsim files."),
         ("place", "commands.place", "Compare placements of a job's ranks on the servers."),
@@ -26,7 +30,7 @@ _COMMANDS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=_COMMANDS)
+@click.group(cls=LazyGroup, lazy=_COMMANDS, renamed={"cure": "optimize"})
 def topology() -> None:
     """The CLOS fabric: describe it, hash a job's flows over it."""
 

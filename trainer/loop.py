@@ -187,7 +187,7 @@ class Trainer:
             NoRoom: the disk is full; on all ranks alike.
             ConfigError: it cannot be written for another reason.
         """
-        self.leave_out()
+        self.skip()
         with self.phase("saves a checkpoint"):
             # Every element: a checkpoint that is not finite would look good until somebody resumes from it.
             self._check_state()
@@ -204,7 +204,7 @@ class Trainer:
         path, self._pending = self._pending, None
         if path is None:
             return None
-        self.leave_out()
+        self.skip()
         good = checkpoint.good_name(path)
         # A rename on a file system that all see: once is enough.
         if self.place.rank == 0:
@@ -213,7 +213,7 @@ class Trainer:
             logger.info("checkpoint: %s", good)
         return good
 
-    def leave_out(self) -> None:
+    def skip(self) -> None:
         """Exclude the work that is done now from step times: the next step is timed from its own begin."""
         self._before = None
 
@@ -247,7 +247,7 @@ class Trainer:
         assert stepped.grad_norm is not None
         # Copied to the host after the step, so that reading them later does not wait for the step after.
         notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked)
-        # `leave_out` may have cleared it: then something came between, and this step is timed from its own begin.
+        # `skip` may have cleared it: then something came between, and this step is timed from its own begin.
         comm, before = self.recorder.end_step(), self._before
         self._before = comm
         memory_bytes = _memory_bytes(self.place.device)
@@ -275,7 +275,7 @@ class Trainer:
         Raises:
             CheckFailed: the loss of a rank is not finite; on all ranks alike.
         """
-        self.leave_out()
+        self.skip()
         with self.phase("evaluates"):
             self.open_feed()
             sets = self.feed.evaluation(global_batches)
@@ -399,7 +399,7 @@ def run(
         row, is_asked = trainer.read(launched)
         # Writing a trace takes time that is no step's.
         if on_comm(launched.comm):
-            trainer.leave_out()
+            trainer.skip()
         return row, is_asked
 
     def hand_over(row: Row) -> None:

@@ -284,7 +284,7 @@ def prepare(
         seed: draws the files where there is more text than job.data.max_mib.
         out: a folder that exists; holds the tokens where the cache folder cannot be written.
         on_stage: called with progress.
-        resume: a checkpoint to go on from; it must be of this text, or give its tokenizer for another.
+        resume: a checkpoint to resume from; it must be of this text, or give its tokenizer for another.
 
     Raises:
         ConfigError: the job does not fit the ranks, the text cannot be used, or is another than the checkpoint's.
@@ -296,9 +296,7 @@ def prepare(
     before = find(resume) if resume else None
     if job.data.datasets:
         rule = "are tokens, and this trains on text alone"
-        raise ConfigError(
-            "job.data.datasets", ", ".join(job.data.datasets), rule, "leave them out, or use netlayer train"
-        )
+        raise ConfigError("job.data.datasets", ", ".join(job.data.datasets), rule, "omit them, or use netlayer train")
     brought = (
         before.tokenizer_file
         if before and (job.checkpoint.allow_dataset_change or TOKENIZER in before.digests)

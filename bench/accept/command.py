@@ -121,11 +121,11 @@ def _chosen_phases(options: AcceptOptions) -> list[str]:
     names = [name for name in phases.names() if not options.only or name in options.only]
     if options.verbs == "off":
         if VERBS in options.only:
-            raise ConfigError("--verbs", options.verbs, f"contradicts --only {VERBS}", "leave one of them out")
+            raise ConfigError("--verbs", options.verbs, f"contradicts --only {VERBS}", "omit one of them")
         names = [name for name in names if name != VERBS]
     elif options.verbs == "require" and (VERBS not in names or options.runner != "netlayer"):
         option = f"--runner {options.runner}" if options.runner != "netlayer" else f"--only {' '.join(options.only)}"
-        raise ConfigError("--verbs", options.verbs, f"contradicts {option}", "leave one of them out")
+        raise ConfigError("--verbs", options.verbs, f"contradicts {option}", "omit one of them")
     return names
 
 
@@ -163,7 +163,7 @@ def _refuse_ignored(options: AcceptOptions, env: RankEnv | None) -> None:
     for where, names in lacks_effect.items():
         for option in names:
             if values[option] is not None:
-                raise ConfigError(option, values[option], f"has no effect {where}", "leave it out")
+                raise ConfigError(option, values[option], f"has no effect {where}", "omit it")
 
 
 def _backend(options: AcceptOptions) -> str:
@@ -236,7 +236,7 @@ def _hosts_of_launcher(options: AcceptOptions, backend: str, links: list[Link]) 
         return list(counts.items()), _ranks_per_node(options, backend, len(links))
     if options.ranks_per_node is not None:
         rule = f"divides one host into virtual nodes, and there are {len(counts)} hosts"
-        raise ConfigError("--ranks-per-node", options.ranks_per_node, rule, "leave it out")
+        raise ConfigError("--ranks-per-node", options.ranks_per_node, rule, "omit it")
     return list(counts.items()), 0
 
 

@@ -294,12 +294,12 @@ class Backend(ABC):
         """
         if options.cpu_time and not cls.launches_ahead:
             rule = f"{cls.name} returns from a call when it is done: there is no time to launch"
-            raise ConfigError(flag_name("cpu_time"), options.cpu_time, rule, "leave it out, or use --backend nccl")
+            raise ConfigError(flag_name("cpu_time"), options.cpu_time, rule, "omit it, or use --backend nccl")
         for name, default in DIRECT_FLAGS.items():
             value = getattr(options, name)
             if value != default and name not in cls.honours:
                 rule = f"{cls.name} has nothing of the kind"
-                raise ConfigError(flag_name(name), value, rule, f"use --backend nccl, or leave it out ({default})")
+                raise ConfigError(flag_name(name), value, rule, f"use --backend nccl, or omit it ({default})")
 
     def allocate(self, num_bytes: int) -> Tensor:
         """A buffer for sending or receiving, as bytes.

@@ -50,4 +50,4 @@ def check(options: PerfOptions, version: int) -> None:
     for name, value, since in _FLAGS:
         if getattr(options, name) == value and version < since:
             rule = f"needs NCCL {show_version(since)}, and {show_version(version)} is here"
-            raise ConfigError(flag_name(name), value, rule, "install a newer nvidia-nccl-cu13, or leave it out")
+            raise ConfigError(flag_name(name), value, rule, "install a newer nvidia-nccl-cu13, or omit it")

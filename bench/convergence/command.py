@@ -284,7 +284,7 @@ def _train_one(
     part: Before | None,
 ) -> None:
     if part:
-        stages.say(f"{plan.name} goes on from step {part.step:,} of {plan.job.optimizer.steps:,}: {part.checkpoint}")
+        stages.say(f"{plan.name} resumes from step {part.step:,} of {plan.job.optimizer.steps:,}: {part.checkpoint}")
     with stages.open(plan.name) as bar:
 
         def hear(progress: Progress) -> None:

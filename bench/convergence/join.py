@@ -108,7 +108,7 @@ def left_to_do(plans: Sequence[Plan], earlier: Sequence[Curve]) -> list[Plan]:
         differing = _differing(plan.job, curve.job) if curve else []
         if curve and curve.is_whole and differing:
             rule = f"{plan.name} had other settings in the earlier call: {', '.join(differing)}"
-            raise ConfigError("--join", None, rule, "give its options again, or leave it out with --runs")
+            raise ConfigError("--join", None, rule, "give its options again, or omit it with --runs")
         if curve is None or differing:
             left.append(plan)
     return left
@@ -119,7 +119,7 @@ def joined_lines(plans: Sequence[Plan], left: Sequence[Plan], earlier: Sequence[
     planned, undone = ({plan.key for plan in each} for each in (plans, left))
     for curve in earlier:
         how_far = f"step {len(curve.steps):,} of {curve.job.optimizer.steps:,}"
-        state = "whole" if curve.is_whole else f"{'diverged' if curve.diverged else 'broken off'} at {how_far}"
+        state = "whole" if curve.is_whole else f"{'diverged' if curve.diverged else 'interrupted'} at {how_far}"
         if curve.key in undone:
             todo = "is trained again, or goes on where a checkpoint allows it"
         else:
@@ -142,12 +142,12 @@ def _check_same(name: str, ours: Mapping[str, Any], first: tuple[str, Mapping[st
 def _settings(job: JobConfig) -> dict[str, Any]:
     """Return the settings that runs of one kind share: batch and optimiser, except micro-batch and learning rate."""
     settings = job.model_dump(mode="json", include={"batch": True, "optimizer": True})
-    left_out = {("batch", "micro_batch_size"), ("optimizer", "lr")}
+    skipped = {("batch", "micro_batch_size"), ("optimizer", "lr")}
     return {
         f"{section}.{name}": value
         for section, values in settings.items()
         for name, value in values.items()
-        if (section, name) not in left_out
+        if (section, name) not in skipped
     }
 
 

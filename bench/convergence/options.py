@@ -124,7 +124,7 @@ def tokens_of(flags: Mapping[str, Any], earlier: Sequence[Curve]) -> int | None:
     """Return the tokens of a run; None: as many as fit into --minutes."""
     if earlier and flags["minutes"] is not None:
         rule = "is given beside --join, whose runs say how many tokens"
-        raise ConfigError("--minutes", flags["minutes"], rule, "leave it out")
+        raise ConfigError("--minutes", flags["minutes"], rule, "omit it")
     if flags["minutes"] is not None:
         return None
     if flags["tokens"] is not None:

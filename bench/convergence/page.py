@@ -59,7 +59,7 @@ def _verdict(report: Report, record: RunRecord) -> None:
         reasons += [row["reason"]] if row["reason"] not in text else []
         reasons += [f"not run: {', '.join(row['not_run'])}"] if row["not_run"] else []
     if reasons:
-        report.verdict("WARN", f"Broken off: {'; '.join(reasons)}. What was measured is below")
+        report.verdict("WARN", f"Interrupted: {'; '.join(reasons)}. What was measured is below")
 
 
 def _overview(report: Report, record: RunRecord) -> None:
@@ -73,7 +73,7 @@ def _overview(report: Report, record: RunRecord) -> None:
     for row in runs:
         if row["resumed_at"]:
             steps = ", ".join(f"{step:,}" for step in row["resumed_at"])
-            section.text(f"{row['run']} was broken off, and went on from the checkpoint behind step {steps}.")
+            section.text(f"{row['run']} was interrupted, and resumed from the checkpoint after step {steps}.")
     if all(row["baseline"] is None for row in runs):
         section.note("No standard run came to its end, so nothing is compared.")
     frame = pd.DataFrame(runs).assign(million_tokens=[row["tokens"] / 1e6 for row in runs])
@@ -97,7 +97,7 @@ def _overview(report: Report, record: RunRecord) -> None:
 
 def _figure(row: Row) -> Figure:
     if row["baseline"] in (None, row["run"]):
-        hint = "held-out loss at the end" if row["is_whole"] else "held-out loss, broken off"
+        hint = "held-out loss at the end" if row["is_whole"] else "held-out loss, interrupted"
         return Figure(row["run"], f"{row['held_out_loss']:.3f}", "", hint)
     reached = "not reached"
     if row["tokens_over_baseline"] is not None:
@@ -155,9 +155,9 @@ def _text(report: Report, record: RunRecord) -> None:
             "tokens to train on (an epoch)": f"{corpus['train_tokens']:,}",
             "tokens held out": f"{corpus['validation_tokens']:,}",
             "vocabulary": f"{corpus['vocab_size']:,} (byte-level BPE, trained on the training files)",
-            "left out: copies of another file": f"{text['copies']:,}",
-            "left out: no UTF-8, too short or too long": f"{text['unread']:,}",
-            "left out: there was enough": f"{text['beyond']:,}",
+            "omitted: copies of another file": f"{text['copies']:,}",
+            "omitted: no UTF-8, too short or too long": f"{text['unread']:,}",
+            "omitted: there was enough": f"{text['beyond']:,}",
             "digest": corpus["identity"]["text"],
         }
     )
@@ -234,7 +234,7 @@ def _meaning(report: Report, _record: RunRecord) -> None:
     section.text(
         "To the baseline's loss: where the straight line between two evaluations first comes to the held-out loss that "
         "the baseline had at its end. The baseline is the standard run; of several, the one that ended lowest. A run "
-        "that was broken off is drawn as far as it came, and compared with nothing."
+        "that was interrupted is drawn as far as it came, and compared with nothing."
     )
     section.text(
         "MFU counts matmuls over time and peak: attention in full, by half (causal), or the keys that a query "

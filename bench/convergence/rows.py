@@ -25,7 +25,7 @@ from netlayer.workload.peaks import peak_flops
 Row = dict[str, Any]
 RunKey = tuple[str, float]
 """Kind and peak learning rate: which run it is, also beside those of other calls."""
-RUN, EVALUATION, TRAINING, BROKEN_OFF = "run", "evaluation", "training", "broken off"
+RUN, EVALUATION, TRAINING, BROKEN_OFF = "run", "evaluation", "training", "interrupted"
 """Tables of a record's rows."""
 STANDARD = "standard"
 FACTS_FILE = "run.json"
@@ -287,7 +287,7 @@ def comparison(row: Mapping[str, Any]) -> str:
     target, name = row["baseline_loss"], row["baseline"]
     if not row["is_whole"]:
         how_far = f"{row['tokens']:,} of {row['tokens_asked']:,} tokens"
-        return f"{row['run']}, broken off after {how_far}, so compared with nothing: {row['stopped']}"
+        return f"{row['run']}, interrupted after {how_far}, so compared with nothing: {row['stopped']}"
     if name is None or name == row["run"]:
         return ""
     text = f"{row['run']}, to the {target:.4f} that {name} ended with: "

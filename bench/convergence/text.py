@@ -127,16 +127,16 @@ def choose(
     names = {f"{root.name}/{name}": root.folder / name for root in roots for name in _list(root.folder, patterns)}
     files: dict[str, Path] = {}
     seen: set[bytes] = set()
-    by_root, by_suffix, left_out = Counter[str](), Counter[str](), Counter[str]()
+    by_root, by_suffix, skipped = Counter[str](), Counter[str](), Counter[str]()
     text_bytes = 0
     for name in sorted(names, key=lambda name: _digest(f"{seed}/{name}".encode("utf-8", "surrogateescape"))):
         if text_bytes >= most_bytes:
-            left_out["beyond"] += 1
+            skipped["beyond"] += 1
             continue
         content = _read(names[name])
         digest = _digest(content)
         if not content or digest in seen:
-            left_out["copies" if content else "unread"] += 1
+            skipped["copies" if content else "unread"] += 1
             continue
         seen.add(digest)
         files[name] = names[name]
@@ -149,7 +149,7 @@ def choose(
         rule = f"matches {len(files)} text files of {_LEAST_BYTES} bytes to 1 MiB in {where}, and two are needed"
         raise ConfigError("--patterns", ",".join(patterns), rule, "give other patterns, or another --text")
     sums = dict(sorted(by_root.items())), dict(sorted(by_suffix.items()))
-    why = (left_out[reason] for reason in ("copies", "unread", "beyond"))
+    why = (skipped[reason] for reason in ("copies", "unread", "beyond"))
     return Chosen(dict(sorted(files.items())), text_bytes, *sums, *why)
 
 

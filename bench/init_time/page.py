@@ -19,7 +19,7 @@ LABEL = "store share, simulated ranks"
 REAL = "real ranks"
 RECORDED = "recorded"
 ALONE = "one rank's own work"
-BROKEN_OFF = "broken off"
+BROKEN_OFF = "interrupted"
 """The table of a row that says why no more rows follow."""
 
 BEHIND_GATE = {
@@ -117,7 +117,7 @@ def build_page(rows: Sequence[Row]) -> Report:
     report = Report("Group initialisation", "paper's baseline, today's torch, and netlayer.rendezvous")
     for row in rows:
         if row["table"] == BROKEN_OFF:
-            report.verdict("FAIL", f"Broken off: {row['reason']}; what was measured until then is below")
+            report.verdict("FAIL", f"Interrupted: {row['reason']}; what was measured until then is below")
     return report.fill(rows, [_real, _alone, _share, _meaning])
 
 
@@ -194,9 +194,7 @@ def _share(report: Report, rows: Sequence[Row]) -> None:
         return
     think_s = cells["think_s"].max()
     thinking = (
-        f"Each rank thinks for {think_s:g} s between joining and its groups; the exponents leave it out."
-        if think_s
-        else ""
+        f"Each rank thinks for {think_s:g} s between joining and its groups; the exponents omit it." if think_s else ""
     )
     section = report.section("Store share, simulated ranks", thinking, source=sorted(cells["source"].unique()))
     ringed = " Ringed: predicted." if "predicted" in set(cells["source"]) else ""

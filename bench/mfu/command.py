@@ -140,10 +140,10 @@ def command(
             continue
         if channels and PEERS[entry.system].copies:
             rule = f"does not hold {entry.name}, which copies without NCCL"
-            raise ConfigError("--channels", channels, rule, "leave it out of --peers")
+            raise ConfigError("--channels", channels, rule, "omit it of --peers")
         PEERS[entry.system].check(entry.job, chosen)
     if profile and chosen != "nccl":
-        raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; leave it out")
+        raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; omit it")
     check_room(entries, chosen)
     _tell_notes(entries, chosen)
     (out, made), started = _open(options.out), utc_now()
@@ -209,7 +209,7 @@ def _check_seconds(options: Mapping[str, float | None]) -> None:
     """Reject NaN and infinity, which click's FloatRange lets through."""
     for option, seconds in options.items():
         if seconds is not None and not math.isfinite(seconds):
-            raise ConfigError(option, seconds, "is no number of seconds", "give one, or leave it out")
+            raise ConfigError(option, seconds, "is no number of seconds", "give one, or omit it")
 
 
 def _open(requested: Path | None) -> tuple[Path, list[Path]]:

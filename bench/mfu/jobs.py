@@ -48,7 +48,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         if key.removeprefix("job.") == _BALANCE:
             continue
         if section not in _TAKEN and (section in _SAID or section in JobConfig.model_fields):
-            raise ConfigError("--set", override, "has no effect here", _SAID.get(section, "leave it out"))
+            raise ConfigError("--set", override, "has no effect here", _SAID.get(section, "omit it"))
 
 
 def read_layout(text: str) -> dict[str, int]:
@@ -62,7 +62,7 @@ def read_layout(text: str) -> dict[str, int]:
         raise ConfigError("--layout", text, "must be degrees such as tp2pp2vp2", "name each of tp, pp, vp, dp once")
     named = {name: int(number) for name, number in degrees}
     if 0 in named.values():
-        raise ConfigError("--layout", text, "has a degree of 0", "give each at least 1, or leave it out")
+        raise ConfigError("--layout", text, "has a degree of 0", "give each at least 1, or omit it")
     return {"tp": named.get("tp", 1), "pp": named.get("pp", 1), "dp": named.get("dp", 1), "vpp": named.get("vp", 1)}
 
 

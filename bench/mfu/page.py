@@ -86,7 +86,7 @@ def command(records: tuple[Path, ...], out: Path) -> None:
         if record.name != NAME:
             raise ConfigError("RECORDS", path, f"is a record of {record.name}", f"give those of {NAME}")
         if not any(row["run"] == "median" for row in record.rows):
-            raise ConfigError("RECORDS", path, "has no median of any system", "leave it out")
+            raise ConfigError("RECORDS", path, "has no median of any system", "omit it")
     click.echo(f"report: {build_page(loaded).write(out)}", err=True)
 
 
@@ -111,8 +111,8 @@ def label(record: RunRecord) -> str:
     channels = f", {arguments['channels']} channels" if arguments.get("channels") else ""
     block = ", parallel block" if model["parallel_block"] else ""
     return (
-        f"{model_name}, {arguments['layout']} on {len(record.devices)}, {count} x {batch['micro_batch_size']} sequences, "
-        f"reduced in {job['overlap']['reduce_dtype']}{block}{channels}"
+        f"{model_name}, {arguments['layout']} on {len(record.devices)}, {count} x {batch['micro_batch_size']} sequences"
+        f", reduced in {job['overlap']['reduce_dtype']}{block}{channels}"
     )
 
 

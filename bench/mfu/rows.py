@@ -146,8 +146,9 @@ def heading(job: JobConfig, device: str) -> Iterator[str]:
     known = f"peak {peak / 1e12:.1f} TFLOP/s in {job.model.dtype}" if peak else f"no peak known in {job.model.dtype}"
     yield f"{job.parallel.layout.world_size} x {device}, {known}"
     yield (
-        f"a step: {batch.global_batch_size} sequences of {job.model.seq_len} tokens; {flops.full / 1e12:,.4g} TFLOP full, "
-        f"{flops.causal / 1e12:,.4g} causal; gradients reduced in {job.overlap.reduce_dtype}"
+        f"a step: {batch.global_batch_size} sequences of {job.model.seq_len} tokens; "
+        f"{flops.full / 1e12:,.4g} TFLOP full, {flops.causal / 1e12:,.4g} causal; "
+        f"gradients reduced in {job.overlap.reduce_dtype}"
     )
     yield FORMULA
 

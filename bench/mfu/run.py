@@ -101,7 +101,7 @@ class Reports:
         """Record a system's failure; its remaining turns are skipped."""
         self.failures[name] = reason
         self._write({"system": name, "run": "failed", "reason": reason})
-        click.echo(f"  {name} FAILED, and is left out from here on: {reason}", err=True)
+        click.echo(f"  {name} FAILED, and is omitted from here on: {reason}", err=True)
 
     @property
     def current_s(self) -> float:

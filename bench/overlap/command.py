@@ -76,7 +76,7 @@ Examples:
 \b
 all is the one command for a host of GPUs: on all of them, tensor-parallel linears, small messages,
 the pipeline, and the 7B of dp without a limit and on 2 and 1 channels, each into a record of its own
-under DIR/records, within 8 minutes. What does not fit is left out and said, and the exit code is 1.
+under DIR/records, within 8 minutes. What does not fit is omitted and said, and the exit code is 1.
 """
 )
 @run_options
@@ -112,7 +112,7 @@ under DIR/records, within 8 minutes. What does not fit is left out and said, and
 @click.option("--prefetch", type=click.IntRange(min=1), help="All-gathers ahead [tuned in the first steps].")
 @click.option("--gather-in-backward", type=click.FloatRange(0, 1), help="Share of the gathers [balanced].")
 @click.option(
-    "--within", type=click.FloatRange(min=0), help="Minutes; legs that would end later are left out [8 for all]."
+    "--within", type=click.FloatRange(min=0), help="Minutes; legs that would end later are omitted [8 for all]."
 )
 @click.option("--lr", type=click.FloatRange(0, 1e6, min_open=True), callback=_number, help="Learning rate.")
 @click.option(
@@ -205,7 +205,7 @@ def _choose(ranks: int | None, backend: str, env: RankEnv | None) -> tuple[int, 
     if env is not None:
         if ranks not in (None, env.world_size):
             rule = f"{env.launcher} has started {env.world_size} ranks"
-            raise ConfigError("--ranks", ranks, rule, "leave it out")
+            raise ConfigError("--ranks", ranks, rule, "omit it")
         ranks = env.world_size
     if ranks is None:
         gpus = 0 if backend == "gloo" else len(environ.usable_gpus())

@@ -80,7 +80,7 @@ def measure_techniques(
                     measured = measure_leg(run, technique, limit)
                 except NetlayerError as exc:
                     say(f"{_title(technique, limit)}: {exc}")
-                    leg_rows.append({"technique": technique, "channels": limit, "left_out": str(exc)})
+                    leg_rows.append({"technique": technique, "channels": limit, "skipped": str(exc)})
                     wrong.append(exc)
                     continue
                 show(run, measured)

@@ -145,5 +145,5 @@ def on_gloo(settings: DpSettings, requested: Sequence[System]) -> DpSettings:
     """
     missing = [system for system in requested if system in NCCL_ALONE]
     if missing:
-        raise ConfigError("--system", missing[0], "needs NCCL, and the backend is gloo", "leave it out")
+        raise ConfigError("--system", missing[0], "needs NCCL, and the backend is gloo", "omit it")
     return dataclasses.replace(settings, systems=tuple(s for s in settings.systems if s not in NCCL_ALONE))

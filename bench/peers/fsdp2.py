@@ -39,7 +39,7 @@ def check(job: JobConfig, backend: str, *, reshards: bool = False, registers: bo
         rule = f"steps with adamw for --peers {name}"
         raise ConfigError("job.optimizer.name", job.optimizer.name, rule, "measure lamb of ours by --also")
     if registers and backend != "nccl":
-        raise HardwareMissing(f"--peers {name}: NCCL registers its buffers, and this runs on {backend}; leave it out")
+        raise HardwareMissing(f"--peers {name}: NCCL registers its buffers, and this runs on {backend}; omit it")
 
 
 class Fsdp2:

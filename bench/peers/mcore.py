@@ -52,7 +52,7 @@ def check(job: JobConfig, backend: str, *, overlap: bool = True) -> None:
     if not is_installed():
         raise HardwareMissing(f"--peers {name}: there is no megatron.core; pip install megatron-core==0.16.1")
     if backend != "nccl":
-        raise HardwareMissing(f"--peers {name}: Megatron-core needs GPUs, and this runs on {backend}; leave it out")
+        raise HardwareMissing(f"--peers {name}: Megatron-core needs GPUs, and this runs on {backend}; omit it")
 
 
 def transformer_settings(job: JobConfig, *, overlap: bool) -> dict[str, Any]:

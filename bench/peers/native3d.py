@@ -61,7 +61,7 @@ def check(job: JobConfig, backend: str, *, asynchronous: bool = False) -> None:
         raise ConfigError("micro-batches", count, rule, "raise --micro-batches")
     if asynchronous and (backend != "nccl" or not job.model.compile or parallel.tp == 1):
         rule = "needs GPUs, job.model.compile and tp above 1: the compiler overlaps what tensor parallelism sends"
-        raise ConfigError("--peers", name, rule, "give --set model.compile=true and a layout with tp, or leave it out")
+        raise ConfigError("--peers", name, rule, "give --set model.compile=true and a layout with tp, or omit it")
 
 
 class Native3d:

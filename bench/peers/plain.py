@@ -27,7 +27,7 @@ def check_plain(peer: str, job: JobConfig) -> None:
         ("optimizer.name", job.optimizer.name, "adamw"),
     ):
         if value != plain:
-            remedy = f"leave it out, and measure it of ours: --also {field}={_toml(value)}"
+            remedy = f"omit it, and measure it of ours: --also {field}={_toml(value)}"
             raise ConfigError(f"job.{field}", value, f"is not what --peers {peer} can train ({_toml(plain)})", remedy)
     if model.vocab_size % tp:
         rule = f"must be a multiple of job.parallel.tp = {tp} for --peers {peer}, which pads no vocabulary"

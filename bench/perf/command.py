@@ -43,7 +43,7 @@ def run_command(collective: Collective, request: Request) -> bool:
     env = detect(os.environ)
     if env is not None and request.ngpus != 1:
         rule = f"{env.launcher} has started {env.world_size} ranks, one process each"
-        raise ConfigError("-g / --ngpus", request.ngpus, rule, "leave it out")
+        raise ConfigError("-g / --ngpus", request.ngpus, rule, "omit it")
     backend = choose_backend(request.backend)
     ranks = request.ngpus if env is None else env.world_size
     # Rank 0 prints and writes. The others judge the same rows, so that all processes of a job end with one exit code.
@@ -89,7 +89,7 @@ def _save_partial(table: LiveTable, request: Request, json_file: Path | None, st
     if record is None or not files:
         return
     _save(record, request, json_file, stopped)
-    click.echo(f"\nnote: broken off; {len(record.rows) // 2} lines are in {' and '.join(files)}", err=True)
+    click.echo(f"\nnote: interrupted; {len(record.rows) // 2} lines are in {' and '.join(files)}", err=True)
 
 
 def _failures(record: RunRecord) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _notes(collective: Collective, request: Request, backend: str, ranks: int) -
     if backend == "gloo" and "NCCL_TESTS_DEVICE" in os.environ:
         yield "NCCL_TESTS_DEVICE has no effect: gloo runs on CPUs"
     cases, skipped = list_cases(collective, options, backend, ranks)
-    yield from (f"left out: {what}" for what in skipped)
+    yield from (f"omitted: {what}" for what in skipped)
     # Types and roots change nothing in how a call is made up: one note for all cases of an operator.
     for op in dict.fromkeys(case.op for case in cases):
         out, into = (BACKENDS[backend].emulation(collective.name, op, in_place) for in_place in (False, True))

@@ -95,7 +95,7 @@ def list_cases(collective: Collective, options: PerfOptions, backend: str, ranks
         collective.check(options, ranks)
     if options.agg_iters > 1 and not collective.one_launch:
         rule = f"{collective.name} is several calls, each in need of the one before"
-        raise ConfigError(flag_name("agg_iters"), options.agg_iters, rule, "leave it out")
+        raise ConfigError(flag_name("agg_iters"), options.agg_iters, rule, "omit it")
     if ranks < collective.min_ranks:
         rule = f"{collective.name} needs at least {collective.min_ranks} ranks"
         raise ConfigError("-g / --ngpus", ranks, rule, f"give -g {collective.min_ranks}")

@@ -120,7 +120,7 @@ class PerfOptions:
             ("stream_null", "is a stream that CUDA cannot record"),
         ):
             if value := getattr(self, name):
-                raise ConfigError(flag_name(name), value, rule, "leave it out, or leave out -G")
+                raise ConfigError(flag_name(name), value, rule, "omit it, or omit -G")
 
     def sizes(self) -> list[int]:
         """List the sizes to measure, in bytes."""
@@ -159,7 +159,7 @@ class Flag(NamedTuple):
             high = "" if self.high is None else f" and at most {self.high}"
             raise ConfigError(self.names, value, f"must be at least {self.low}{high}", f"the default is {self.default}")
         if self.refused and value != self.default:
-            raise ConfigError(self.names, value, self.refused, f"leave it out (default {self.default})")
+            raise ConfigError(self.names, value, self.refused, f"omit it (default {self.default})")
 
 
 def _at_least(value: int | None, low: int | None) -> bool:

@@ -156,7 +156,7 @@ def _bench(
     options, done = replace(_SIZES[backend], timeout_s=_BENCH_TIMEOUT_S), 0
     names = [name for name in COLLECTIVES if load_collective(name).min_ranks <= ranks]
     for name in set(COLLECTIVES) - set(names):
-        stages.say(f"bench: {name} is left out, it needs at least {load_collective(name).min_ranks} ranks")
+        stages.say(f"bench: {name} is omitted, it needs at least {load_collective(name).min_ranks} ranks")
     total = len(names) * 2 * len(options.sizes())
     with stages.open("bench") as bar:
 

@@ -50,7 +50,7 @@ class Outcome:
     def trained(self) -> TrainResult:
         """The training of a whole run."""
         if self.training is None:
-            raise ValueError("training: this run broke off before its end")
+            raise ValueError("training: this run was interrupted before its end")
         return self.training
 
     @property

@@ -29,7 +29,7 @@ def build_page(outcome: Outcome, seed: int, out: Path, stopped: str = "") -> Rep
     """
     report = Report("netlayer quickstart" + ", incomplete" * bool(stopped), _subtitle(outcome, seed))
     if stopped:
-        report.verdict("FAIL", f"Broken off, what was done until then is shown: {stopped}")
+        report.verdict("FAIL", f"Interrupted, what was done until then is shown: {stopped}")
     else:
         good, learnt = outcome.wrong_elements == 0, outcome.trained.validation_fall > 0
         report.verdict("FAIL" if not good else "PASS" if learnt else "WARN", _sentence(outcome))

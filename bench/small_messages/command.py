@@ -116,7 +116,7 @@ Examples:
     type=click.FloatRange(min=0, min_open=True),
     default=Settings.within_s,
     show_default=True,
-    help="Seconds for all of it; what is not begun by then is left out, and the exit code 1.",
+    help="Seconds for all of it; what is not begun by then is omitted, and the exit code 1.",
 )
 @click.option("--table", type=click.Path(path_type=Path), help="Tuned table for ours [the one that is shipped].")
 @click.option("--tune", type=click.Path(path_type=Path), help="Tune for this machine first, and write the table here.")

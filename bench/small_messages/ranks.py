@@ -77,15 +77,15 @@ def measure(
     def time_is_out() -> bool:
         return bool(greatest([time.monotonic() > deadline_s], group, device)[0])
 
-    systems, left_out = open_systems(group, device, settings, table)
-    for name, reason in left_out.items():
-        report({"table": "left_out", "system": name, "reason": reason})
+    systems, skipped = open_systems(group, device, settings, table)
+    for name, reason in skipped.items():
+        report({"table": "skipped", "system": name, "reason": reason})
     done: list[tuple[Kind, int]] = []
     for num_bytes, kind in itertools.product(settings.sizes, KINDS):
         if time_is_out():
             what = f"{kind} of {format_size(num_bytes)}"
             reason = f"not begun within {settings.within_s:g} s"
-            report({"table": "left_out", "system": what, "reason": reason, "out_of_time": True})
+            report({"table": "skipped", "system": what, "reason": reason, "out_of_time": True})
             continue
         for row in _measure_one(kind, num_bytes, systems, group, device, settings):
             report(row)
@@ -116,7 +116,7 @@ def _measure_one(
                 replays[system, variant] = replay
             elif replay != WRONG_DATA:
                 reason = f"{kind} of {format_size(num_bytes)} {replay}"
-                row = {"table": "left_out", "system": f"{system} {variant}".strip(), "reason": reason}
+                row = {"table": "skipped", "system": f"{system} {variant}".strip(), "reason": reason}
             rows[system, variant] = row | {"wrong": replay == WRONG_DATA, "dtype": str(DTYPE).removeprefix("torch.")}
     times = time_in_turn(replays, group, device, launches, settings.replays, settings.rounds)
     num_ranks = dist.get_world_size(group)

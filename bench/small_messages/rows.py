@@ -1,7 +1,7 @@
 """Summary of the rows of `bench.small_messages`: ours against the best of the others, in words and as a verdict.
 
 A row's `table` is `time` (one system, one collective and size), `speed_up`, `geometric_mean`, `kernel` (which one NCCL
-ran on windows), or `left_out`.
+ran on windows), or `skipped`.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def judge(rows: Sequence[Row], min_speed_up: float | None) -> None:
 def format_row(row: Row) -> str:
     """One line of a row, for a person."""
     size = f"{row.get('kind', ''):14} {format_size(row['num_bytes']) if 'num_bytes' in row else '':>8}"
-    if row["table"] == "left_out":
-        return f"left out: {row['system']}: {row['reason']}"
+    if row["table"] == "skipped":
+        return f"omitted: {row['system']}: {row['reason']}"
     if row["table"] == "kernel":
         return f"{size}  nccl_windows: {row['kernel'] or 'kernel not seen'}"
     if row["table"] == "figure":

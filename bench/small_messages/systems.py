@@ -126,12 +126,12 @@ def open_systems(
     """Open the systems that this group has, in the order of their turns, and say why others are skipped."""
     ours = Ours(group, device, settings.max_bytes, table)
     systems: dict[str, System] = {OURS: ours}
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     if ours.small.why_plain is not None:
         reason = f"all of it is torch.distributed here, as `{NCCL}` would be ({ours.small.why_plain})"
-        left_out["kernels of ours"] = reason
+        skipped["kernels of ours"] = reason
     if device.type != "cuda":
-        return systems, left_out | dict.fromkeys(
+        return systems, skipped | dict.fromkeys(
             (NCCL, "nccl_windows", "torch_symmetric"), f"the device is {device.type}"
         )
     systems[NCCL] = PlainNccl(group, device)
@@ -142,4 +142,4 @@ def open_systems(
         systems["nccl_windows"] = OnWindows(group, device, windows)
     if isinstance(memory, TorchSymmetric):
         systems["torch_symmetric"] = TorchOperations(group, device, memory)
-    return systems, left_out | {str(name): reason for name, reason in reasons.items()}
+    return systems, skipped | {str(name): reason for name, reason in reasons.items()}

@@ -177,7 +177,7 @@ class PipelineLinks:
         if differences:
             raise ValueError(differences[0])
         if 0 in shape:
-            raise ValueError(f"shape = {list(shape)}: a message has at least one element; leave out what is empty")
+            raise ValueError(f"shape = {list(shape)}: a message has at least one element; omit what is empty")
         self._open_slots(math.prod(shape) * dtype.itemsize)
 
     def close(self) -> None:

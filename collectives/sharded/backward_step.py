@@ -73,7 +73,7 @@ class BackwardStep:
         written into parameters since the last one.
         """
         self._lagging.clear()
-        # First, for `sync_masters` leaves out a bucket whose gather is under way.
+        # First, for `sync_masters` omits a bucket whose gather is under way.
         self._gather.wait_all()
         self._gather.sync_masters(unseen=self._gather.compares_each_step)
 
@@ -109,7 +109,7 @@ class BackwardStep:
         """Step the parameters of one bucket alone, and put its new shard where the all-gather takes it from."""
         # Before the update: from here on its parameters are neither of this step nor, until gathered, of the next.
         self._gather.stepping(bucket.plan.index)
-        # An optimiser leaves out what has no gradient: that is how it steps one bucket.
+        # An optimiser omits what has no gradient: that is how it steps one bucket.
         for piece in bucket.pieces:
             piece.parameter.grad = piece.grad
         self._step()

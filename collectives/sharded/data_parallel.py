@@ -22,10 +22,10 @@ Sparse embeddings, complex or unmaterialised parameters, several devices, and mo
 wrapping raise, and so does replacing or adding some. Not covered: ZeRO stage 3, optimisers that look at all parameters
 together.
 
-[Note: a step left out] Ranks leave a step out together or not at all. Where one does so alone, the steps of all ranks
+[Note: a step omitted] Ranks skip a step together or not at all. Where one does so alone, the steps of all ranks
 are compared now and then (`collectives.sharded.step_check`), and CheckFailed names ranks and steps; say the step, by
-`start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that left out its forward pass too goes
-unnoticed. A rank that leaves out `optimizer.step()` alone makes the others wait: a `watch` says for whom.
+`start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that omitted its forward pass too goes
+unnoticed. A rank that omits `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 
 [Note: states] `state_dict()` of the wrapper or its module needs other ranks only where shards have changed and nothing
 has launched their gathers (an optimiser of one's own, a `prefetch` of a number). `full_state_dict()` and the `load_` of
@@ -47,7 +47,7 @@ themselves: a graph around one of these, or of the whole wrapper, breaks there.
 [Note: whole matrices] What Muon, SOAP or Shampoo steps must not be cut: `whole=lambda name, shape: ...` picks it. Each
 of these parameters lies in the shard of one rank, who steps it for all, and who has it in its shape. They have buckets
 of their own, padded to the rank that holds most: let a bucket hold several matrices for each rank (`bucket_bytes`), or
-padding travels. Leave out what is large and elementwise (embeddings). Two optimisers then share the wrapper:
+padding travels. Omit what is large and elementwise (embeddings). Two optimisers then share the wrapper:
 
     muon = model.optimizer(torch.optim.Muon, only=is_hidden_matrix, lr=0.02)
     adamw = model.optimizer(torch.optim.AdamW, only=lambda name, shape: not is_hidden_matrix(name, shape), lr=3e-4)
@@ -215,7 +215,7 @@ class ShardedDataParallel(StandIn):
         self.module = module
         if comms is not None and any(argument is not None for argument in (group, groups, timeout, recorder, watch)):
             raise ValueError(
-                "communicators have their groups, timeout, recorder and watch: give these where communicators are opened"
+                "communicators have their groups, timeout, recorder and watch: give these where they are opened"
             )
         self.gather_comm, self.reduce_comm = comms or open_communicators(
             group, groups, device, timeout, recorder, watch, windows
@@ -299,7 +299,7 @@ class ShardedDataParallel(StandIn):
         # Before the first forward a program may still load values through `.data`, which autograd does not count.
         self._gather.sync_masters(unseen=not self._wrapped.seen_forward)
         self._wrapped.warn_of_no_optimizer()
-        # Only such a forward is followed by a backward pass, unless the step was left out.
+        # Only such a forward is followed by a backward pass, unless the step was omitted.
         if torch.is_grad_enabled() and self.module.training:
             self._reduce.note_forward()
         self.start_step()
@@ -459,7 +459,7 @@ class ShardedDataParallel(StandIn):
     def named_shards(self) -> Iterator[tuple[str, torch.Size, nn.Parameter]]:
         """Yield (name, shape of the whole parameter, this rank's 1-D piece of its master) for an optimiser.
 
-        What is empty on this rank is left out. Tied parameters come once, by their first name.
+        What is empty on this rank is omitted. Tied parameters come once, by their first name.
         """
         self._wrapped.asked_for_shards = True  # from here on an optimiser may hold them
         for bucket in self.buckets:
@@ -687,8 +687,8 @@ class ShardedDataParallel(StandIn):
         """Return where this rank's program stands and its settings, for all ranks to compare."""
         return StepState(
             announced=announced_step(self._step, self.reduce_comm),
-            # A forward that no backward pass followed looks like a step left out: `step_check`, [Note: which step].
-            counted=self._reduce.num_finished + 1 + self._reduce.num_left_out,
+            # A forward that no backward pass followed looks like a step omitted: `step_check`, [Note: which step].
+            counted=self._reduce.num_finished + 1 + self._reduce.num_skipped,
             prefetch=self.prefetch or 0,
             overlap=self.overlap,
             step_in_backward=self.step_in_backward,

@@ -295,7 +295,7 @@ def _open_peer_reduce(comm: Communicator, plans: Sequence[BucketPlan], dtype: to
     if reason is None and dtype not in DTYPES:
         reason = f"gradients travel in {dtype}"
     if reason is not None:
-        raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); leave it out")
+        raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); omit it")
     part_bytes = max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize
     peers = PeerReduce(comm.group, comm.device, part_bytes, comm.peer_streams)
     comm.peer_streams = peers.streams

@@ -103,7 +103,7 @@ class GradientReduce:
         self._num_reductions = 0
         self._unreduced = False
         self._finished = False
-        self.num_finished = self.num_left_out = 0
+        self.num_finished = self.num_skipped = 0
         """Steps whose gradients were finished, and forward passes in training that no backward pass followed."""
         self._num_forwards = 0
         self._reduced: set[int] = set()
@@ -415,7 +415,7 @@ class GradientReduce:
         self._take_cleared(hides=True)
         self._in_backward, self._finished = True, False
         # This pass belongs to the last of the forward passes; none came for those before it.
-        self.num_left_out += max(0, self._num_forwards - 1)
+        self.num_skipped += max(0, self._num_forwards - 1)
         self._num_forwards = 0
         self._reduces = self.is_last or self.stage == 2
         self._steps_in_backward = self.is_last and self.post_reduce_hook is not None

@@ -1,6 +1,6 @@
 """Whether all ranks are at the same training step, and run it in the same way: a few numbers, compared now and then.
 
-A rank that leaves a step out alone launches the same collectives as the others, only for other data: nothing that is
+A rank that skips a step alone launches the same collectives as the others, only for other data: nothing that is
 exchanged anyway would tell. So each rank sends the step that it is at. The numbers travel in a gather of their own
 before a round of reductions: not with the gradients (a rank sees its own slice of their sum alone), nor with the
 parameters (a shard has no room that would not tear parameters apart).
@@ -12,7 +12,7 @@ hears of it, a recorder does not. Nothing is compared inside the capture of a CU
 
 [Note: which step] The announced one (`ShardedDataParallel.start_step`, `Watch.begin_step`, `Recorder.begin_step`).
 Where not every rank announces one: the steps taken so far, and the forward passes in training that no backward pass
-followed, which is what a step left out after its forward pass looks like. A rank that leaves out the forward pass too
+followed, which is what a step omitted after its forward pass looks like. A rank that omits the forward pass too
 is noticed only where steps are announced.
 """
 
@@ -138,7 +138,7 @@ def raise_difference(states: Sequence[StepState], ranks: Sequence[int]) -> None:
         )
         raise CheckFailed(
             f"ranks train different steps: {spread('step', steps, ranks)}; gradients of different steps may have been "
-            f"averaged since the last check, so load a checkpoint; leave a step out on every rank or on none{hint}"
+            f"averaged since the last check, so load a checkpoint; skip a step on every rank or on none{hint}"
         )
 
 

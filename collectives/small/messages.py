@@ -72,9 +72,9 @@ class SmallCollectives:
         self.num_ranks = dist.get_world_size(chosen)
         self.table = DEFAULT_TABLE if table is None else table
         names = {choice.path for kind in KINDS for choice in self.table.choices(kind, self.num_ranks)}
-        opened, left_out = open_paths(sorted(names) if max_bytes else (), chosen, device, max_bytes)
+        opened, skipped = open_paths(sorted(names) if max_bytes else (), chosen, device, max_bytes)
         self._paths: dict[PathName, Path] = opened
-        self.left_out: dict[PathName, str] = left_out
+        self.skipped: dict[PathName, str] = skipped
         """Paths that the table names and this group cannot have, and why."""
         self._plain, self._recorder = Plain(chosen), recorder
         self._track = None if watch is None else watch.track(name, chosen)
@@ -88,7 +88,7 @@ class SmallCollectives:
             return None
         if self.device.type != "cuda":
             return f"the device is {self.device.type}, not cuda"
-        return next(iter(self.left_out.values()), "the table names no other path, or max_bytes is 0")
+        return next(iter(self.skipped.values()), "the table names no other path, or max_bytes is 0")
 
     def path_of(self, kind: Kind, num_bytes: int, dtype: torch.dtype) -> PathName:
         """The path that a sum, or a gather, of so many bytes in the whole buffer takes; the same on every rank."""
@@ -198,9 +198,9 @@ class SmallCollectives:
         if self.why_plain is not None:
             logger.info("%s: all collectives go to torch.distributed (%s)", self.name, self.why_plain)
             return
-        for path, why in self.left_out.items():
+        for path, why in self.skipped.items():
             logger.warning(
-                "%s: path %s is left out (%s); messages that it should take go elsewhere", self.name, path, why
+                "%s: path %s is omitted (%s); messages that it should take go elsewhere", self.name, path, why
             )
         if not self.table.is_measured(self.num_ranks):
             logger.warning(

@@ -29,11 +29,11 @@ def open_paths(
         max_bytes: the largest message.
     """
     paths: dict[PathName, Path] = {"nccl": Plain(group)}
-    left_out: dict[PathName, str] = {}
+    skipped: dict[PathName, str] = {}
     by_peers = [name for name in _BY_PEERS if name in names]
     no_peers = why_unusable(group, device) if by_peers else None
     if no_peers is not None:
-        left_out |= dict.fromkeys(by_peers, no_peers)
+        skipped |= dict.fromkeys(by_peers, no_peers)
     elif by_peers:
         if "torch_symmetric" in by_peers:
             paths["torch_symmetric"] = TorchSymmetric(group, device, max_bytes)
@@ -43,10 +43,10 @@ def open_paths(
     if "nccl_windows" in names:
         windows = _open_windows(group, device, max_bytes)
         if isinstance(windows, str):
-            left_out["nccl_windows"] = windows
+            skipped["nccl_windows"] = windows
         else:
             paths["nccl_windows"] = windows
-    return paths, left_out
+    return paths, skipped
 
 
 def _open_windows(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> NcclWindows | str:

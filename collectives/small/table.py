@@ -65,14 +65,14 @@ class TuningTable(_Strict):
         source: where it comes from: devices, versions, how it was measured.
         measured_on: date, ISO 8601.
         entries: one for each kind and number of ranks.
-        left_out: paths that could not be measured, and why.
+        skipped: paths that could not be measured, and why.
         figures: what was measured.
     """
 
     source: str
     measured_on: str
     entries: tuple[Entry, ...]
-    left_out: dict[PathName, str] = {}
+    skipped: dict[PathName, str] = {}
     figures: tuple[Measured, ...] = ()
 
     @model_validator(mode="after")

@@ -47,24 +47,24 @@ def tune(
         on_figure: hears each figure as it comes.
     """
     num_ranks = dist.get_world_size(group)
-    paths, left_out = open_paths(PATHS, group, device, max_bytes)
+    paths, skipped = open_paths(PATHS, group, device, max_bytes)
     sizes = [MIN_BYTES << power for power in range(max_bytes.bit_length()) if MIN_BYTES << power <= max_bytes]
     figures: list[Measured] = []
     for kind, num_bytes in itertools.product(KINDS, sizes):
-        able = {name: path for name, path in paths.items() if name not in left_out}
+        able = {name: path for name, path in paths.items() if name not in skipped}
         calls, refused = _checked_replays(kind, num_bytes, able, launches, group, device)
-        left_out |= refused
+        skipped |= refused
         for name, times in time_in_turn(calls, group, device, launches, replays, rounds).items():
             us = statistics.median(times.each_us)
             figure = Measured(kind=kind, num_ranks=num_ranks, num_bytes=num_bytes, path=name, median_us=us)
             figures.append(figure)
             on_figure(figure)
-    figures = [figure for figure in figures if figure.path not in left_out]
+    figures = [figure for figure in figures if figure.path not in skipped]
     return TuningTable(
         source=describe(device, num_ranks, launches),
         measured_on=datetime.now(UTC).date().isoformat(),
         entries=tuple(fastest(figures, kind, num_ranks) for kind in KINDS),
-        left_out=left_out,
+        skipped=skipped,
         figures=tuple(figures),
     )
 
@@ -108,7 +108,7 @@ def _checked_replays(
         replay = checked_replay(trial_of(path, kind, source, out, group), launches, group)
         if isinstance(replay, str):
             refused[name] = f"{kind} of {max(sizes)} bytes {replay}"
-            logger.error("path %s is left out: %s", name, refused[name])
+            logger.error("path %s is omitted: %s", name, refused[name])
         else:
             calls[name] = replay
     return calls, refused

@@ -31,7 +31,7 @@ class CommContext:
         track: of the watch, which says who is late where a collective does not complete.
         stream: which they run on; None: on the CPU, or where nothing travels.
 
-    `muted` (for measurements) leaves out every collective and does all else: what is computed is then wrong, but takes
+    `muted` (for measurements) omits every collective and does all else: what is computed is then wrong, but takes
     the time that a step with its communication removed takes.
     """
 

@@ -1,5 +1,4 @@
-"""A communicator: the communicator of one direction, with a stream of its own on CUDA, and the collectives that run on
-it.
+"""The communicator of one direction, with a stream of its own on CUDA, and the collectives that run on it.
 
 Gathers of parameters and reductions of gradients need not queue behind each other, so each direction can have a process
 group of its own (MegaScale 3.2). Not covered: the order of collectives, which belongs to who launches them, but a
@@ -529,7 +528,7 @@ class Communicator(CommContext):
             )(False)
         except (RuntimeError, ValueError) as exc:
             logger.warning(
-                "communicator %s: no reduce-scatter of %s (%s); emulated by an all-reduce in float32 or wider: twice the bytes",
+                "communicator %s: no reduce-scatter of %s (%s); an all-reduce in float32 stands in: twice the bytes",
                 self.name,
                 dtype,
                 exc,

@@ -80,7 +80,7 @@ class Windows:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> None:
         if device.type != "cuda" or "cuda:nccl" not in dist.get_backend_config(group):
             actual = f"the device is {device.type} and the backend {dist.get_backend_config(group)}"
-            raise ValueError(f"windows: only NCCL on CUDA has them, and {actual}; leave them out")
+            raise ValueError(f"windows: only NCCL on CUDA has them, and {actual}; omit them")
         release_left()
         backend: Any = group._get_backend(device)
         self._pool = torch.cuda.MemPool(backend.mem_allocator)

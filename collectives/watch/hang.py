@@ -80,7 +80,7 @@ class Pace:
             self._seconds.append(max(now_s - self._begun_s - self._apart_s, 0.0))
         self._begun_s, self._apart_s = now_s, 0.0
 
-    def leave_out(self, seconds: float) -> None:
+    def skip(self, seconds: float) -> None:
         """Exclude this much time (a checkpoint, an evaluation) from the duration of the current step."""
         self._apart_s += seconds
 

@@ -158,7 +158,7 @@ class Watch:
             self._phases.pop()
             self.moved_s = time.monotonic()
             if not self._phases:
-                self._pace.leave_out(self.moved_s - begun_s)
+                self._pace.skip(self.moved_s - begun_s)
 
     def announce(self, error: Exception) -> None:
         """Publish this rank's error before it exits, so that the others can name it when their connections break."""

@@ -54,7 +54,7 @@ def parts(contender: Contender, suite: Suite = SUITE) -> Plan:
         ConfigError: another law, whose parts nobody named.
     """
     if contender.law != _PARTS_OF:
-        raise ConfigError("--laws", contender.name, "has no parts to leave out", f"give {_PARTS_OF}")
+        raise ConfigError("--laws", contender.name, "has no parts to omit", f"give {_PARTS_OF}")
     on = {name: value for name, value in contender.settings().hybrid if value is True}
     without = [_changed(contender, f"congestion.{_PARTS_OF}.{name}=false") for name in on]
     return plan_of([contender, *without], only=[f"/{name}" for name in suite.ablation_conditions], suite=suite)

@@ -35,7 +35,7 @@ def headroom(rows: pd.DataFrame, candidate: str, suite: Suite = SUITE) -> pd.Dat
         {
             "best_rival": means[rivals].idxmin(axis=1),
             "its_over_bound": best / bound,
-            "entrant_over_bound": means[candidate] / bound,
+            "candidate_over_bound": means[candidate] / bound,
             "least_ratio": bound / best,
         }
     )

@@ -153,7 +153,7 @@ def _headroom(report: Report, findings: Findings) -> None:
             columns={
                 "best_rival": "best rival",
                 "its_over_bound": "its time",
-                "entrant_over_bound": candidate,
+                "candidate_over_bound": candidate,
                 "least_ratio": "at best",
             }
         ),
@@ -247,7 +247,7 @@ def _every_case(report: Report, findings: Findings) -> None:
     report.section("Every case", source="simulated").table(
         cases.reset_index(),
         max_rows=_MOST_ROWS,
-        caption=f"Completion time of {findings.candidate} over each law's: ratio of means over the seeds, its interval.",
+        caption=f"Completion time of {findings.candidate} over each law's: ratio of means over seeds, its interval.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Verdict of the arena, from its rows: the comparison case by case, and whether the three claims on an candidate hold.
+"""Verdict of the arena, from its rows: the comparison case by case, and whether the three claims on a candidate hold.
 
 A row is one run: `law`, `workload`, `condition`, `scenario`, `seed` and its metrics, those of `METRICS`. ARENA.md says
 what is asked and why. Not covered: the runs themselves.

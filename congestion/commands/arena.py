@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("law_file", metavar="[LAW.py]", type=PATH, required=False)
 @click.option("--laws", default=OURS, show_default=True, metavar="LAW[,LAW...]", help="Who runs beside LAW.py.")
-@click.option("--candidate", help="Whom the claims are about [default: LAW.py's law, else hybrid].")
+@click.option("--candidate", "--candidate", help="Whom the claims are about [default: LAW.py's law, else hybrid].")
 @click.option("--quick", is_flag=True, help="One condition and three seeds: a part, in about a minute.")
 @click.option("--seeds", "num_seeds", type=click.IntRange(1), help="The first so many of the suite's seeds.")
 @click.option("--only", multiple=True, metavar="TEXT", help="Cases with this in `workload/condition`; repeatable.")
@@ -201,7 +201,7 @@ def _refuse_beside(tunes: bool, robustness: bool, parts: bool, narrowed: bool) -
         raise ConfigError(options[0], None, f"has no effect beside {options[1]}", "give one of them")
     if options and narrowed:
         rule = "runs what the protocol fixes: --quick, --seeds, --only and --candidate have no effect"
-        raise ConfigError(options[0], None, rule, "leave them out")
+        raise ConfigError(options[0], None, rule, "omit them")
 
 
 def _contenders(laws: str, law_file: Path | None, tuned: Path | None) -> list[Contender]:
@@ -224,7 +224,7 @@ def _with_profile(contender: Contender, tuned: Path) -> Contender:
 
     path = tuned / f"{contender.name}.toml"
     if not path.is_file():
-        raise ConfigError("--tuned", tuned, f"has no {path.name}", "tune that law too, or leave it out of --laws")
+        raise ConfigError("--tuned", tuned, f"has no {path.name}", "tune that law too, or omit it of --laws")
     profile = read_profile(path)
     return replace(contender, preset=profile.preset, overrides=profile.overrides)
 

@@ -374,7 +374,7 @@ def _sampled(
 class Pace:
     """Remaining time by the clock, looks at the run and all: of the packets, or of the time until a run is stopped.
 
-    It counts from the first progress that it hears of: kernels may be compiled before, or the run go on from a file.
+    It counts from the first progress that it hears of: kernels may be compiled before, or the run resume from a file.
 
     Args:
         until_ps: where the run is stopped; None: where all packets have arrived.

@@ -67,7 +67,7 @@ def sweep(
     point = Point(scenario, laws[0], preset=preset, fabric=fabric, config=config)
     numbers = seeds_of(seeds)
     if processes and dask:
-        raise ConfigError("--processes", processes, "has no effect beside --dask", "leave one out")
+        raise ConfigError("--processes", processes, "has no effect beside --dask", "omit one")
     if dask:
         check_scheduler(dask)
     if optimise:
@@ -76,7 +76,7 @@ def sweep(
         _optimise(point, sets, optimise, numbers, trials, processes, dask, out, json_file)
         return
     if trials:
-        raise ConfigError("--trials", trials, "has no effect without --optimise", "leave it out")
+        raise ConfigError("--trials", trials, "has no effect without --optimise", "omit it")
     _sweep(point, laws, sets, numbers, processes, dask, out, json_file)
 
 

@@ -25,7 +25,7 @@ the path on which it collided. A flow that waits in a queue worth a gap makes on
 little longer than the switches' (`open_gaps`); it sends nothing meanwhile, the queue that it leaves does. What it may
 gain is that the rest of its bytes goes sooner: with less than two windows left it stays, for the gap's cost is sure.
 
-All parts can be left out. No ECN: a Swift in rates. No RTT: DCQCN, by its own parameters. Starts at line rate.
+All parts can be omitted. No ECN: a Swift in rates. No RTT: DCQCN, by its own parameters. Starts at line rate.
 Limits: flows that get no marks while others do keep more than their share, up to the limit on their flight, and that
 needs a NIC that can bound it (`limit_flight`); with `flow_scaling` off and `fast_increase` on, only marks make flows
 equal. A loss changes nothing: under PFC it is an error of a link, not congestion.

@@ -64,7 +64,7 @@ def parameters_of(settings: Any, host_bps: int) -> Any:
     made_by = getattr(law, "Section", None)
     if made_by is None and settings.plugin:
         key, value = next(iter(settings.plugin.items()))
-        raise ConfigError(f"congestion.plugin.{key}", value, f"sets nothing: {path} has no Section", "leave it out")
+        raise ConfigError(f"congestion.plugin.{key}", value, f"sets nothing: {path} has no Section", "omit it")
     try:
         section = made_by(**settings.plugin) if made_by else None
     except Exception as exc:  # whatever the file's class does

@@ -13,7 +13,7 @@ What the kernels are compiled for is in the type of `features`: most runs know n
 watchdogs and several paths a flow (`plain`), others have all of them (`extras`), and those with classes of traffic
 queues for each (`classes`). Each is compiled when first needed and kept.
 
-Where the time goes: an array that is looked at row by row costs its reference count, which `jit` leaves out; the tables
+Where the time goes: an array that is looked at row by row costs its reference count, which `jit` omits; the tables
 are handed from function to function by value, hence inlined. Not covered: more than one cable a host, a limit to the
 buffer of one class without PFC (but `drop_tail`), a PFC watchdog with classes of traffic.
 """

@@ -113,7 +113,7 @@ def _types(signature: Any) -> tuple[Any, ...]:
 def _drop_parts_when_kept(cache: Any, parts: list[Any]) -> None:
     """Drop an entry's parts once it is kept: its own file has them; theirs (100 MB) are of use until then.
 
-    A process that compiles another variant meanwhile loses what it would go on from if it were killed, and no more.
+    A process that compiles another variant meanwhile loses what it would resume from if it were killed, and no more.
     """
     save = cache.save_overload
 

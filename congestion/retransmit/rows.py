@@ -108,7 +108,7 @@ def ring_rows(
 ) -> list[Row]:
     """A ring all-reduce, one of whose hosts is cut off half-way: `delay_s` of the whole, against `predicted_s`.
 
-    Settings that never give up are left out. `delay_s` is None where the collective does not end; `stuck` counts the
+    Settings that never give up are omitted. `delay_s` is None where the collective does not end; `stuck` counts the
     ranks with flows that do not then, `failed` the pairs of ranks whose queue pair is in error.
     """
     case = build_scenario(

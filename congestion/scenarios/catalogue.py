@@ -113,7 +113,7 @@ def build_scenario(
     if name == JOB:
         return _job(overrides, seed, fabric, config)
     if config:
-        raise ConfigError("--config", config, f"has no effect on {name}", f"leave it out, or run {JOB}")
+        raise ConfigError("--config", config, f"has no effect on {name}", f"omit it, or run {JOB}")
     values = _split(overrides, ("scenario", "fabric"))
     chosen = SCENARIOS[name]
     p = section_of(chosen.parameters, "scenario", values["scenario"])
@@ -233,7 +233,7 @@ def _fabric(fabric: str | Graph, values: Mapping[str, str], least_hosts: int) ->
     if isinstance(fabric, Graph):
         if values:
             key, value = next(iter(values.items()))
-            raise ConfigError(f"fabric.{key}", value, "has no effect on a fabric from a file", "leave it out")
+            raise ConfigError(f"fabric.{key}", value, "has no effect on a fabric from a file", "omit it")
         return fabric, {"name": "file"}
     fabric = fabric.replace("_", "-")
     if fabric not in FABRICS:

@@ -104,7 +104,7 @@ class LinkSamples:
         )
 
     @property
-    def left_out(self) -> int:
+    def skipped(self) -> int:
         """Links that the frame has no rows for."""
         return len(self.link) - len(self._chosen())
 

@@ -104,7 +104,7 @@ _LAWS = ("dcqcn", "swift", "nscc", "hybrid")
 
 
 class ClassSettings(Section):
-    """`congestion.classes.N`, a class of traffic; what is left out is as for a run without classes."""
+    """`congestion.classes.N`, a class of traffic; what is omitted is as for a run without classes."""
 
     weight: int = Field(1, ge=0, le=1_000, description="Packets in its turn (DWRR); 0: strictly before, by number.")
     lossless: bool | None = Field(None, description="Paused rather than dropped; a lossy class drops above its share.")
@@ -113,7 +113,7 @@ class ClassSettings(Section):
     kmax_bytes: Bytes | None = Field(None, ge=0, description="Queue above which every packet is marked, at 200G.")
     pmax: float | None = Field(None, ge=0, le=1, description="Share of packets marked at kmax.")
     headroom_bdps: int | None = Field(None, ge=0, le=1_000, description="Headroom, in rate x propagation delay.")
-    law: str = Field("", description="Control law of its flows; left out: the run's.")
+    law: str = Field("", description="Control law of its flows; omitted: the run's.")
     dcqcn: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.dcqcn.")
     swift: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.swift.")
     nscc: dict[str, str] = Field(default_factory=dict, description="What differs from congestion.nscc.")
@@ -205,7 +205,7 @@ class Settings(Section):
         return max(self.classes, default=0) + 1
 
     def class_of(self, number: int) -> ClassSettings:
-        """A class with nothing left out but its law."""
+        """A class with nothing omitted but its law."""
         own = self.classes.get(number, ClassSettings())
         shared: dict[str, Any] = {
             "lossless": self.pfc,
@@ -322,10 +322,10 @@ def _check_routing(made: Settings, overridden: set[str]) -> None:
     if made.routing == "spray":
         for name in {"paths", "ecmp_hash", "ecmp_seed"} & overridden:
             rule = "has no effect: routing=spray takes every port of the shortest paths, and hashes nothing"
-            raise ConfigError(_PREFIX + name, getattr(made, name), rule, "leave it out, or set routing=hashed_ports")
+            raise ConfigError(_PREFIX + name, getattr(made, name), rule, "omit it, or set routing=hashed_ports")
     if made.routing == "ecmp" and "paths" in overridden:
         rule = "has no effect: routing=ecmp gives a flow one path"
-        raise ConfigError("congestion.paths", made.paths, rule, "leave it out, or set routing=hashed_ports or flowlet")
+        raise ConfigError("congestion.paths", made.paths, rule, "omit it, or set routing=hashed_ports or flowlet")
 
 
 def _check_pfc(made: Settings, overridden: set[str]) -> None:
@@ -340,16 +340,16 @@ def _check_pfc(made: Settings, overridden: set[str]) -> None:
         raise ConfigError("congestion.pfc_alpha", made.pfc_alpha, rule, "give a power of two")
     if made.xoff_bytes and made.pfc_alpha:
         rule = f"is a static threshold, and congestion.pfc_alpha = {made.pfc_alpha:g} one that follows what is free"
-        raise ConfigError("congestion.xoff_bytes", made.xoff_bytes, rule, "leave one of them out")
+        raise ConfigError("congestion.xoff_bytes", made.xoff_bytes, rule, "omit one of them")
     if made.xoff_bytes:
         _ordered("xon_bytes", made.xon_bytes, "xoff_bytes", made.xoff_bytes)
     if made.headroom_bytes and "headroom_bdps" in overridden:
         rule = f"has no effect beside congestion.headroom_bytes = {made.headroom_bytes}"
-        raise ConfigError("congestion.headroom_bdps", made.headroom_bdps, rule, "leave one of them out")
+        raise ConfigError("congestion.headroom_bdps", made.headroom_bdps, rule, "omit one of them")
     for number, its in made.classes.items():
         if made.headroom_bytes and its.headroom_bdps is not None:
             rule = f"has no effect beside congestion.headroom_bytes = {made.headroom_bytes}"
-            raise ConfigError(f"{_PREFIX}classes.{number}.headroom_bdps", its.headroom_bdps, rule, "leave one out")
+            raise ConfigError(f"{_PREFIX}classes.{number}.headroom_bdps", its.headroom_bdps, rule, "omit one")
 
 
 def _check_watchdog(made: Settings, overridden: set[str]) -> None:
@@ -359,7 +359,7 @@ def _check_watchdog(made: Settings, overridden: set[str]) -> None:
             raise ConfigError(_PREFIX + name, getattr(made, name), rule, "set congestion.watchdog_detection_us")
     elif made.classes:
         rule = "knows one class of traffic, and congestion.classes names more"
-        raise ConfigError("congestion.watchdog_detection_us", made.watchdog_detection_us, rule, "leave one of them out")
+        raise ConfigError("congestion.watchdog_detection_us", made.watchdog_detection_us, rule, "omit one of them")
 
 
 def _flat(tree: dict[str, Any], prefix: str = _PREFIX) -> dict[str, Any]:

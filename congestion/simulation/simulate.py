@@ -157,7 +157,7 @@ class Outcome:
 
     def _counters(self, fabric: Graph) -> dict[str, Any]:
         rows = [self._port_row(fabric, node, number, port) for node, number, port in self._ports(fabric)]
-        # Of thousands of hosts most counted nothing. Rows that are left out are 0 in all that is summed below.
+        # Of thousands of hosts most counted nothing. Rows that are omitted are 0 in all that is summed below.
         by_port = [row for row in rows if "switch" in row or any(row[name] for name in _AT_HOSTS)]
         return {
             **{name: sum(row[name] for row in by_port) for name in ("pauses", "ecn_marked", "drops")},
@@ -252,7 +252,7 @@ class Simulation:
             compiling: its block is open while kernels are compiled, or loaded.
         """
         if backend == "gpu" and threads > 1:
-            raise ConfigError("--threads", threads, "has no effect with --backend gpu", "leave one of them out")
+            raise ConfigError("--threads", threads, "has no effect with --backend gpu", "omit one of them")
         self._backend: Backend = backend
         flows = with_starts_of_ns3(flows) if truncate_ns else flows
         self.state = build(
@@ -467,7 +467,7 @@ class Simulation:
         # A run that was kept before any warm-up ended has no baseline: one that is still ahead of it may be given.
         if kept != self._warm_ps and (kept or self.time_ps > (self._warm_ps or 0)):
             rule = f"was kept {'after another' if kept else 'without a'} warm-up"
-            raise ConfigError("--resume", path, rule, "give the same --warmup-us, or leave it out if none was given")
+            raise ConfigError("--resume", path, rule, "give the same --warmup-us, or omit it if none was given")
 
     def _counters(self) -> Baseline:
         """Return the counters as they stand, from the run's beginning."""

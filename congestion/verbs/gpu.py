@@ -22,7 +22,7 @@ _LIBRARY = "libcuda.so.1"
 _DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 _DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PAGE_BYTES = 65_536  # a dma-buf covers whole pages of the GPU
-_REMEDY = "leave the GPU out, or use a host with an NVIDIA GPU and driver"
+_REMEDY = "skip the GPU, or use a host with an NVIDIA GPU and driver"
 
 
 @contextmanager

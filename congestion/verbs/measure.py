@@ -103,7 +103,7 @@ def measure_pair(
     """Rows of bandwidth and latency between two devices of this host; without `target` a device to itself.
 
     Args:
-        source: the device that sends; the first active one where it is left out.
+        source: the device that sends; the first active one where it is omitted.
         gpu: its data comes from the memory of this GPU, by index or PCI address (GPUDirect).
 
     Raises:

@@ -166,8 +166,8 @@ class Endpoint:
     Args:
         device: its name; None takes the first that is active.
         num_bytes: size of the buffer.
-        memory: the buffer; host memory where it is left out.
-        gid_index: entry of the port's address table; chosen where it is left out.
+        memory: the buffer; host memory where it is omitted.
+        gid_index: entry of the port's address table; chosen where it is omitted.
 
     Raises:
         HardwareMissing: no device, no pyverbs, or no access to the device.
@@ -278,12 +278,12 @@ class Endpoint:
 
     def _set_udp_sport(self, sport: int) -> None:
         if not self.device.name.startswith("mlx5"):
-            remedy = "leave it out, or give a flow_label, which most NICs hash into the port"
+            remedy = "omit it, or give a flow_label, which most NICs hash into the port"
             raise ConfigError("udp_sport", sport, f"cannot be set on {self.device.name}: mlx5 alone can", remedy)
         try:
             load_pyverbs("providers.mlx5.mlx5dv").Mlx5QP.modify_udp_sport(self._qp, sport)
         except load_pyverbs("pyverbs_error").PyverbsError as exc:
-            raise ConfigError("udp_sport", sport, f"is refused ({exc})", "leave it out, or renew the firmware") from exc
+            raise ConfigError("udp_sport", sport, f"is refused ({exc})", "omit it, or renew the firmware") from exc
 
     def timers(self) -> dict[str, int]:
         """Read back from the driver what the queue pair has: timeout, retry_cnt, rnr_retry, min_rnr_timer."""

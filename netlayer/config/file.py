@@ -5,6 +5,7 @@ Not covered: which sections and keys there are, and their rules (`netlayer.confi
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,9 @@ import tomlkit
 from netlayer.config.tree import Config, Section, build_config
 from netlayer.errors import ConfigError
 from netlayer.example_files import examples_folder
+from netlayer.renamed import RENAMED, with_new_keys
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(path: Path | None = None, overrides: Iterable[str] = (), *, option: str = "--config") -> Config:
@@ -26,7 +30,8 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = (), *, opti
     Raises:
         ConfigError: the file is missing or no TOML, a key is unknown, a value breaks a rule.
     """
-    tree = _read_toml(path, option) if path else {}
+    # Before the overrides: one of them may give by its new name what the file has by the old one.
+    tree = with_new_keys(_read_toml(path, option), warn=True) if path else {}
     for override in overrides:
         _apply_override(tree, override)
     # Once, when all is in: a rule between two fields must not see one of them before its override.
@@ -94,8 +99,11 @@ def _read_toml(path: Path, option: str) -> dict[str, Any]:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, value = read_override(override, "job.optimizer.steps=50")
     *parents, last = _resolve(key.split("."))
+    if parents and (new := RENAMED.get((parents[-1], last))):
+        logger.warning("--set %s: %s is now called %s; the old name is read until version 0.5", override, last, new)
+        last = new
     for name in parents:
-        # The file may leave a table out that the override goes into.
+        # The file may skip a table that the override goes into.
         below = tree.setdefault(name, {})
         if not isinstance(below, dict):
             raise ConfigError("--set", override, f"{name} is a value in the file, not a table", "fix the file")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from netlayer.config.errors import SWITCH_OR_AUTO, translate
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
+from netlayer.renamed import with_new_keys
 from netlayer.results import hide_passwords
 from netlayer.units import parse_rate, parse_size
 from netlayer.workload.presets import MODELS
@@ -206,7 +207,7 @@ class ModelConfig(Section):
         if not name or not isinstance(name, str):
             return values
         if name not in MODELS:
-            _fail("job.model.preset", name, f"must be one of {', '.join(MODELS)}", "or leave it out, and give a shape")
+            _fail("job.model.preset", name, f"must be one of {', '.join(MODELS)}", "or omit it, and give a shape")
         return {**MODELS[name], **values}
 
     @model_validator(mode="after")
@@ -346,7 +347,7 @@ class DataConfig(Section):
     def _rules(self) -> Self:
         if self.datasets and self.sampling == "replacement":
             rule = "is of text, and job.data.datasets names tokens"
-            _fail("job.data.sampling", self.sampling, rule, "leave it out, or set epochs")
+            _fail("job.data.sampling", self.sampling, rule, "omit it, or set epochs")
         if self.datasets and not self.evaluation:
             _fail(
                 "job.data.evaluation",
@@ -356,12 +357,12 @@ class DataConfig(Section):
             )
         if self.evaluation and not self.datasets:
             rule = "has no effect without job.data.datasets: of text, files are held out"
-            _fail("job.data.evaluation", ", ".join(self.evaluation), rule, "leave it out")
+            _fail("job.data.evaluation", ", ".join(self.evaluation), rule, "omit it")
         if not self.counts_samples:
             for key, default in (("max_epochs", 0.0), ("packing", "stream")):
                 if (value := getattr(self, key)) != default:
                     rule = "has no effect where samples are drawn with replacement"
-                    _fail(f"job.data.{key}", value, rule, "set job.data.sampling to epochs, or leave it out")
+                    _fail(f"job.data.{key}", value, rule, "set job.data.sampling to epochs, or omit it")
         return self
 
     @property
@@ -573,6 +574,11 @@ class JobConfig(Section):
     watch: WatchConfig = Field(default_factory=WatchConfig, description="who is named when ranks hang")
     nccl: NcclConfig = Field(default_factory=NcclConfig, description="what NCCL's InfiniBand transport is told")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_new_keys(cls, tree: Any) -> Any:
+        return with_new_keys(tree) if isinstance(tree, Mapping) else tree
+
     @model_validator(mode="after")
     def _rules(self) -> Self:
         """Check the rules between sections; a ConfigError says both values and the remedy."""
@@ -598,7 +604,7 @@ class JobConfig(Section):
             _fail("job.parallel.vpp", parallel.vpp, "needs a pipeline, but job.parallel.pp = 1", "set vpp to 1")
         if self.loop.cuda_graph and parallel.pp > 1:
             rule = f"cannot be had with job.parallel.pp = {parallel.pp}"
-            _fail("job.loop.cuda_graph", True, rule, "leave it out, or change that")
+            _fail("job.loop.cuda_graph", True, rule, "omit it, or change that")
         self._check_step_in_backward()
         self._check_masks()
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
@@ -627,7 +633,7 @@ class JobConfig(Section):
                 "job.overlap.step_in_backward",
                 True,
                 rule,
-                "leave it out, or change that (max_grad_norm = 0 clips nothing)",
+                "omit it, or change that (max_grad_norm = 0 clips nothing)",
             )
 
     def _check_masks(self) -> None:
@@ -641,7 +647,7 @@ class JobConfig(Section):
             ("job.model.compile", self.model.compile),
         ):
             if is_in_the_way:
-                _fail(key, value, f"cannot be had with {name} = true", "leave one of them out")
+                _fail(key, value, f"cannot be had with {name} = true", "omit one of them")
 
 
 class Config(Section):

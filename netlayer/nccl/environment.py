@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 NEWEST = "2.32.3"  # the newest release that was read
 PREFIX = "job.nccl"
-Action = Literal["set", "kept", "left out"]
+Action = Literal["set", "kept", "omitted"]
 Cost = Callable[[int, int], str]
 """Function that says what a timeout and a retry count cost on some NIC."""
 
@@ -91,7 +91,7 @@ def choose(
     """Return the choice for each variable, without setting any.
 
     Args:
-        release: of the NCCL that will run: a variable that it lacks is left out.
+        release: of the NCCL that will run: a variable that it lacks is omitted.
         conf_files: NCCL's own files; those it would read, where None.
         cost: of a timeout that a flap chose, for its reason.
 
@@ -167,7 +167,7 @@ def _choice(
     number: Release,
     cost: Cost | None,
 ) -> Choice | None:
-    """Choose for one variable: set it, keep the user's value, or leave it out; None where nothing asks for it."""
+    """Choose for one variable: set it, keep the user's value, or omit it; None where nothing asks for it."""
     name, lacks = variable.name, number < variable.since
     value, why = _value_of(variable, settings, release, number, cost)
     since = ".".join(map(str, variable.since))
@@ -185,10 +185,10 @@ def _choice(
     if value is None:
         return None
     if lacks:
-        return Choice(name, None, "left out", f"NCCL {release} lacks it (since {since}); the job wants {value}")
+        return Choice(name, None, "omitted", f"NCCL {release} lacks it (since {since}); the job wants {value}")
     if number < variable.zero_is_unset_before and value == "0":
         until = ".".join(map(str, variable.zero_is_unset_before))
-        return Choice(name, None, "left out", f"NCCL {release} takes 0 for unset (until {until}); the job wants 0")
+        return Choice(name, None, "omitted", f"NCCL {release} takes 0 for unset (until {until}); the job wants 0")
     return Choice(name, value, "set", why)
 
 

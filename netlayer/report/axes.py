@@ -194,7 +194,7 @@ def _spoil(data: pd.DataFrame, name: str, axis: Axis) -> list[str]:
     for reason, rows in bad.items():
         if rows.any():
             data.loc[rows, name] = None
-            notes.append(f"{int(rows.sum()):,} of {len(data):,} rows left out: {axis.words} {reason}")
+            notes.append(f"{int(rows.sum()):,} of {len(data):,} rows omitted: {axis.words} {reason}")
     return notes
 
 

@@ -49,7 +49,7 @@ class Table:
     kind: ClassVar[str] = "table"
     columns: tuple[Column, ...]
     caption: str
-    left_out: str
+    skipped: str
     source: tuple[Source, ...]
 
     @property
@@ -128,9 +128,9 @@ class Section:
         """
         if max_rows < 1:
             raise ValueError(f"max_rows = {max_rows}: at least 1")
-        left_out = f"The first {max_rows:,} of {len(frame):,} rows." if len(frame) > max_rows else ""
+        skipped = f"The first {max_rows:,} of {len(frame):,} rows." if len(frame) > max_rows else ""
         columns = columns_of(frame.head(max_rows), formats or {})
-        return self._add(Table(columns, caption, left_out, sources_of(source) or self.source))
+        return self._add(Table(columns, caption, skipped, sources_of(source) or self.source))
 
     def chart(self, chart: Any, *, name: str, caption: str = "", alt: str = "", source: Sources = None) -> Section:
         """An Altair chart, from `netlayer.report.charts` or any other, drawn in the house's look.

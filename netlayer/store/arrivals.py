@@ -101,7 +101,9 @@ def await_all(
         raise
     except dist.DistNetworkError as exc:
         whose = "rank 0, or whoever else serves it, has ended or given up; see its log"
-        raise StoreUnreachable(f"the store broke off while ranks were awaited ({first_line(exc)}): {whose}") from exc
+        raise StoreUnreachable(
+            f"the store was interrupted while ranks were awaited ({first_line(exc)}): {whose}"
+        ) from exc
     except dist.DistError as exc:
         raise StoreError(f"the store failed while ranks were awaited: {first_line(exc)}") from exc
     finally:

@@ -74,8 +74,8 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
     least, most = gib(min(totals)), gib(max(totals))
     return [
         f"{job.name}: {num_parameters(job.model):,} parameters on {ranks:,} rank{'s' * (ranks > 1)} ({degrees})",
-        f"a step: {batch.global_batch_size:,} sequences, {tokens:,} tokens, {count:,} micro-batch{'es' * (count > 1)} a "
-        f"pipeline; {flops.full:.4g} FLOPs with full attention, {flops.causal:.4g} with causal{windowed}",
+        f"a step: {batch.global_batch_size:,} sequences, {tokens:,} tokens, {count:,} micro-batch{'es' * (count > 1)}"
+        f" a pipeline; {flops.full:.4g} FLOPs with full attention, {flops.causal:.4g} with causal{windowed}",
         *_sent_lines(job),
         f"a rank holds about {most if least == most else f'{least} to {most}'} (estimate)",
     ]

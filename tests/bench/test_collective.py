@@ -40,7 +40,7 @@ def test_bandwidth_counts_billions_of_bytes_a_second() -> None:
     assert load_collective("all_gather").bandwidth_gbs(0, 1e-6, 4) == (0.0, 0.0)
     assert load_collective("hypercube").bandwidth_gbs(8 * 10**9, 1, 8) == pytest.approx(
         (7.0, 7.0)
-    )  # its own is left out
+    )  # its own is omitted
 
 
 @pytest.mark.parametrize(

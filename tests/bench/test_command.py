@@ -64,7 +64,9 @@ def test_what_was_measured_before_ctrl_c_is_in_its_files(
     tree = json.loads((tmp_path / "a.json").read_text())
     assert (len(tree["results"]), tree["errors"]) == (2, ["interrupted"])  # the fifth row is half a line
     assert num_rows(tmp_path / "a.csv") == 4
-    assert f"note: broken off; 2 lines are in {tmp_path / 'a.json'} and {tmp_path / 'a.csv'}" in capsys.readouterr().err
+    assert (
+        f"note: interrupted; 2 lines are in {tmp_path / 'a.json'} and {tmp_path / 'a.csv'}" in capsys.readouterr().err
+    )
 
 
 def test_where_nothing_was_measured_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_ctrl_c_in_a_run_without_end_keeps_its_figures(tmp_path: Path) -> None:
         running.send_signal(signal.SIGINT)
         _, said = running.communicate(timeout=60)
     assert running.returncode == 130
-    assert "note: broken off" in said
+    assert "note: interrupted" in said
     assert num_rows(tmp_path / "a.csv") >= 2
 
 

@@ -143,7 +143,7 @@ def test_a_run_that_broke_off_is_no_baseline_and_is_named() -> None:
     rows = run_rows(*curves)
     assert {row["baseline"] for row in rows.values()} == {None}
     assert rows["standard"]["stopped"] == "no end was written: killed, or still under way"
-    assert any(line.startswith("standard, broken off after 4,096 of 8,192 tokens") for line in table(rows_of(curves)))
+    assert any(line.startswith("standard, interrupted after 4,096 of 8,192 tokens") for line in table(rows_of(curves)))
 
 
 def test_a_run_that_broke_off_is_compared_with_nothing() -> None:
@@ -151,7 +151,7 @@ def test_a_run_that_broke_off_is_compared_with_nothing() -> None:
     row = run_rows(*curves)["lamb"]
     assert {row[name] for name in row if "baseline" in name} == {None}
     said = list(table(rows_of(curves)))
-    assert said[-1] == "lamb, broken off after 2,048 of 8,192 tokens, so compared with nothing: SIGTERM"
+    assert said[-1] == "lamb, interrupted after 2,048 of 8,192 tokens, so compared with nothing: SIGTERM"
     assert not any("standard had its" in line for line in said)
 
 
@@ -226,7 +226,7 @@ def test_the_page_shows_every_run_and_what_broke_off(tmp_path: Path) -> None:
     broken_off = {"table": BROKEN_OFF, "reason": "SIGTERM", "not_run": ["lamb lr 1"]}
     page = build_page(record_of([*whole, interrupted(made("lamb", [8, 7], whole=False), "SIGTERM")], broken_off)).html()
     assert "parallel, to the 4.0000 that standard ended with" in page
-    assert "Broken off: lamb: SIGTERM; not run: lamb lr 1. What was measured is below" in page
+    assert "Interrupted: lamb: SIGTERM; not run: lamb lr 1. What was measured is below" in page
     assert "lamb, to the" not in page
 
 
@@ -318,11 +318,11 @@ def test_a_killed_run_is_shown_and_goes_on_as_if_nothing_had_been(tmp_path: Path
     shown = start(tmp_path / "shown", *more, "--runs", "lamb", "--join", str(tmp_path / "a"))
     output, errors = shown.communicate()
     assert shown.returncode == 0, errors
-    assert "standard, broken off after" in output
+    assert "standard, interrupted after" in output
 
     gone_on = start(tmp_path / "b", *more, "--join", str(tmp_path / "a"))
     whole = start(tmp_path / "whole", *more)
-    assert "standard goes on from step" in gone_on.communicate()[1]
+    assert "standard resumes from step" in gone_on.communicate()[1]
     whole.communicate()
     [joined], [alone] = read_runs(tmp_path / "b"), read_runs(tmp_path / "whole")
     assert joined.resumed_at
@@ -352,10 +352,10 @@ def test_what_was_measured_before_a_ctrl_c_is_kept_and_gone_on_from(tmp_path: Pa
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate()
     assert process.returncode == 130
-    assert "lamb, broken off" in output
+    assert "lamb, interrupted" in output
     assert [curve.name for curve in read_runs(tmp_path / "a")] == ["standard", "lamb"]
     more = start(tmp_path / "b", "--runs", "standard,lamb", "--join", str(tmp_path / "a"))
     output, errors = more.communicate()
     assert more.returncode == 0, errors
     assert not (tmp_path / "b" / "runs" / "standard").exists()
-    assert "broken off" not in output
+    assert "interrupted" not in output

@@ -112,7 +112,7 @@ def test_what_an_earlier_call_has_done_is_not_run_again() -> None:
 
 
 def test_a_run_of_another_rate_is_another_run(tmp_path: Path) -> None:
-    """So a sweep may be laid together of several calls, whole ones and those that broke off."""
+    """So a sweep may be laid together of several calls, whole ones and those that was interrupted."""
     rates = {0.003: WHOLE, 0.001: WHOLE[:2], 1.0: WHOLE}
     for rate, losses in rates.items():
         curve = made("standard", losses, whole=losses is WHOLE)
@@ -125,7 +125,7 @@ def test_a_run_of_another_rate_is_another_run(tmp_path: Path) -> None:
     joins = [option for rate in rates for option in ("--join", str(tmp_path / f"{rate}"))]
     result = CliRunner().invoke(command, ["--runs", "none", *joins, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
-    for name in ("standard lr 0.003 ", "standard lr 1.0 ", "standard lr 0.001, broken off after"):
+    for name in ("standard lr 0.003 ", "standard lr 1.0 ", "standard lr 0.001, interrupted after"):
         assert name in result.output
     with pytest.raises(ConfigError, match=r"has a run standard lr 1\.0 too, beside .*; give one folder of the two"):
         read_joined([tmp_path / "1.0", tmp_path / "1.0"])
@@ -141,7 +141,7 @@ def test_it_is_said_what_earlier_runs_are_to_this_call(tmp_path: Path) -> None:
         return list(joined_lines(found, left_to_do(found, [part, whole]), [part, whole]))
 
     beside = f"lamb lr 0.01 (whole, {whole.folder}) is shown beside"
-    broken_off = f"standard lr 0.003 (broken off at step 4 of 16, {part.folder})"
+    broken_off = f"standard lr 0.003 (interrupted at step 4 of 16, {part.folder})"
     assert lines(plan) == [f"{broken_off} is trained again, or goes on where a checkpoint allows it", beside]
     assert lines(other) == [f"{broken_off} is shown beside", beside]
     assert lines(*planned("lamb"))[1] == f"lamb lr 0.01 (whole, {whole.folder}) is not trained again"
@@ -212,8 +212,8 @@ def test_runs_of_other_calls_are_shown_without_any_training(tmp_path: Path) -> N
     joins = ["--join", str(tmp_path / "a"), "--join", str(tmp_path / "b")]
     result = CliRunner().invoke(command, ["--runs", "none", *joins, "--out", str(tmp_path / "c")])
     assert result.exit_code == 0, result.output
-    assert "lamb, broken off after 2,048 of 8,192 tokens" in result.output
-    assert "lamb, broken off" in (tmp_path / "c" / "report.html").read_text()
+    assert "lamb, interrupted after 2,048 of 8,192 tokens" in result.output
+    assert "lamb, interrupted" in (tmp_path / "c" / "report.html").read_text()
 
 
 def test_another_text_than_the_joined_runs_had_is_refused_before_it_is_tokenised() -> None:

@@ -140,7 +140,7 @@ def test_what_was_measured_is_kept_whatever_ends_the_run(tmp_path, monkeypatch):
     assert kept["source"] == "measured"
     assert [(row["table"], row.get("method")) for row in kept["rows"]] == [(LABEL, "baseline"), (BROKEN_OFF, None)]
     assert kept["rows"][-1]["reason"] == "the server refuses a connection"
-    assert "Broken off" in (tmp_path / "out" / "report.html").read_text()
+    assert "Interrupted" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_what_the_last_cell_needs_is_checked_before_the_first(tmp_path, monkeypatch):

@@ -98,7 +98,7 @@ def test_what_is_emulated_is_named_in_its_rows(everything: tuple[list[RunRecord]
 
 def test_collectives_match_their_definition_and_need_neither_pydantic_nor_redis(tmp_path: Path) -> None:
     for wrong, modules in launch(ranks.compare_with_reference, 3, args=(free_url(),), log_dir=tmp_path):
-        assert wrong == []  # hypercube is left out here: 3 is no power of two
+        assert wrong == []  # hypercube is omitted here: 3 is no power of two
         assert not modules & {"pydantic", "redis", "pandas", "rich"}
 
 

@@ -185,7 +185,7 @@ def test_every_rank_is_root_in_turn() -> None:
         ("all_reduce", PerfOptions(local_register=2), 2, "-R / --local_register = 2: .*use --backend nccl"),
         ("all_reduce", PerfOptions(blocking=1), 2, "-z / --blocking = 1: .*use --backend nccl"),
         ("all_reduce", PerfOptions(agg_iters=2), 2, "-m / --agg_iters = 2: .*use --backend nccl"),
-        ("all_reduce", PerfOptions(cta_policy=0), 2, "-x / --cta_policy = 0: .*or leave it out .-1."),
+        ("all_reduce", PerfOptions(cta_policy=0), 2, "-x / --cta_policy = 0: .*or omit it .-1."),
         ("all_reduce", PerfOptions(stream_null=1), 2, "-y / --stream_null = 1: .*use --backend nccl"),
         ("hypercube", PerfOptions(), 6, "-g / --ngpus = 6: hypercube needs a power of two of ranks; give -g 4"),
     ],

@@ -167,7 +167,7 @@ def test_all_is_every_technique_and_dp_with_each_limit_in_records_of_their_own(
     rows, wrong = measure_techniques(run_in(tmp_path), TECHNIQUES, (0, 2, 1))
     assert measured == [("tp", 0), ("small", 0), ("pp", 0), ("dp", 0), ("dp", 2), ("dp", 1)]
     # A leg that fails is a row that says why, and the others go on.
-    assert [row.get("left_out") for row in rows] == [None, None, "gradients are off", None, None, None]
+    assert [row.get("skipped") for row in rows] == [None, None, "gradients are off", None, None, None]
     assert [str(error) for error in wrong] == ["gradients are off"]
     records = {record.name: record.rows for record in map(load_record, (tmp_path / "records").glob("*.json"))}
     assert set(records) == {"bench.overlap.tp", "bench.overlap.pp", "bench.overlap.dp"}  # small saves its own
@@ -179,7 +179,7 @@ def test_legs_that_would_end_too_late_are_left_out_and_said(
 ) -> None:
     rows, wrong = measure_techniques(run_in(tmp_path, within_s=0.0), ("tp", "dp"), (0, 1))
     assert measured == []
-    assert [row["left_out"] for row in rows] == [str(error) for error in wrong]
+    assert [row["skipped"] for row in rows] == [str(error) for error in wrong]
     assert "dp, NCCL held to 1 channels: no time left" in capsys.readouterr().err
 
 

@@ -56,7 +56,7 @@ def test_a_bad_option_is_refused_without_torch_and_numba() -> None:
 
 
 def incomplete() -> Outcome:
-    """A run that broke off after the bench."""
+    """A run that was interrupted after the bench."""
     rows = [canned.row(in_place) for in_place in (False, True)]
     findings = [Finding("GPUs", "optional", "none", "a machine with an NVIDIA driver " + "and more " * 20)]
     outcome = Outcome(Config(), "gloo", findings, load_config(example(module.FABRIC)))
@@ -67,7 +67,7 @@ def incomplete() -> Outcome:
 def test_a_run_that_broke_off_shows_what_was_done_and_why() -> None:
     page = build_page(incomplete(), 0, Path("out"), stopped="rank 1 failed").html()
     assert "netlayer quickstart, incomplete" in page
-    assert "Broken off, what was done until then is shown: rank 1 failed" in page
+    assert "Interrupted, what was done until then is shown: rank 1 failed" in page
     assert "Acceptance bench" in page
     assert 'class="long"' in page  # long cells wrap, so that the remedy stays on the screen
     assert "<h2>Training" not in page

@@ -64,7 +64,7 @@ def test_wrong_data_is_not_compared_and_fails() -> None:
 
 
 def test_a_threshold_holds_or_fails_and_is_never_passed_unmeasured() -> None:
-    rows = [{"table": "left_out", "system": "other", "reason": "too old"}, row("ours", 4), row("nccl", 5)]
+    rows = [{"table": "skipped", "system": "other", "reason": "too old"}, row("ours", 4), row("nccl", 5)]
     rows += summarise(rows)
     judge(rows, None)
     judge(rows, 1.25)
@@ -89,7 +89,7 @@ def test_a_time_of_the_host_is_called_so() -> None:
 
 
 def test_a_run_that_ran_out_of_time_fails() -> None:
-    out = {"table": "left_out", "system": "all_gather of 1 MiB", "reason": "not begun", "out_of_time": True}
+    out = {"table": "skipped", "system": "all_gather of 1 MiB", "reason": "not begun", "out_of_time": True}
     with pytest.raises(CheckFailed, match="before all_gather of 1 MiB and 1 more"):
         judge([row("ours", 4), row("nccl", 5), out, out], None)
 
@@ -131,7 +131,7 @@ def test_on_gloo_the_one_system_there_is_measured_and_said_so(tmp_path: Path) ->
     ]
     assert {(one["system"], one["variant"], one["wrong"]) for one in timed} == {("ours", "torch.distributed", False)}
     assert all(one["num_replays"] == 15 and one["median_us"] <= one["p99_us"] for one in timed)
-    assert {one["system"] for one in record.rows if one["table"] == "left_out"} >= {"nccl", "nccl_windows"}
+    assert {one["system"] for one in record.rows if one["table"] == "skipped"} >= {"nccl", "nccl_windows"}
     written = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written if '"time"' in line] == timed
     assert TuningTable.load(tuned).to_json() == record.config["table"] != DEFAULT_TABLE.to_json()
@@ -142,8 +142,8 @@ def test_what_is_not_begun_in_time_is_left_out_and_said(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, arguments)
     assert isinstance(result.exception, CheckFailed)
     [record] = (tmp_path / "records").glob("*.json")
-    left_out = [one for one in load_record(record).rows if one.get("out_of_time")]
-    assert [one["system"] for one in left_out] == [
+    skipped = [one for one in load_record(record).rows if one.get("out_of_time")]
+    assert [one["system"] for one in skipped] == [
         f"{kind} of 1 KiB" for kind in ("all_reduce", "all_gather", "reduce_scatter")
     ]
 

@@ -1,4 +1,4 @@
-"""More of what ranks check together: steps that one leaves out, states of one rank alone, writes into parameters."""
+"""More of what ranks check together: steps that one omits, states of one rank alone, writes into parameters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def small(**settings: object) -> ShardedDataParallel:
 
 
 def train_small(sharded: ShardedDataParallel, is_left_out: Callable[[int], bool], num_steps: int = STEPS) -> None:
-    """A newcomer's loop, with an `if` that leaves a step out after its forward pass."""
+    """A newcomer's loop, with an `if` that skips a step after its forward pass."""
     optimizer = sharded.optimizer(torch.optim.SGD, lr=0.01)
     for step in range(num_steps):
         loss = sharded(torch.full((1, 3), float(step), dtype=torch.float64)).square().sum()
@@ -328,7 +328,7 @@ def a_scaler_finishes_the_gradients_that_it_reads(rank: int, world_size: int) ->
         optimizer = sharded.optimizer(adamw)
         for number, tokens in enumerate(batches(3, world_size)):
             for spoils in (True, False) if number == 1 else (False,):
-                loss = sharded(tokens[rank::world_size])  # an infinity on one rank: all leave the step out
+                loss = sharded(tokens[rank::world_size])  # an infinity on one rank: all skip the step
                 scaler.scale(loss * (torch.inf if spoils and rank == 0 else 1.0)).backward()
                 scaler.step(optimizer)
                 scaler.update()

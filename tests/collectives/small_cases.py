@@ -245,10 +245,10 @@ def tuning_gives_all_ranks_one_table(group: dist.ProcessGroup, device: torch.dev
     assert table.is_measured(len(tables))
     assert {one.num_bytes for one in table.figures} == {1024, 2048}
     if device.type != "cuda":
-        assert set(table.left_out) == {"one_shot", "two_shot", "nccl_windows", "torch_symmetric"}
+        assert set(table.skipped) == {"one_shot", "two_shot", "nccl_windows", "torch_symmetric"}
         assert {one.path for one in table.figures} == {"nccl"}
     else:
-        assert not any("wrong" in why for why in table.left_out.values()), table.left_out
+        assert not any("wrong" in why for why in table.skipped.values()), table.skipped
         assert {"one_shot", "two_shot", "nccl"} <= {one.path for one in table.figures}
     small = SmallCollectives(group, device, 2048, TuningTable.from_json(table.to_json()))
     check_values(small, torch.float32, 100, 0, exact=False)
@@ -269,7 +269,7 @@ def a_path_with_wrong_data_is_not_chosen(group: dist.ProcessGroup, device: torch
     paths = {"nccl": Plain(group), "one_shot": Spoilt(group)}
     with mock.patch("collectives.small.tuner.open_paths", return_value=(paths, {})):
         table = tune(group, device, max_bytes=1024, launches=2, replays=2, rounds=1)
-    assert "wrong" in table.left_out["one_shot"]
+    assert "wrong" in table.skipped["one_shot"]
     assert {one.path for one in table.figures} == {"nccl"}
 
 
@@ -302,7 +302,7 @@ def every_path_gives_the_exact_sum(group: dist.ProcessGroup, device: torch.devic
     assert open_small("two_shot", device).path_of("all_reduce", 1024, torch.bfloat16) == "two_shot"
     for path in ("nccl_windows", "torch_symmetric"):
         small = open_small(path, device)
-        if path in small.left_out:
+        if path in small.skipped:
             continue
         for dtype in DTYPES:
             for seed, length in enumerate(lengths(small.num_ranks, dtype)):

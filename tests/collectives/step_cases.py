@@ -419,7 +419,7 @@ def sums_of_what_peers_were_sent_change_nothing(rank: int, world_size: int) -> N
         expected = train(wrap(net()), 2, rank, world_size)
         for sharded in [wrap(net(), comms=comms, peer_reduce=True) for _ in range(2)]:
             assert_close(train(sharded, 2, rank, world_size), expected, rtol=1e-6, atol=1e-6)
-        with pytest.raises(ValueError, match=r"peer_reduce: .*gradients travel in torch.float64.*; leave it out"):
+        with pytest.raises(ValueError, match=r"peer_reduce: .*gradients travel in torch.float64.*; omit it"):
             wrap64(net(), peer_reduce=True)
     if torch.get_default_device().type == "cpu":
         with pytest.raises(ValueError, match=r"peer_reduce: .* .rank 0: the device is cpu, not"):

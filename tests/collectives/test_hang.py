@@ -114,7 +114,7 @@ def test_the_pace_is_known_after_some_steps_and_leaves_phases_out(monkeypatch: p
     pace.begin_step()
     assert pace.step_s == 1.0
     now_s += 61.0
-    pace.leave_out(60.0)
+    pace.skip(60.0)
     pace.begin_step()
     assert pace.step_s == 1.0
     for _ in range(8):  # the batch has grown

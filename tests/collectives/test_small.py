@@ -59,7 +59,7 @@ def alone(tmp_path: Path) -> Iterator[SmallCollectives]:
 
 def test_where_there_is_no_peer_memory_the_reason_is_kept(alone: SmallCollectives) -> None:
     assert alone.why_plain == "the device is cpu, not cuda"
-    assert set(alone.left_out) == {"one_shot", "two_shot"}
+    assert set(alone.skipped) == {"one_shot", "two_shot"}
     assert alone.path_of("all_reduce", 1024, torch.bfloat16) == "nccl"
     tensor = torch.arange(4.0)
     alone.all_reduce(tensor)

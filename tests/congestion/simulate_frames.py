@@ -23,7 +23,7 @@ def made_up(
     sampled: bool = True,
     **more: Any,
 ) -> Findings:
-    """Laws by how much slower than 400 us they are; `paused`: share of port-time, 0 where left out."""
+    """Laws by how much slower than 400 us they are; `paused`: share of port-time, 0 where omitted."""
     rng = np.random.default_rng(0)
     frames: dict[str, list[pd.DataFrame]] = {name: [] for name in ("flows", "ports", "samples", "links", "tiers")}
     rows = []

@@ -105,7 +105,7 @@ def test_of_too_many_rows_the_busiest_links_stay(fabric: Graph, monkeypatch: pyt
     busiest = set(links.link[-2:])
     assert len(links.links()) == 4
     assert set(links.links()["link"]) == busiest
-    assert links.left_out == len(links.link) - 2
+    assert links.skipped == len(links.link) - 2
 
 
 def test_long_runs_keep_fewer_and_longer_intervals(fabric: Graph, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,8 @@ def test_flows_that_did_not_end_are_said_and_their_law_is_not_ranked() -> None:
     assert "<code>hybrid</code>: 3 of 40 flows did not end" in text
     assert "<code>none</code> completed first" in text
     assert "<code>dcqcn</code> paused least" in text
-    assert "1 of 3 laws left out" in text
-    assert "3 of 120 did not end and are left out" in text
+    assert "1 of 3 laws omitted" in text
+    assert "3 of 120 did not end and are omitted" in text
     assert "<b>FAIL</b>" in text
 
 

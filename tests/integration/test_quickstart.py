@@ -110,7 +110,7 @@ def test_one_rank_alone_leaves_out_what_needs_two(tmp_path: Path, text: Path, en
         capture_output=True, text=True, env=environment, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "sendrecv is left out, it needs at least 2 ranks" in done.stderr
+    assert "sendrecv is omitted, it needs at least 2 ranks" in done.stderr
     assert json.loads(done.stdout)["arguments"]["steps"] == 12  # stdout is the record alone
     assert "# Collective test concluded: all_reduce_perf" in done.stderr
     assert "Algorithm bandwidth" in (tmp_path / "report.html").read_text()

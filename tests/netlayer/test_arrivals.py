@@ -222,7 +222,7 @@ def test_where_the_store_of_rank_0_ends_the_others_are_told_in_one_line():
         servers.clear()
         [found] = waiting.result(timeout=60)
     assert isinstance(found, StoreUnreachable)
-    assert str(found).startswith("the store broke off while ranks were awaited (")
+    assert str(found).startswith("the store was interrupted while ranks were awaited (")
     assert "rank 0" in str(found)
     assert "\n" not in str(found)
 

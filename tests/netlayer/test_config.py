@@ -50,7 +50,7 @@ def test_bad_values_get_one_line_that_names_the_rule(override: str, words: str) 
     [
         (
             ["job.optimizer.max_grad_norm=1"],
-            "cannot be had with job.optimizer.max_grad_norm = 1; leave it out, or change that",
+            "cannot be had with job.optimizer.max_grad_norm = 1; omit it, or change that",
         ),
         (["job.optimizer.max_grad_norm=0", "job.optimizer.name=lamb"], "cannot be had with job.optimizer.name = lamb;"),
         (["job.optimizer.max_grad_norm=0", "job.parallel.tp=2"], "cannot be had with job.parallel.tp = 2;"),

@@ -152,7 +152,10 @@ def test_an_imported_fabric_is_hashed(tmp_path: Path) -> None:
         (["whatif", "--sample", "0", "--together", "2"], "--sample = 0: has no end"),
         (["whatif", "--processes", "2", "--dask", "tcp://h:1"], "--processes: has no effect beside --dask"),
         (["report", "--processes", "2", "--dask", "tcp://h:1"], "--processes: has no effect beside --dask"),
-        (["cure", "ports", "--traffic", "permutation", "--placement", "random"], "--placement: has no effect on perm"),
+        (
+            ["optimize", "ports", "--traffic", "permutation", "--placement", "random"],
+            "--placement: has no effect on perm",
+        ),
     ],
 )
 def test_an_option_without_effect_is_refused(arguments: list[str], message: str) -> None:
@@ -202,7 +205,7 @@ def test_the_choices_are_those_of_the_library() -> None:
 
 def test_every_command_is_listed_without_its_module() -> None:
     names = cli.topology.list_commands(click.Context(cli.topology))
-    assert names == ["build", "cure", "describe", "ecmp", "import", "place", "probe", "report", "whatif"]
+    assert names == ["build", "describe", "ecmp", "import", "optimize", "place", "probe", "report", "whatif"]
     text = _run("--help").stdout
     assert all(name in text for name in names)
 

@@ -339,7 +339,7 @@ def test_place_is_that_of_the_clos(files: tuple[str, str], tmp_path: Path) -> No
 
 def test_cure_is_that_of_the_clos(files: tuple[str, str], tmp_path: Path) -> None:
     traffics = [word for name in ("ring", "pipeline", "permutation") for word in ("--traffic", name)]
-    planned, imported = _tables(["cure", "ports", *traffics, "--placement", "random"], files, tmp_path / "ports")
+    planned, imported = _tables(["optimize", "ports", *traffics, "--placement", "random"], files, tmp_path / "ports")
     _same(planned, imported, besides=_WHERE)
     assert (imported["excess_after"] < imported["excess_before"]).any()
     for traffic in ("ring", "pipeline", "permutation"):
@@ -347,7 +347,7 @@ def test_cure_is_that_of_the_clos(files: tuple[str, str], tmp_path: Path) -> Non
             pd.read_csv(tmp_path / "ports" / which / f"ports-{traffic}.csv") for which in ("planned", "imported")
         )
         pd.testing.assert_frame_equal(one, other)
-    planned, imported = _tables(["cure", "knobs"], files, tmp_path / "knobs")
+    planned, imported = _tables(["optimize", "knobs"], files, tmp_path / "knobs")
     _same(planned, imported, besides=_WHERE)
 
 
@@ -364,7 +364,7 @@ def test_report_is_that_of_the_clos(files: tuple[str, str], tmp_path: Path) -> N
     ]
     pd.testing.assert_series_equal(counted[0], counted[1])
     page = (tmp_path / "imported" / "report.html").read_text()
-    assert "Left out are what only a plan has" in page
+    assert "Omitted are what only a plan has" in page
     assert f"--fabric {files[1]}" in page
     assert "netlayer topology describe" not in page, "it reads no imported fabric"
 
@@ -377,14 +377,14 @@ def test_a_fabric_without_a_job_carries_a_permutation(files: tuple[str, str], tm
     assert "permutation_excess" in rows.columns
     planned = CliRunner().invoke(
         cli.topology,
-        ["cure", "ports", "--config", files[0], "--traffic", "permutation", "--out", str(tmp_path / "p")],
+        ["optimize", "ports", "--config", files[0], "--traffic", "permutation", "--out", str(tmp_path / "p")],
     )
     assert planned.exit_code == 0
-    _run("cure", "ports", *fabric, "--out", str(tmp_path / "c"))
+    _run("optimize", "ports", *fabric, "--out", str(tmp_path / "c"))
     one, other = (pd.read_csv(tmp_path / which / "ports-permutation.csv") for which in ("p", "c"))
     assert set(other["src_rank"]) == {-1}
     pd.testing.assert_frame_equal(*(frame.drop(columns=["src_rank", "dst_rank"]) for frame in (one, other)))
-    _run("cure", "knobs", *fabric, "--out", str(tmp_path / "k"))
+    _run("optimize", "knobs", *fabric, "--out", str(tmp_path / "k"))
     _run("report", *fabric, "--seeds", "1", "--processes", "1", "--out", str(tmp_path / "r"))
     assert "Where the ranks stand" not in (tmp_path / "r" / "report.html").read_text()
 
@@ -412,8 +412,8 @@ def test_names_of_servers_may_stand_for_numbers(files: tuple[str, str], tmp_path
     ("words", "message"),
     [
         (["place"], "--fabric: has no job, and placement needs one; give --config FILE"),
-        (["cure", "ports", "--traffic", "ring"], "--fabric: has no job, and ring traffic needs one"),
-        (["cure", "knobs", "--placement", "paper"], "--placement: has no effect without a job"),
+        (["optimize", "ports", "--traffic", "ring"], "--fabric: has no job, and ring traffic needs one"),
+        (["optimize", "knobs", "--placement", "paper"], "--placement: has no effect without a job"),
         (["whatif", "--placement", "paper"], "--placement: has no effect without a job"),
         (["whatif", "--part", "spine:999"], "failure = spine:999: the fabric has 8 of kind spine"),
         (["whatif", "--part", "nobody"], "--part = nobody: is no device of this fabric"),
@@ -459,7 +459,7 @@ def test_flows_of_a_host_without_a_nic_end_in_one_line(tmp_path: Path) -> None:
         _run("whatif", "--fabric", str(topo), "--flows", str(flows), "--out", str(tmp_path / "out"))
 
 
-@pytest.mark.parametrize("command", [["whatif"], ["place"], ["cure", "ports"], ["cure", "knobs"], ["report"]])
+@pytest.mark.parametrize("command", [["whatif"], ["place"], ["optimize", "ports"], ["optimize", "knobs"], ["report"]])
 def test_a_damaged_file_or_a_fabric_of_one_switch_ends_in_one_line(command: list[str], tmp_path: Path) -> None:
     damaged = write(tmp_path / "damaged.graphml", "<graphml")
     for file, rule in ((damaged, "is no GraphML"), (tmp_path / "none", "is no file")):

@@ -177,7 +177,7 @@ def test_a_dangling_link_is_left_out_on_request(tmp_path: Path, caplog: pytest.L
         read_fabric(files)
     with caplog.at_level(logging.WARNING):
         assert read_fabric(files, skip_dangling=True).num_cables == 1
-    assert "1 links left out" in caplog.text
+    assert "1 links omitted" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ class TestManagement:
         with caplog.at_level(logging.WARNING):
             found = read_fabric([write_lldp(tmp_path / "all", [*leaf_spine(), *cables])])
         assert wiring(found) == wiring(plain)
-        assert "oob left out as an out-of-band management switch" in caplog.text
+        assert "oob omitted as an out-of-band management switch" in caplog.text
         assert reason in caplog.text
 
     def test_keep_takes_it_in(self, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ class TestNicAgents:
         with pytest.raises(ConfigError, match=r"on leaf0:Ethernet7 is an unknown host.*--skip-dangling"):
             read_fabric([folder])
         read_fabric([folder], skip_dangling=True)
-        assert "1 links left out: only an agent without a name is heard there, first leaf0:Ethernet7" in caplog.text
+        assert "1 links omitted: only an agent without a name is heard there, first leaf0:Ethernet7" in caplog.text
 
 
 class TestSonicWithoutFilesOfSpines:

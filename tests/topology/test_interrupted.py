@@ -24,7 +24,10 @@ def _begun(out: Path, process: subprocess.Popen[str], pattern: str) -> bool:
     ("arguments", "pattern"),
     [
         (["build", "--config", MEGASCALE], ".part-*/*.csv"),
-        (["cure", "ports", "--config", MEGASCALE, "--traffic", "ring", "--traffic", "pipeline"], ".part-*/*ring.csv"),
+        (
+            ["optimize", "ports", "--config", MEGASCALE, "--traffic", "ring", "--traffic", "pipeline"],
+            ".part-*/*ring.csv",
+        ),
         (["whatif", "--config", MEGASCALE, "--sample", "0", "--processes", "2"], ".part-*"),
         (["report", "--config", "SMALL", "--processes", "2"], ".part-*"),
     ],

@@ -53,7 +53,7 @@ def _same(found: pd.DataFrame, ours: pd.DataFrame, keys: list[str], figures: lis
 
 def test_every_section_has_a_command_with_the_seed(report: Path) -> None:
     commands = _commands(report)
-    assert {words[0] for words in commands} == {"describe", "place", "cure", "ecmp", "whatif", "report"}
+    assert {words[0] for words in commands} == {"describe", "place", "optimize", "ecmp", "whatif", "report"}
     assert all("--seed" in words and "job.name=a b" in words for words in commands)
     sections = re.findall(r"<section.*?</section>", (report / "report.html").read_text(), re.DOTALL)
     assert len(sections) >= 9
@@ -77,10 +77,10 @@ def test_cures_are_repeated(report: Path, tmp_path: Path) -> None:
     assert "permutation" in set(ours["traffic"])
     figures = ["excess_before", "excess_after", "changed"]
     ports = next(
-        words for words in _commands(report) if words[:2] == ["cure", "ports"] and words.count("--traffic") > 1
+        words for words in _commands(report) if words[:2] == ["optimize", "ports"] and words.count("--traffic") > 1
     )
     _same(_run(ports, tmp_path / "ports"), ours, ["traffic"], figures)
-    knobs = next(words for words in _commands(report) if words[:2] == ["cure", "knobs"])
+    knobs = next(words for words in _commands(report) if words[:2] == ["optimize", "knobs"])
     ours = pd.read_parquet(report / "knobs.parquet")
     _same(_run(knobs, tmp_path / "knobs"), ours, ["seed", "offset_bits", "qps"], ["excess", "time_bound_s"])
 

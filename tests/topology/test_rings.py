@@ -66,7 +66,7 @@ def test_two_trees_span_all_servers_and_no_server_is_inside_both(num_servers: in
 
 
 def _halves(edges: Edges) -> list[np.ndarray]:
-    """Channels alternate; the roots' edges are left out, so find the trees by following the construction again."""
+    """Channels alternate; the roots' edges are omitted, so find the trees by following the construction again."""
     num_servers = len(edges.src_rank) // 2 + 1
     first = tree_parent(np.arange(num_servers), np.full(num_servers, num_servers))
     wanted = {(child, int(first[child])) for child in range(1, num_servers)}

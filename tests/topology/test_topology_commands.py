@@ -81,7 +81,7 @@ def test_whatif_refuses_parts_that_the_fabric_lacks(tmp_path: Path) -> None:
 def test_a_port_plan_names_ranks_servers_and_devices(tmp_path: Path) -> None:
     config_file = _written(small(), tmp_path)
     arguments = ["--config", config_file, "--placement", "random", "--traffic", "pipeline", "--traffic", "permutation"]
-    result = _run("cure", "ports", *arguments, "--out", str(tmp_path))
+    result = _run("optimize", "ports", *arguments, "--out", str(tmp_path))
     assert "permutation" in result.stdout
     plan = pd.read_csv(tmp_path / "ports-pipeline.csv")
     _run("place", "--config", config_file, "--strategy", "random", "--no-optimise", "--out", str(tmp_path))
@@ -93,7 +93,7 @@ def test_a_port_plan_names_ranks_servers_and_devices(tmp_path: Path) -> None:
 
 
 def test_knobs_are_searched(tmp_path: Path, config_file: str) -> None:
-    assert "best first" in _run("cure", "knobs", "--config", config_file, "--out", str(tmp_path)).stdout
+    assert "best first" in _run("optimize", "knobs", "--config", config_file, "--out", str(tmp_path)).stdout
     assert (tmp_path / "knobs.csv").exists()
 
 
@@ -147,7 +147,7 @@ def test_a_report_where_every_failure_stops_the_job_draws_no_slowdown() -> None:
 
 
 def test_the_choices_are_those_of_the_library() -> None:
-    place, whatif, cure = (import_module(f"topology.commands.{name}") for name in ("place", "whatif", "cure"))
-    assert place._STRATEGIES == whatif._STRATEGIES == cure._STRATEGIES == get_args(StrategyName)
-    assert place._HASHES == whatif._HASHES == cure._HASHES == get_args(HashName)
+    place, whatif, optimize = (import_module(f"topology.commands.{name}") for name in ("place", "whatif", "optimize"))
+    assert place._STRATEGIES == whatif._STRATEGIES == optimize._STRATEGIES == get_args(StrategyName)
+    assert place._HASHES == whatif._HASHES == optimize._HASHES == get_args(HashName)
     assert get_args(FailureKind) == whatif._KINDS

@@ -128,7 +128,7 @@ def test_a_folder_without_its_meta_is_passed_over_and_named(text_folder: Path, c
     train(job, corpus, tmp_path / "checkpoints")
     (newer := tmp_path / "checkpoints" / "step-000008").joinpath("meta.json").unlink()
     meta = find(tmp_path)
-    said = [f"goes on from {tmp_path}/checkpoints/step-000006, behind step 6"]
+    said = [f"resumes from {tmp_path}/checkpoints/step-000006, after step 6"]
     said += [f"note: {newer} is newer, and was passed over: it lacks meta.json"]
     assert (meta.step, resume_notes(meta, job)) == (6, said)
 
@@ -406,7 +406,7 @@ def test_another_seed_or_length_is_refused_unless_it_is_meant(
     meta = find(tmp_path)
     meant = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"allow_dataset_change": True})})
     assert (seed_of(meta, None, job), seed_of(meta, 0, job), seed_of(meta, 7, meant)) == (0, 0, 7)
-    with pytest.raises(ConfigError, match=r"--seed = 7: is another than the 0 that .* leave it out, or set"):
+    with pytest.raises(ConfigError, match=r"--seed = 7: is another than the 0 that .* omit it, or set"):
         seed_of(meta, 7, job)
     longer = {"model": job.model.model_copy(update={"seq_len": 32})}
     with pytest.raises(ConfigError, match=r"seq_len = 16, and the job has 32; set job\.model\.seq_len to that, or"):

@@ -64,7 +64,7 @@ def test_a_job_trains_and_is_gone_on_with_in_another_layout(job_file: Path, tmp_
     second = netlayer(job_file, "--resume", tmp_path / "a" / "checkpoints" / "step-000004", *spread)
     assert second.returncode == 0, second.stderr
     assert second.stdout.startswith("2 steps, loss ")
-    assert f"goes on from {tmp_path / 'a' / 'checkpoints' / 'step-000004'}, behind step 4\n" in second.stderr
+    assert f"resumes from {tmp_path / 'a' / 'checkpoints' / 'step-000004'}, after step 4\n" in second.stderr
     again = [row["loss"] for row in rows(tmp_path / "b")]
     over = CliRunner().invoke(train, [str(job_file), "--resume", str(tmp_path / "a"), "--out", str(tmp_path / "c")])
     assert "has taken 6 steps, and job.optimizer.steps is 6" in str(over.exception)
@@ -100,7 +100,7 @@ def test_a_run_goes_on_in_its_folder_from_the_step_that_is_asked_for(job_file: P
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_under_torchrun_costs_no_row_and_no_folder(job_file: Path, tmp_path: Path) -> None:
-    """The restart finds the newest good checkpoint by itself; losses are those of a run that nobody broke off."""
+    """The restart finds the newest good checkpoint by itself; losses are those of a run that nobody was interrupted."""
     more = ("--set", "optimizer.steps=60", "--set", "checkpoint.every_steps=8", "--set", "evaluation.every_steps=100")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     whole = netlayer(job_file, *more, "--out", tmp_path / "whole", launcher=torchrun)
@@ -306,7 +306,7 @@ def test_a_loss_that_is_no_number_stops_with_the_checkpoint_to_go_on_from(job_fi
     found = re.search(r"error: step (\d): the (?:loss|gradient norm) is (?:nan|inf)", run.stderr)
     assert found, run.stderr
     kept = tmp_path / "a" / "checkpoints" / f"step-{int(found[1]) - 2:06d}"  # the step after it verified it
-    assert f"note: --resume {kept} goes on from the last good checkpoint" in run.stderr
+    assert f"note: --resume {kept} resumes from the last good checkpoint" in run.stderr
     assert find(tmp_path / "a").path == kept
 
 

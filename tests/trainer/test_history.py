@@ -30,7 +30,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """A run that was killed behind step 6, with a checkpoint of step 4."""
+    """A run that was killed after step 6, with a checkpoint of step 4."""
     write(tmp_path / "metrics.jsonl", *steps(1, 2, 3, 4, 5, 6))
     write(tmp_path / "validation.jsonl", *({"step": step, "validation_loss": 2.0} for step in (0, 4, 6)))
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)

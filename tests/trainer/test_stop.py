@@ -142,7 +142,7 @@ def test_a_stopped_run_is_gone_on_with_to_the_bit(
     step = before[-1]["step"]
     assert find(tmp_path / "a").step == step
     assert stdout.startswith(f"{len(before)} steps, loss ")
-    assert f"stopped behind step {step}, as asked; go on with the same command and --resume {tmp_path / 'a'}" in stderr
+    assert f"stopped after step {step}, as asked; go on with the same command and --resume {tmp_path / 'a'}" in stderr
     more = ("--set", f"optimizer.steps={step + 3}", "--set", "evaluation.every_steps=3")
     for words in (("--out", tmp_path / "whole"), ("--out", tmp_path / "b", "--resume", tmp_path / "a")):
         subprocess.run(command(job_file, *more, *words), capture_output=True, timeout=250, check=True)

@@ -91,7 +91,7 @@ def read_file_flows(path: Path, fabric: Fabric) -> Flows:
     for nodes, nics in zip((flows.src_nic, flows.dst_nic), ends, strict=True):
         if (nics < 0).any():
             host = fabric.graph.names[int(nodes[nics < 0][0])]
-            raise ConfigError("--flows", path, f"host {host} has no cable but to an NVSwitch", "leave its flows out")
+            raise ConfigError("--flows", path, f"host {host} has no cable but to an NVSwitch", "skip its flows")
     return dataclasses.replace(flows, src_nic=ends[0], dst_nic=ends[1], start_s=None)
 
 

@@ -33,7 +33,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--keep", multiple=True, metavar="GLOB", help="sonic, lldp: these are no management switches; repeatable."
 )
-@click.option("--skip-dangling", is_flag=True, help="sonic, lldp: leave out links that one end does not list.")
+@click.option("--skip-dangling", is_flag=True, help="sonic, lldp: omit links that one end does not list.")
 @click.option("--parallel", is_flag=True, help="hpcc: a repeated pair is a parallel link.")
 @click.option("--counters", type=_PATH, help="CSV of device, port, bytes sent: calibrate; needs --flows.")
 @click.option("--counters-are", type=click.Choice(("measured", "simulated")), default="measured", show_default=True)

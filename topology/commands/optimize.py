@@ -1,4 +1,5 @@
-"""`netlayer topology cure`: what lowers collisions: a plan of UDP source ports, or switch seeds, offsets, queue pairs.
+"""`netlayer topology optimize`: ECMP plans: UDP source ports, or switch seeds, offsets and queue pairs, against
+collisions.
 
 Tables go to stdout, progress to stderr; rows and plans (CSV, JSON, parquet) to the output folder.
 """
@@ -35,7 +36,7 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.group(name="cure")
+@click.group(name="optimize")
 def command() -> None:
     """Search what lowers collisions."""
 
@@ -73,8 +74,8 @@ def ports(
 
     \b
     Examples:
-      netlayer topology cure ports --config examples/megascale-12288.toml --hash crc16 --out plan
-      netlayer topology cure ports --fabric fabric/fabric.graphml --hash crc16 --out plan
+      netlayer topology optimize ports --config examples/megascale-12288.toml --hash crc16 --out plan
+      netlayer topology optimize ports --fabric fabric/fabric.graphml --hash crc16 --out plan
     """
     from netlayer.output import open_output
     from netlayer.progress import Stages
@@ -97,7 +98,7 @@ def ports(
     fabric, placed = world.fabric, _placed(world, placement, options.seed)
     name, place = cast("HashName", hash_name), cast("StrategyName", placement)
     rows: list[dict[str, Any]] = []
-    with open_output(options.out, "topology-cure-ports") as out, Stages() as stages:
+    with open_output(options.out, "topology-optimize-ports") as out, Stages() as stages:
         for traffic in traffics:
             flows = traffic_flows(world.config, fabric, traffic, options.seed, qps, placement=place)
             if not len(flows):
@@ -113,7 +114,7 @@ def ports(
         arguments: dict[str, Any] = {"traffic": traffics, "qps": qps, "hash": hash_name, "placement": placement}
         arguments |= {"fabric": fabric_file} if fabric_file is not None else {}
         prints_tables = keep(
-            "cure.ports", {"ports": rows}, out, started, options, world.config, source="simulated", **arguments
+            "optimize.ports", {"ports": rows}, out, started, options, world.config, source="simulated", **arguments
         )
     if prints_tables:
         _print_ports(rows, hash_name)
@@ -130,8 +131,8 @@ def knobs(options: RunOptions, seeds: int, hash_name: str, placement: str, fabri
 
     \b
     Examples:
-      netlayer topology cure knobs --config examples/megascale-12288.toml --seeds 4 --out knobs
-      netlayer topology cure knobs --config my-job.toml --fabric fabric/fabric.graphml
+      netlayer topology optimize knobs --config examples/megascale-12288.toml --seeds 4 --out knobs
+      netlayer topology optimize knobs --config my-job.toml --fabric fabric/fabric.graphml
     """
     from netlayer.output import open_output
     from netlayer.progress import Stages
@@ -151,7 +152,7 @@ def knobs(options: RunOptions, seeds: int, hash_name: str, placement: str, fabri
             return permutation(fabric, options.seed, pairs)
         return slot_flows(config.job, config.cluster, pairs)
 
-    with open_output(options.out, "topology-cure-knobs") as out:
+    with open_output(options.out, "topology-optimize-knobs") as out:
         with Stages() as stages, stages.open("search") as bar:
             rows = search_knobs(
                 fabric,
@@ -164,7 +165,7 @@ def knobs(options: RunOptions, seeds: int, hash_name: str, placement: str, fabri
         arguments: dict[str, Any] = {"seeds": seeds, "hash": hash_name, "placement": placement}
         arguments |= {"fabric": fabric_file} if fabric_file is not None else {}
         prints_tables = keep(
-            "cure.knobs", {"knobs": rows}, out, started, options, config, source="simulated", **arguments
+            "optimize.knobs", {"knobs": rows}, out, started, options, config, source="simulated", **arguments
         )
     if prints_tables:
         _print_knobs(rows, hash_name)

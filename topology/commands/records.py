@@ -41,7 +41,7 @@ def refuse_without_effect(options: Iterable[tuple[str, bool, str]]) -> None:
     """
     for option, was_given, reason in options:
         if was_given:
-            raise ConfigError(option, None, f"has no effect {reason}", "leave it out")
+            raise ConfigError(option, None, f"has no effect {reason}", "omit it")
 
 
 def was_given(name: str) -> bool:

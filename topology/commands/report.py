@@ -27,7 +27,7 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
     """Write report.html: the fabric drawn, link utilisation, collisions with and without split, placements, failures.
 
     Says in words whether the split halves hash collisions, under which definition, load and hash, or that it has no
-    effect on this fabric. The rows of every section lie next to the page. Of an imported fabric the page leaves out
+    effect on this fabric. The rows of every section lie next to the page. Of an imported fabric the page omits
     what only a plan has (split, bisection, optics, pictures), and placements where there is no job (--config). Exit 2
     where no flow can cross the fabric.
 

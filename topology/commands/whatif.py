@@ -69,8 +69,8 @@ def command(options: RunOptions, **params: Any) -> None:
     ECMP groups shrink to the members that still lead to the destination. `slowdown` compares the step's communication
     (each phase until its slowest flow is done, at max-min fair rates) with the whole fabric's, same seed; a flow that
     has no path left stops the job: such cases are counted, and have no slowdown. --sample parts of each kind are tried,
-    one at a time; with --together N this many draws of N parts. See `cure` for what lowers collisions. On an imported
-    fabric heights over the hosts are taken for tiers, and optics are left out, for no format names them.
+    one at a time; with --together N this many draws of N parts. See `optimize` for ECMP plans. On an imported
+    fabric heights over the hosts are taken for tiers, and optics are omitted, for no format names them.
 
     \b
     Examples:

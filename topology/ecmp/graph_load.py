@@ -143,7 +143,7 @@ def load_graph(
     if len(lost):
         ends = " to ".join(graph.names[nic[lost[0]]] for nic in (flows.src_nic, flows.dst_nic))
         rule = f"{len(lost)} of {len(flows)} flows have no path in this fabric: the first from {ends}"
-        raise ConfigError("--flows", None, rule, "leave them out, or fix the fabric")
+        raise ConfigError("--flows", None, rule, "omit them, or fix the fabric")
     ecmp = Ecmp(name, headers(graph, flows, seed), seed, fields=fields)
     paths = routes.route(flows.src_nic, flows.dst_nic, by_ecmp(ecmp))
     demand = demand_bps(graph, flows)

@@ -128,7 +128,7 @@ def link_demand(fabric: Fabric, flows: Flows, paths: Ints, flow_bps: Floats) -> 
     demand = sum_per_link(fabric, paths, flow_bps)
     sending = np.bincount(flows.src_nic, minlength=fabric.num_nics)
     offered = fabric.nic_bps[flows.src_nic] / sending[flows.src_nic]
-    # The receiver's bound is left out here, so that its downlink shows the incast.
+    # The receiver's bound is omitted here, so that its downlink shows the incast.
     for tier in fabric.nic_tiers:
         links = fabric.tier_links(tier)
         demand[links] = sum_per_link(fabric, fabric.links_on(paths, [tier]), offered)[links]

@@ -1,7 +1,7 @@
 """A fabric that somebody has wired, behind `Fabric`: a `Graph`, and what follows from its cables and names.
 
 Servers: NICs named `server/nic`; without such names the hosts on one NVSwitch (SimAI), or as many consecutive hosts as
-a cluster has NICs a server. NVLink makes no flow, so cables to NVSwitches are left out. Heights over the hosts stand
+a cluster has NICs a server. NVLink makes no flow, so cables to NVSwitches are omitted. Heights over the hosts stand
 for tiers: switches of height 1 are ToRs, 2 spines, above that core. Servers whose NICs hang on the same ToRs are a ToR
 set, ToRs that share spines a pod (one pod where nothing is above the spines), NICs of a server that share ToRs a rail.
 Where the whole fabric needs no path that rises after it fell, none is taken after failures either. Not covered: optics,

@@ -2,7 +2,7 @@
 
 Failure analysis, placement, port plans and reports are written against `Fabric` alone. Two classes have it:
 `clos.Clos`, where all of it is closed form, and `imported.ImportedFabric`, which infers tiers, ToR sets, pods, rails.
-Not covered: what only a planned CLOS has (the ToR split, its picture, optics); commands say so where they leave it out.
+Not covered: what only a planned CLOS has (the ToR split, its picture, optics); commands say so where they omit it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Fabric(Protocol):
 
     def tier_links(self, tier: int) -> slice | Ints: ...
     def links_on(self, paths: Ints, tiers: Sequence[int]) -> Ints:
-        """Paths, shape (..., hops), with their links of these tiers alone; other columns are NO_LINK or left out."""
+        """Paths, shape (..., hops), with their links of these tiers alone; other columns are NO_LINK or omitted."""
 
     # NICs
     @property

@@ -67,7 +67,7 @@ def to_graph(
         own: devices whose own file was read, with all ports that it names.
         switches: the devices that forward.
         default_bps: rate of a cable whose rate no end reports, 0 for none.
-        skip_dangling: leave out, with a warning, a cable that its other end does not confirm.
+        skip_dangling: omit, with a warning, a cable that its other end does not confirm.
         source: for messages.
 
     Raises:
@@ -95,7 +95,7 @@ def to_graph(
         ends = _ordered((one.device, one.port), other, switches)
         cables[ends] = _rate(one, known.seen.get(other), default_bps)
     if dropped:
-        logger.warning("%d links left out: their other end does not list them", dropped)
+        logger.warning("%d links omitted: their other end does not list them", dropped)
     _check_far_ports(cables)
     return checked(_graph(cables, switches), source)
 

@@ -147,7 +147,7 @@ def _without_nic_agents(
         logger.info("%d LLDP entries of NICs' own agents passed over, beside those of their hosts", len(redundant))
     if alone:
         first = f"{alone[0].device}:{alone[0].port}"
-        logger.warning("%d links left out: only an agent without a name is heard there, first %s", len(alone), first)
+        logger.warning("%d links omitted: only an agent without a name is heard there, first %s", len(alone), first)
     dropped = {id(one) for one in (*redundant, *alone)}
     return [one for one in neighbours if id(one) not in dropped]
 

@@ -40,7 +40,7 @@ def without_management(
     Args:
         sightings: every end that was reported.
         forwarding: by device, whether it was heard to announce that it forwards; those not heard are absent.
-        exclude: patterns of device names to leave out whatever they are.
+        exclude: patterns of device names to omit whatever they are.
         keep: patterns of device names that are no management switches.
 
     Raises:
@@ -68,7 +68,7 @@ def without_management(
         elif at_management:
             reasons[device] = "all its cables end at management ports"
     for device, reason in reasons.items():
-        logger.warning("%s left out as an out-of-band management switch: %s", show(device), reason)
+        logger.warning("%s omitted as an out-of-band management switch: %s", show(device), reason)
     left = [one for one in left if one.device not in reasons and one.neighbour not in reasons]
     _refuse_unclear(left, forwarding, keep)
     return left

@@ -43,10 +43,10 @@ def read_fabric(
         paths: one file a device (sonic, lldp; a folder stands for its *.json), or one file (the others).
         file_format: recognised by the first file's contents where None.
         default_bps: lldp, sonic, cables: rate of a link whose rate no file gives; 0 for none.
-        skip_dangling: lldp, sonic: leave out links that their other end does not list, with a warning.
+        skip_dangling: lldp, sonic: omit links that their other end does not list, with a warning.
         parallel: hpcc: a repeated pair is a parallel link, not a mistake.
         hosts: lldp, sonic, cables: patterns of device names that are hosts whatever they announce.
-        exclude: lldp, sonic: patterns of device names to leave out, such as management switches.
+        exclude: lldp, sonic: patterns of device names to omit, such as management switches.
         keep: lldp, sonic: patterns of device names that are no management switches, whatever they look like.
 
     Raises:
@@ -65,7 +65,7 @@ def read_fabric(
     without_effect = {"--exclude": exclude, "--keep": keep} | ({} if kind == "cables" else {"--hosts": hosts})
     unused = next((option for option, patterns in without_effect.items() if patterns), None)
     if unused:
-        raise ConfigError(unused, None, f"has no effect on {kind}: its file has the fabric alone", "leave it out")
+        raise ConfigError(unused, None, f"has no effect on {kind}: its file has the fabric alone", "omit it")
     if kind == "cables":
         if len(files) > 1:
             raise ConfigError("FILES", f"{len(files)} files", "cables is one file a fabric", "give one")

@@ -193,7 +193,7 @@ def _costs(
     stages: Stages,
     workers: dict[str, Any],
 ) -> dict[str, list[Row]]:
-    """Rows of placements, failures and cures."""
+    """Rows of placements, failures and improvements."""
     placements: list[Row] = []
     if config is not None:
         with stages.open("placement") as bar:
@@ -201,7 +201,7 @@ def _costs(
     with stages.open("failures") as bar:
         points = cases(seeds, ["given"], _failures(fabric, seed), HASH)
         failures = run_sweep(subject, points, progress=bar, **workers)
-    with stages.open("cures") as bar:
+    with stages.open("ECMP plans") as bar:
         improvements = _improvements(config, fabric, seed)
         knobs = search_knobs(
             fabric,
@@ -215,7 +215,7 @@ def _costs(
         "placements": placements,
         "failures": failures,
         "worst": worst_by_number(failures),
-        "cures": improvements,
+        "improvements": improvements,
         "knobs": knobs,
     }
 

@@ -1,6 +1,6 @@
 """The page of `netlayer topology report`: the fabric, what its ToR split does, how full its links are, and changes.
 
-Changes are what can be done or go wrong: placements, failures, cures of collisions.
+Changes are what can be done or go wrong: placements, failures, ECMP plans against collisions.
 
 Every claim is computed from the rows of `data`, and every section says by which command and seed to repeat it.
 """
@@ -43,7 +43,7 @@ _FAILURE_FORMATS = {"stops the job": ".0%"}
 
 
 LEFT_OUT = (
-    "An imported fabric, its tiers inferred from heights over the hosts. Left out are what only a plan has: the ToR "
+    "An imported fabric, its tiers inferred from heights over the hosts. Omitted are what only a plan has: the ToR "
     "split, bisection, optics that fail, the picture of the fabric and of its uplinks."
 )
 
@@ -102,7 +102,7 @@ def _overview(report: Report, findings: Findings) -> None:
             else []
         ),
         *(
-            [findings.command("cure ports", "--traffic", best["traffic"], "--hash", HASH)]
+            [findings.command("optimize ports", "--traffic", best["traffic"], "--hash", HASH)]
             if findings.improvements
             else []
         ),
@@ -507,7 +507,7 @@ def _improvements(report: Report, findings: Findings) -> None:
         table = improvements[list(columns)].rename(columns=columns)
         section.table(table, formats={name: ".1%" for name in table.columns if "before" in name or "after" in name})
         options = [word for name in improvements["traffic"] for word in ("--traffic", name)]
-        commands.append(findings.command("cure ports", *options, "--hash", HASH))
+        commands.append(findings.command("optimize ports", *options, "--hash", HASH))
     headings = {
         "seed": "seed",
         "offset_bits": "offset bits",
@@ -529,7 +529,7 @@ def _improvements(report: Report, findings: Findings) -> None:
         max_rows=12,
         caption="Switch seeds, offsets and queue pairs a connection, least excess of the worse phase first.",
     )
-    commands.append(findings.command("cure knobs", "--hash", HASH, "--seeds", KNOB_SEEDS))
+    commands.append(findings.command("optimize knobs", "--hash", HASH, "--seeds", KNOB_SEEDS))
     section.code("\n".join(commands))
 
 
@@ -565,7 +565,7 @@ def _definitions(report: Report, findings: Findings) -> None:
         "that it sends or receives at one time. Load is the share of a ToR's NICs that send at full rate."
     )
     section.note(
-        "Nothing here is measured. The hash of real switches is not public in all parts, times leave out what "
+        "Nothing here is measured. The hash of real switches is not public in all parts, times omit what "
         "computation hides, congestion control and latency. Where a time is `at most`, no rate rises as others end."
     )
     cluster = {"cluster": findings.config.cluster.model_dump(mode="json")} if findings.config and findings.clos else {}

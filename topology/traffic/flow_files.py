@@ -137,7 +137,7 @@ def _read_csv(path: Path) -> Iterator[_Line]:
 
 
 _ALL_COLUMNS = (*_COLUMNS, "start", "sport")
-# As `cure ports` names them, so that its plan can be checked.
+# As `optimize ports` names them, so that its plan can be checked.
 _ALIASES = {"src_device": "src", "dst_device": "dst", "udp_sport": "sport"}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
+from netlayer.renamed import with_new_keys
 from netlayer.units import format_size
 from trainer.checkpoint.digest import digest
 
@@ -105,6 +106,7 @@ def find(path: Path, field: str = "--resume") -> Meta:
         if meta.pop(_OWN_DIGEST) != digest(json.dumps(meta).encode()):
             raise ValueError(_ALTERED)
         facts = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
+        facts["job"] = with_new_keys(facts["job"])
         newer = [each for each in folders[: folders.index(folder)] if each != path]
         if folder != path:
             newer += [each for each in pending_in(folder.parent) if step_of(each) > meta["step"]]
@@ -162,7 +164,10 @@ def check_same_text(meta: Meta, corpus: Mapping[str, str], job: JobConfig) -> No
     if job.checkpoint.allow_dataset_change or not meta.corpus or job.data.datasets:
         return
     value, before = job.data.folder or "(standard library)", meta.job["data"].get("folder") or "(standard library)"
-    remedy = "give that text, or set job.checkpoint.allow_dataset_change to true: this one is then read in the checkpoint's tokens"
+    remedy = (
+        "give that text, or set job.checkpoint.allow_dataset_change to true: this one is then read in the checkpoint's "
+        "tokens"
+    )
     if corpus["text"] != meta.corpus.get("text"):
         rule = f"gives another text than {meta.path} was trained on (job.data.folder = {before}, seed {meta.seed})"
         raise ConfigError("job.data.folder", value, rule, remedy)
@@ -187,12 +192,12 @@ def seed_of(meta: Meta, option_seed: int | None, job: JobConfig) -> int:
     if job.checkpoint.allow_dataset_change:
         return option_seed
     rule = f"is another than the {meta.seed} that {meta.path} was trained with"
-    raise ConfigError("--seed", option_seed, rule, "leave it out, or set job.checkpoint.allow_dataset_change to true")
+    raise ConfigError("--seed", option_seed, rule, "omit it, or set job.checkpoint.allow_dataset_change to true")
 
 
 def resume_notes(meta: Meta, job: JobConfig) -> list[str]:
     """Lines for the user: from where a job goes on, and what of its optimiser and batch is otherwise than before."""
-    lines = [f"goes on from {meta.path}, behind step {meta.step:,}"]
+    lines = [f"resumes from {meta.path}, after step {meta.step:,}"]
     for path in meta.passed_over:
         why = "it is not verified yet" if path.suffix == PENDING else f"it lacks {META}"
         lines.append(f"note: {path} is newer, and was passed over: {why}")

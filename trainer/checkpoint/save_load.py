@@ -1,4 +1,4 @@
-"""Checkpoints that any layout can go on from: parameters and optimiser state by the whole model's names.
+"""Checkpoints that any layout can resume from: parameters and optimiser state by the whole model's names.
 
 A checkpoint is a folder `step-000050` with a file for each (tensor-parallel, pipeline) place, written by its first
 data-parallel rank, the tokenizer, and `meta.json`. State travels one bucket at a time, from the shards into the file

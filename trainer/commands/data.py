@@ -109,7 +109,7 @@ def prepare(
     log.configure(verbose)
     check_target("--json", json_file)
     if workers and dask:
-        raise ConfigError("--workers", workers, "has no effect beside --dask", "leave one out")
+        raise ConfigError("--workers", workers, "has no effect beside --dask", "omit one")
     with held_interrupt():
         from topology.workers import check_scheduler
         from trainer.data.dataset.prepare import PrepareOptions, describe, notes, prepare_dataset

@@ -123,7 +123,7 @@ def _backend(config: Config) -> Backend:
 def _schedule_row(job: JobConfig, schedule: Schedule) -> dict[str, Any]:
     """The pipeline's schedule, and its bubble: by the formula, and run on paper with times by FLOPs.
 
-    The second has what the first leaves out: stages that differ, the head, gradients of weights that fill gaps.
+    The second has what the first omits: stages that differ, the head, gradients of weights that fill gaps.
     Messages are free in both.
     """
     parallel, count = job.parallel, schedule.num_micro_batches

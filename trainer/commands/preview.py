@@ -65,7 +65,7 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool =
     if padded > model.vocab_size:
         lines.append(
             f"job.model.vocab_size = {model.vocab_size:,} is no multiple of job.parallel.tp = {tp}: padded to "
-            f"{padded:,} with rows that no token uses and the loss leaves out"
+            f"{padded:,} with rows that no token uses and the loss omits"
         )
     if optimizer.warmup_steps > optimizer.steps:
         lines.append(

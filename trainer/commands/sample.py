@@ -12,7 +12,7 @@ from netlayer.errors import ConfigError
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--prompt", default="", help="Text to go on from [default: a new document].")
+@click.option("--prompt", default="", help="Text to resume from [default: a new document].")
 @click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Most tokens to add.")
 @click.option(
     "--temperature",

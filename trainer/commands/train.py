@@ -39,7 +39,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     Each step's loss, tokens/s, MFU and exposed communication go to DIR/metrics.jsonl, held-out losses to
     DIR/validation.jsonl, checkpoints (job.checkpoint.every_steps) to DIR/checkpoints, a record to DIR/records.
     On one machine it starts the ranks itself; under torchrun, srun or mpirun each process is one. SIGTERM, or SIGUSR1
-    as Slurm sends it ahead of a limit, ends it behind a step, with a checkpoint, as a good run; a second one, two
+    as Slurm sends it ahead of a limit, ends it after a step, with a checkpoint, as a good run; a second one, two
     seconds later or more, at once, and one while the text is made ready too, for there is nothing to save.
 
     --dry-run prints size, layout, schedule, memory a rank by stage and bytes a step, and exits 2 where it does not fit
@@ -122,7 +122,7 @@ def _dry_run(config: Config, options: RunOptions, env: RankEnv | None, others: M
     # Refused and not ignored: a user who gives these expects a run.
     for option, value in (*others.items(), ("--out", options.out)):
         if value:
-            raise ConfigError(option, value, "has no effect with --dry-run, which starts nothing", "leave one out")
+            raise ConfigError(option, value, "has no effect with --dry-run, which starts nothing", "omit one")
     if env is not None and env.rank:
         return
     started, to_stdout = utc_now(), str(options.json_file) == "-"
@@ -278,7 +278,7 @@ def _explain_end(out: Path) -> Iterator[None]:
     except BaseException as exc:
         if kept := checkpoints_in(out / CHECKPOINTS):
             where = f"in this folder with --out {out}, or in a new one"
-            click.echo(f"note: --resume {kept[-1]} goes on from the last good checkpoint, {where}", err=True)
+            click.echo(f"note: --resume {kept[-1]} resumes from the last good checkpoint, {where}", err=True)
         elif pending := pending_in(out / CHECKPOINTS):
             click.echo(f"note: {pending[-1]} is the one checkpoint, and it is not verified yet", err=True)
         elif isinstance(exc, Ended) and not _has_rows(out):
@@ -302,7 +302,7 @@ def _last_line(result: TrainResult, out: Path) -> str:
 
 
 def _how_to_go_on(stop: Stop, out: Path) -> str:
-    line = f"stopped behind step {stop.step}, as asked"
+    line = f"stopped after step {stop.step}, as asked"
     if stop.checkpoint is None:
         return f"{line}; no checkpoint, for ranks of a launcher need --out: a folder that all of them see"
     return f"{line}; go on with the same command and --resume {out} --out {out}, or a new --out"

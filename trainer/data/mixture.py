@@ -134,7 +134,7 @@ def _open_text(corpus: Corpus, side: str, vocab_size: int) -> Source:
 
 def _another(before: Meta, rule: str) -> ConfigError:
     remedy = (
-        "give what it was trained on, or set job.checkpoint.allow_dataset_change to true: samples then go on by their number, so "
-        "that of what changed some come again and some do not"
+        "give what it was trained on, or set job.checkpoint.allow_dataset_change to true: samples then go on by "
+        "their number, so that of what changed some come again and some do not"
     )
     return ConfigError(DATASETS, None, f"{rule}, since {before.path}", remedy)

@@ -258,7 +258,7 @@ class BatchPlan:
     Args:
         batch: sizes, which may ramp up.
         dp: data-parallel ranks.
-        first_step, first_sample: where the count begins: a resumed run goes on behind the samples that it has had,
+        first_step, first_sample: where the count begins: a resumed run resumes after the samples that it has had,
             whatever its batch size was until then.
     """
 

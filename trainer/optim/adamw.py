@@ -26,7 +26,7 @@ def build_adamw(
     """AdamW over the shards of `model`; vectors (norms, biases) are not decayed.
 
     Args:
-        operators: as of the model's operators: torch leaves the kernel out.
+        operators: as of the model's operators: torch skips the kernel.
     """
 
     def options(_name: str, shape: torch.Size) -> dict[str, float]:

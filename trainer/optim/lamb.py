@@ -192,7 +192,7 @@ def _check(group: Group) -> None:
     beta1, beta2 = group["betas"]
     for name, value, holds, rule in (
         ("lr", group["lr"], group["lr"] >= 0, "at least 0"),
-        ("betas", group["betas"], 0 <= beta1 < 1 and 0 <= beta2 < 1, "in 0..1, 1 left out"),
+        ("betas", group["betas"], 0 <= beta1 < 1 and 0 <= beta2 < 1, "in 0..1, 1 omitted"),
         ("eps", group["eps"], group["eps"] >= 0, "at least 0"),
         ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0, "at least 0"),
     ):

@@ -80,7 +80,7 @@ class ShardAdamW(torch.optim.AdamW):
 
         Raises:
             RuntimeError: a piece has no gradient while others have, or another tensor than the bucket's.
-            ValueError: groups differ in more than their weight decay, or ask for what is left out.
+            ValueError: groups differ in more than their weight decay, or ask for what is omitted.
         """
         factor, self._factor = self._factor, None
         loss = None

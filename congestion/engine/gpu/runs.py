@@ -41,12 +41,12 @@ class GpuRun:
         cuda = _cuda()
         if int(state.run["window"][0]) * int(state.kind["rate"].max()) // (8 * 10**12) >= _INT32:
             rule = "lets 2 GiB or more arrive within the smallest link delay"
-            raise ConfigError("--topo", "a link's rate", rule, "leave out --backend gpu")
+            raise ConfigError("--topo", "a link's rate", rule, "omit --backend gpu")
         tables, self._reserve = to_tables(state)
         needed, free = sum(table.nbytes for table in tables), cuda.current_context().get_memory_info()[0]
         if needed > free:
             rule = f"needs about {needed / 2**30:.1f} GiB of the GPU, {free / 2**30:.1f} GiB are free"
-            raise ConfigError("--backend", "gpu", rule, "simulate less, or leave the option out")
+            raise ConfigError("--backend", "gpu", rule, "simulate less, or skip the option")
         self._like, self._host = state, tables
         idle = np.array_equal(tables.queue_head, tables.queue_tail)
         empty = _SCRATCH + _CHUNKS if idle else _SCRATCH

@@ -57,7 +57,7 @@ def apply(options: HostOptions) -> None:
     draw, tree, tools = draw_with(options)
     done = apply_plan(draw, tree, tools, open_state(options), partial=options.partial)
     host_plan = done.plan
-    # `Plan.changes` leaves out rows that cannot run (programs, under --root): here they still count as left.
+    # `Plan.changes` omits rows that cannot run (programs, under --root): here they still count as left.
     not_done = [*done.left, *(row for row in host_plan.rows if not row.runs)]
     # Without a change, all is as wanted only if nothing was left and nothing was impossible.
     idle = "nothing was changed" if not_done or host_plan.cannots else "everything is as the profile wants it"

@@ -31,7 +31,7 @@ def env(
     """Print NCCL's variables for a job as export lines, each with its reason.
 
     What you have set, in the environment or in a file that NCCL reads, is kept, and a comment says so. What the
-    release lacks is left out, and a comment says so. A value that NCCL would misread is refused.
+    release lacks is omitted, and a comment says so. A value that NCCL would misread is refused.
 
     \b
     Examples:
@@ -93,7 +93,7 @@ def _settings(job: Path | None, profile: Path | None, overrides: Sequence[str]) 
     for word in overrides:
         name = word.partition("=")[0]
         if "." in name and not name.startswith(_SECTIONS):
-            raise ConfigError("--set", word, f"has no effect here: only {PREFIX} is read", "leave it out")
+            raise ConfigError("--set", word, f"has no effect here: only {PREFIX} is read", "omit it")
         assignments.append(word if "." in name else f"{PREFIX}.{word}")
     settings = load_config(job, assignments, option="--job").job.nccl
     return fill_nccl(load_profile(profile), settings) if profile else settings

@@ -92,7 +92,7 @@ def fabric(
     check_target("--json", json_file)
     for option, value in (("--cable-m", cable_m), ("--chip", chip)):
         if value is not None and form is None:
-            raise ConfigError(option, value, "has no effect without --switches", "give both, or leave it out")
+            raise ConfigError(option, value, "has no effect without --switches", "give both, or omit it")
     if out and (out / _WRITES).exists():
         rule = "holds an earlier plan, whose scripts could be taken for this one's"
         raise ConfigError("--out", out, rule, "give a new folder, or remove that one")
@@ -146,7 +146,7 @@ def _hosts(
     ignored = next((name for name in ("nic", "surface", "tools", "names") if options[name]), None)
     if ignored is not None:
         option = {"tools": "tool", "names": "device"}.get(ignored, ignored)
-        raise ConfigError(f"--{option}", None, "has no effect with --inventory, which says it", "leave it out")
+        raise ConfigError(f"--{option}", None, "has no effect with --inventory, which says it", "omit it")
     inventory = read_inventory(inventory_file)
     answers = {host: devices for host, devices in inventory.items() if not isinstance(devices, str)}
     wrong = {host: [f"no inventory: {reason}"] for host, reason in inventory.items() if isinstance(reason, str)}

@@ -73,7 +73,7 @@ def switch(
 
     check_target("--json", json_file)
     if base and form != "sonic":
-        raise ConfigError("--base", base, f"has no effect with --format {form}", "leave it out")
+        raise ConfigError("--base", base, f"has no effect with --format {form}", "omit it")
     if out is None and str(json_file) == "-":
         raise ConfigError("--json", "-", "stdout has the configuration already", "give --out too")
     try:

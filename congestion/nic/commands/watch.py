@@ -162,11 +162,11 @@ def _sample(options: dict[str, Any], limits: Thresholds, folder: Path) -> tuple[
         "devices": [row["port"] for row in covered],
         "not_read": left,
         "samples": done.num_samples,
-        "left_out": done.left_out,
+        "skipped": done.skipped,
         "cpu_share": round(done.cpu_share, 5),
         **late_s,
     }
-    summary = f"{done.num_samples} samples, {done.left_out} left out, {done.cpu_share:.2%} of a core"
+    summary = f"{done.num_samples} samples, {done.skipped} omitted, {done.cpu_share:.2%} of a core"
     click.echo(f"{summary}; log: {folder / 'log'}", err=True)
     return log, detector, figures
 

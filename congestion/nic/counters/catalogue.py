@@ -3,7 +3,7 @@
 A column is `<device>/<port>/<counter>`. `port_xmit_data` and `port_rcv_data`, which count four bytes at a time, become
 `xmit_bytes` and `rcv_bytes`, and what another driver counts under another name gets mlx5's. Fast counters are read at
 every sample, the others five times a second at most: a NIC answers many of them through its firmware. All paths are
-walked below the root (`congestion.nic.hosts.tree`), and a name that is none is left out. Not covered either: counters
+walked below the root (`congestion.nic.hosts.tree`), and a name that is none is omitted. Not covered either: counters
 of single queue pairs.
 
 Names: Linux, drivers/infiniband/hw/bnxt_re/hw_counters.c (of 6.x, and as renamed in 2025), irdma/verbs.c and the names
@@ -185,7 +185,7 @@ def _devices(tree: Tree, requested: Iterable[str]) -> list[str]:
     names, only = tree.names(RDMA), set(requested)
     for name in names:
         if not is_name(name):
-            logger.warning("%r is no name of a device: left out", name)
+            logger.warning("%r is no name of a device: omitted", name)
     return [name for name in names if is_name(name) and (not only or name in only)]
 
 

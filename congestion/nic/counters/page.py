@@ -111,8 +111,8 @@ def _curve(
     frame = pd.concat(
         pd.DataFrame({"time_s": middle_s, "value": by_port[port], "port": port}) for port in by_port if port in most
     )
-    left_out = f" The {_CURVES} highest of {len(by_port)} ports." if len(by_port) > len(most) else ""
-    caption = f"{axis.title}, {duration(float(edges[1] - edges[0]) / 1e9)} a point.{left_out}"
+    skipped = f" The {_CURVES} highest of {len(by_port)} ports." if len(by_port) > len(most) else ""
+    caption = f"{axis.title}, {duration(float(edges[1] - edges[0]) / 1e9)} a point.{skipped}"
     section.chart(charts.line(frame, Axis("time_s", "Time", "s"), axis, colour="port"), name=name, caption=caption)
 
 

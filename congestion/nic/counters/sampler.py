@@ -1,6 +1,6 @@
 """Samples on a schedule that does not drift: the k-th is due at start + k * period, whatever the one before took.
 
-A sample that is a whole period late is left out and counted, not made up for. Its time is when its reading began. They
+A sample that is a whole period late is omitted and counted, not made up for. Its time is when its reading began. They
 are handed on in stretches that end with a reading of all counters, so that nothing waits for what alarms look at.
 """
 
@@ -34,13 +34,13 @@ class Sampled:
 
     Args:
         num_samples: taken.
-        left_out: samples that were due while an earlier one was still being read or written.
+        skipped: samples that were due while an earlier one was still being read or written.
         cpu_s: of the whole process, over the run.
         late_us: how many samples began so many microseconds after they were due; shape (NUM_LATE,).
     """
 
     num_samples: int = 0
-    left_out: int = 0
+    skipped: int = 0
     wall_s: float = 0.0
     cpu_s: float = 0.0
     late_us: Ints = field(default_factory=lambda: np.zeros(NUM_LATE, dtype=np.int64))
@@ -96,7 +96,7 @@ def sample(
         num = num if num_samples is None else min(num, num_samples - done.num_samples)
         num_taken, tick = reader.read(schedule, tick, num, room)
         done.num_samples += num_taken
-        done.left_out = tick - done.num_samples
+        done.skipped = tick - done.num_samples
         if num_taken:
             done.wall_s = (int(room.time_ns[num_taken - 1]) - schedule.start_ns) / 1e9
             sink(room.time_ns[:num_taken] + epoch_ns, room.values[:num_taken], num_taken == num)

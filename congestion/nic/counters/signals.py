@@ -1,6 +1,6 @@
 """Conversion of counters into signals: rates of each port, whichever counters its NIC has, sample by sample.
 
-A counter that goes back was reset: that one interval is left out. A slow counter's rate holds until it is read again;
+A counter that goes back was reset: that one interval is omitted. A slow counter's rate holds until it is read again;
 `fresh` tells which were. Not covered: what a rate means; see `counters.detect`.
 """
 

@@ -121,7 +121,7 @@ class Device:
 
 
 def take_inventory(tree: Tree, tools: Tools, only: Sequence[str] = ()) -> tuple[list[Device], list[str]]:
-    """The devices, by name, and what is wrong with those that are left out.
+    """The devices, by name, and what is wrong with those that are omitted.
 
     Args:
         only: names of devices; all where empty.
@@ -134,7 +134,7 @@ def take_inventory(tree: Tree, tools: Tools, only: Sequence[str] = ()) -> tuple[
     gpus = _find_gpus(tree)
     for name in tree.names(RDMA):
         if not is_name(name):
-            faults.append(f"{name!r} is no name of a device: left out")
+            faults.append(f"{name!r} is no name of a device: omitted")
         elif not only or name in only:
             devices.append(_look_at(tree, tools, name, gpus))
     faults += [f"{name}: there is no such device" for name in only if name not in {one.name for one in devices}]

@@ -43,7 +43,7 @@ def apply_plan(draw: Callable[[], Plan], tree: Tree, tools: Tools, state: State,
 
     Args:
         draw: draws it up, once nobody else changes this host: the old values in it are those that an undo brings back.
-        partial: leave out what the devices cannot do and what cannot be read; else the plan is refused.
+        partial: omit what the devices cannot do and what cannot be read; else the plan is refused.
 
     Raises:
         ConfigError: something cannot be had or read, or an earlier change is open. Nothing was written.

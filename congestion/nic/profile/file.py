@@ -1,7 +1,7 @@
 """Settings for the end points of a fabric: a TOML file, checked against the documented ranges when it is loaded.
 
 A profile says nothing about one vendor: `plan` turns it into what the NIC at hand takes. DCQCN's parameters, and keys
-without a default, are left alone on the NIC where they are left out here. The former keep the names that NICs give
+without a default, are left alone on the NIC where they are omitted here. The former keep the names that NICs give
 them, so their units stand in `parameters` and not in the key. Not covered: addresses, firmware images, VLANs.
 """
 
@@ -152,7 +152,7 @@ class Profile(Section):
         if len(set(lossless)) < len(lossless):
             raise ConfigError("pfc.priorities", lossless, "names a priority twice", "name each once")
         if lossless and own not in lossless:
-            rule = f"leaves out traffic.priority = {own}, so that RDMA packets would be dropped"
+            rule = f"omits traffic.priority = {own}, so that RDMA packets would be dropped"
             raise ConfigError("pfc.priorities", lossless, rule, "add it, or give [] for a lossy fabric")
         # A port has one of the two: 802.3x pause for all of it, or PFC for single priorities.
         if self.link_pause and lossless:
@@ -161,9 +161,9 @@ class Profile(Section):
         # A fallback to DCQCN counts: NICs that cannot run the first law take these parameters.
         if self.dcqcn and "dcqcn" not in (self.law, self.fallback):
             rule = f"has no effect under law = {self.law}"
-            raise ConfigError("dcqcn", ", ".join(self.dcqcn), rule, "leave it out, or set law or fallback to dcqcn")
+            raise ConfigError("dcqcn", ", ".join(self.dcqcn), rule, "omit it, or set law or fallback to dcqcn")
         if self.ppcc and "rttcc" not in (self.law, self.fallback):
-            raise ConfigError("ppcc", None, f"has no effect under law = {self.law}", "leave it out, or set law = rttcc")
+            raise ConfigError("ppcc", None, f"has no effect under law = {self.law}", "omit it, or set law = rttcc")
         places = [(one.slot, one.parameter) for one in self.ppcc]
         # The plan has one row for each parameter (`plan._key`), so one of two values would vanish unseen.
         twice = next((one for one in places if places.count(one) > 1), None)
@@ -171,7 +171,7 @@ class Profile(Section):
             raise ConfigError("ppcc", None, f"gives parameter {twice[1]} of slot {twice[0]} twice", "give it once")
         if self.firmware.user_programmable_cc and "dcqcn" in self.laws:
             rule = "has no effect under DCQCN, of which ROCE_CC_LEGACY_DCQCN allows no other beside"
-            raise ConfigError("firmware.user_programmable_cc", True, rule, "leave it out, or set law = rttcc alone")
+            raise ConfigError("firmware.user_programmable_cc", True, rule, "omit it, or set law = rttcc alone")
         most, least = self.dcqcn.get("rp_max_rate", 0), self.dcqcn.get("rp_min_rate", 0)
         # 0 is the line's rate, which a profile does not know; the plan for a device compares with that.
         if most and least > most:

@@ -1,7 +1,7 @@
 """Settings with which switches treat packets as the NICs mark them: one plan, whatever the switch speaks.
 
 DSCP, priorities and marking come from the profile that the NICs are set by, ports and cables from the caller. What the
-profile leaves out is left alone on the switch. Not covered: addresses, routing, and the sizes of buffer pools, which
+profile omits is left alone on the switch. Not covered: addresses, routing, and the sizes of buffer pools, which
 belong to a chip.
 """
 
@@ -25,7 +25,7 @@ CHIP_NAMES = (
 FORMATS: tuple[Format, ...] = ("sonic", "nvue", "arista", "cisco")
 NAME = "NETLAYER"  # of maps and profiles on the switch
 MTU_BYTES = 9216  # usual in a RoCE fabric
-ETHERNET_BYTES = 22  # header, VLAN tag and checksum, which SONiC's and NVUE's MTU leave out
+ETHERNET_BYTES = 22  # header, VLAN tag and checksum, which SONiC's and NVUE's MTU omit
 WATCHDOG_MS = 200
 MOST_SEED = 2**32 - 1
 _PORTS = {
@@ -170,9 +170,7 @@ def _marking(profile: Profile) -> Marking | None:
         rule = "is missing, where the other parts of the marking are given"
         raise ConfigError(f"switch.{missing[0]}", None, rule, "give kmin_bytes, kmax_bytes and pmax_percent, or none")
     if not profile.traffic.ecn:
-        raise ConfigError(
-            "switch.kmin_bytes", section.kmin_bytes, "has no effect: traffic.ecn = false", "leave one out"
-        )
+        raise ConfigError("switch.kmin_bytes", section.kmin_bytes, "has no effect: traffic.ecn = false", "omit one")
     return Marking(**values)
 
 

@@ -91,7 +91,7 @@ def in_bins(frame: pd.DataFrame, value: str, begin_us: float, end_us: float) -> 
     Args:
         frame: `time_us`, the end of each interval, in order, and the value's mean over it; the first begins at
             `begin_us`. Intervals may differ in length.
-        end_us: the last stretch ends here; a stretch after the last interval is left out.
+        end_us: the last stretch ends here; a stretch after the last interval is omitted.
     """
     ends = np.r_[begin_us, frame["time_us"].to_numpy(dtype=float)]
     area = np.r_[0.0, np.cumsum(frame[value].to_numpy(dtype=float) * np.diff(ends))]

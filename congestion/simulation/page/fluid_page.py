@@ -1,6 +1,6 @@
 """Phase plots of the fluid model: where queue and rates go from many starts, and that they end at the fixed point.
 
-What is drawn is `fluid.trajectory`, the model with its delays; the windows' upper end (`line_window`) is left out.
+What is drawn is `fluid.trajectory`, the model with its delays; the windows' upper end (`line_window`) is omitted.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def build_page(models: Sequence[FluidModel]) -> Report:
     )
     report.section("What is drawn").text(
         "The equations, the fixed point and its stability are in the docstring of `congestion/simulation/fluid.py`. "
-        "Packets, marks and the windows' upper end are left out; of few flows the law's own queue is shorter for that."
+        "Packets, marks and the windows' upper end are omitted; of few flows the law's own queue is shorter for that."
     )
     return report
 

@@ -44,13 +44,13 @@ def read_case(
         raise ConfigError("SCENARIO", None, "is missing, and so are --flows and --cm", remedy)
     if others:
         rule = f"says what flows there are, and so does {others[0]} = {sources[others[0]]}"
-        raise ConfigError(first, sources[first], rule, "leave one of them out")
+        raise ConfigError(first, sources[first], rule, "omit one of them")
     if flow_bytes and scenario:
         raise ConfigError("--flow-bytes", flow_bytes, "has no effect on a scenario", "set scenario.num_bytes")
     if topo and fabric:
-        raise ConfigError("--fabric", fabric, "has no effect where --topo gives the fabric", "leave one out")
+        raise ConfigError("--fabric", fabric, "has no effect where --topo gives the fabric", "omit one")
     if config and not scenario:
-        raise ConfigError("--config", config, "has no effect on flows of a file", "leave it out")
+        raise ConfigError("--config", config, "has no effect on flows of a file", "omit it")
     fabric_text = read_one(topo, "--topo") if topo else fabric or ""
     sizes = {"num_bytes": _size(flow_bytes) if flow_bytes else 0, "more_bytes": more_bytes}
     if scenario:

@@ -200,7 +200,7 @@ def _front(report: Report, findings: Findings) -> None:
     )
     missing = len(findings.rows) - len(ended)
     if missing:
-        section.note(f"{missing} of {len(findings.rows)} laws left out: not all of their flows ended.")
+        section.note(f"{missing} of {len(findings.rows)} laws omitted: not all of their flows ended.")
 
 
 def _over_time(report: Report, findings: Findings) -> None:
@@ -247,7 +247,7 @@ def _tails(report: Report, findings: Findings) -> None:
         "slowdown": (Axis("slowdown", "Slowdown", log=_is_wide(ended["slowdown"])), "Slowdown, 1 on an idle fabric"),
     }
     left = len(flows) - len(ended)
-    note = f" {left:,} of {len(flows):,} did not end and are left out." if left else ""
+    note = f" {left:,} of {len(flows):,} did not end and are omitted." if left else ""
     for name, (axis, title) in kinds.items():
         section.chart(
             charts.cdf(ended, axis, colour="cc", counted="flows", title=title),
@@ -295,7 +295,7 @@ def _pauses_over_time(section: Section, findings: Findings) -> None:
     section.chart(
         simulate_charts.bands(pd.concat(parts), rows, Axis("pause_share", "Port-time paused", "share")),
         name="pause_tiers",
-        caption="Share of the tier's port-time in which a port may not send; tiers that never were are left out. "
+        caption="Share of the tier's port-time in which a port may not send; tiers that never were are omitted. "
         "Pauses spread from the tier that sends into the congested port towards the senders.",
     )
     spread = tiers.groupby(["cc", "time_us"], sort=False)["reached_ports"].sum().reset_index()

@@ -74,7 +74,7 @@ def put_page(page: Path, html: Path) -> None:
 def links_note(law: str, samples: Samples) -> str:
     """Describe in a sentence what the frame of links omits; empty where it has all."""
     links = samples.links
-    if links is None or not links.left_out:
+    if links is None or not links.skipped:
         return ""
     many = len(links.link)
-    return f"{law}: of {many:,} links the {many - links.left_out:,} busiest are kept over time."
+    return f"{law}: of {many:,} links the {many - links.skipped:,} busiest are kept over time."

@@ -389,19 +389,19 @@ def test_the_schedule_does_not_drift(reading_us, tmp_path_factory):
     since = np.array(times) - times[0]
     assert np.all(since % period_ns == 0)  # each on the grid that the first one laid
     assert np.all(np.diff(since) >= period_ns)
-    assert since[-1] == (len(times) - 1 + done.left_out - max(0, _passed(reading_us, times))) * period_ns
+    assert since[-1] == (len(times) - 1 + done.skipped - max(0, _passed(reading_us, times))) * period_ns
     assert done.late_us[0] == len(times)
 
 
 def _passed(reading_us: list[int], times: list[int]) -> int:
-    """Samples left out after the last one that was taken."""
+    """Samples omitted after the last one that was taken."""
     return reading_us[len(times) - 1] // 10_000 if len(reading_us) >= len(times) else 0
 
 
 def test_a_sample_that_came_too_late_is_left_out_and_counted(root, monkeypatch):
     done, times = _Clock([0, 25_000_000], monkeypatch).run(root, 4, 10_000_000)
     assert [(one - times[0]) // 10**6 for one in times] == [0, 10, 40, 50]
-    assert done.left_out == 2
+    assert done.skipped == 2
 
 
 def test_real_samples_are_as_late_as_the_grid_says(root):
@@ -441,7 +441,7 @@ def test_slow_counters_come_every_twentieth_sample_or_fifth_of_a_second(root):
 
 
 def test_a_stretch_that_a_signal_ended_goes_on_where_it_was(root):
-    """Whatever is broken off: readings of all counters stay twenty samples apart."""
+    """Whatever is interrupted: readings of all counters stay twenty samples apart."""
     with Reader(find_counters(root)) as reader:
         whole, broken = reader.read, iter([1, 7, 0, 5])
         stretches: list[tuple[int, bool]] = []
@@ -622,7 +622,7 @@ def test_watching_writes_log_record_and_report(root, tmp_path):
     record = json.loads(result.stdout)
     assert record["source"] == "simulated"  # another root is no host
     assert record["arguments"]["ports"] == ["mlx5_0/1", "mlx5_1/1"]
-    assert record["arguments"]["samples"] + record["arguments"]["left_out"] >= 31
+    assert record["arguments"]["samples"] + record["arguments"]["skipped"] >= 31
     assert len(load_log(out).time_ns) == record["arguments"]["samples"]
     assert "mlx5_0/1: cannot be told: PFC pauses" in result.stderr
     assert (out / "report.html").is_file()

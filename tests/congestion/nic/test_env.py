@@ -72,7 +72,7 @@ def test_json_on_stdout_is_alone_there():
     result = CliRunner().invoke(env_cli.env, ["--set", "qps_per_connection=4", "--nccl", "2.9.9", "--json", "-"])
     tree = json.loads(result.stdout)
     assert tree["nccl"] == "2.9.9"
-    assert {row["action"] for row in tree["choices"] if row["name"].endswith("CONNECTION")} == {"left out"}
+    assert {row["action"] for row in tree["choices"] if row["name"].endswith("CONNECTION")} == {"omitted"}
 
 
 @pytest.mark.parametrize(

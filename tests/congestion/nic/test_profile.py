@@ -45,7 +45,7 @@ def test_nothing_given_is_the_common_lossless_default():
         ({"retransmission": {"timeout": 0}}, "retransmission.timeout = 0: must be greater than or equal to 1"),
         ({"law": "cubic"}, "law = cubic: must be 'dcqcn'"),
         ({"name": "a; rm"}, "name = a; rm: must match pattern"),
-        ({"pfc": {"priorities": [2]}}, "leaves out traffic.priority = 3"),
+        ({"pfc": {"priorities": [2]}}, "omits traffic.priority = 3"),
         ({"pfc": {"priorities": [3, 3]}}, "names a priority twice"),
         ({"link_pause": True}, "stops every priority, pfc.priorities = [3] some"),
         ({"law": "none", "dcqcn": {"rp_gd": 11}}, "has no effect under law = none"),

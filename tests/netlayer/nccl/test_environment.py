@@ -79,7 +79,7 @@ def test_every_setting_becomes_its_variable():
 def test_a_variable_that_the_release_lacks_is_left_out_and_said(field, value, since, before):
     settings = settings_of({field: value})
     assert all(choice.action == "set" for choice in chosen(settings, since).values())
-    left = [choice for choice in chosen(settings, before).values() if choice.action == "left out"]
+    left = [choice for choice in chosen(settings, before).values() if choice.action == "omitted"]
     assert [choice.value for choice in left] == [None]
     assert f"NCCL {before} lacks it (since {since})" in left[0].why
 
@@ -156,7 +156,7 @@ def test_control_messages_go_as_data_do_unless_told(release, preset):
 @pytest.mark.parametrize("release", ["2.22.3", "2.23.4"])
 def test_a_class_of_0_for_control_messages_is_said_to_have_no_effect_where_0_is_unset(release):
     wanted = chosen(settings_of({"traffic_class": 106, "fifo_traffic_class": 0}), release)["NCCL_IB_FIFO_TC"]
-    assert (wanted.action, wanted.value) == ("left out", None)
+    assert (wanted.action, wanted.value) == ("omitted", None)
     assert f"NCCL {release} takes 0 for unset (until 2.24.3)" in wanted.why
     users = chosen(NcclConfig(), release, {"NCCL_IB_FIFO_TC": "0x0"})["NCCL_IB_FIFO_TC"]
     assert "without effect" in users.why

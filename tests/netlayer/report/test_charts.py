@@ -1,4 +1,4 @@
-"""What the chart builders draw, what they leave out and say, and what they refuse."""
+"""What the chart builders draw, what they omit and say, and what they refuse."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def test_values_that_cannot_be_drawn_are_left_out_and_said() -> None:
     frame = pd.DataFrame({"x": [0, 1, 2, 4], "loss": [1.0, np.nan, np.inf, 3.0]})
     chart = charts.line(frame, Axis("x", log=True), "loss", title="Loss")
     assert [row["x"] for row in rows(chart)] == [4]
-    assert title(chart) == ("Loss 1 of 4 rows left out: x is not above zero 2 of 4 rows left out: loss is not finite")
+    assert title(chart) == ("Loss 1 of 4 rows omitted: x is not above zero 2 of 4 rows omitted: loss is not finite")
 
 
 def test_a_chart_without_a_title_says_what_it_left_out_in_its_place() -> None:
-    assert title(charts.bars(pd.DataFrame({"k": "ab", "v": [1.0, None]}), "k", "v")).startswith("1 of 2 rows left out")
+    assert title(charts.bars(pd.DataFrame({"k": "ab", "v": [1.0, None]}), "k", "v")).startswith("1 of 2 rows omitted")
 
 
 def test_long_lines_are_thinned_and_said() -> None:
@@ -202,7 +202,7 @@ def test_every_colour_of_the_palette_has_a_dark_partner() -> None:
 
 def test_a_missing_cell_of_a_heat_map_is_said() -> None:
     chart = charts.heatmap(FRAME.assign(bus_bw=[1.0, np.nan, 3, 4, 5, 6]), "size_bytes", "collective", "bus_bw")
-    assert "1 of 6 rows left out: bus bw is not finite" in title(chart)
+    assert "1 of 6 rows omitted: bus bw is not finite" in title(chart)
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {

@@ -202,7 +202,7 @@ def _files(entry: Path, pattern: str, split: str | None) -> list[Path]:
         )
     irregular = next((file for file in files if file.exists() and not file.is_file()), None)
     if irregular:  # a pipe would block the read for ever
-        raise ConfigError(INPUT_FIELD, irregular, "is no regular file", "leave it out with --pattern")
+        raise ConfigError(INPUT_FIELD, irregular, "is no regular file", "omit it with --pattern")
     return sorted(files, key=lambda file: file.relative_to(entry).as_posix())
 
 

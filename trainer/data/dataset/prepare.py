@@ -166,7 +166,7 @@ class Result:
 def prepare_dataset(
     options: PrepareOptions, out: Path, *, workers: int | None = None, dask: str | None = None, on_stage: OnStage
 ) -> Prepared:
-    """Make the dataset at `out`, or go on with it where an earlier run was broken off.
+    """Make the dataset at `out`, or go on with it where an earlier run was interrupted.
 
     Args:
         options: what to make.
@@ -318,7 +318,7 @@ def _place_tokenizer(
         with writing(part, OUT_FIELD):
             write_synced(file, original.read_text(encoding="utf-8"))
         return file, vocabulary
-    if not file.exists():  # of a run that was broken off: the same, for it depends on the plan alone
+    if not file.exists():  # of a run that was interrupted: the same, for it depends on the plan alone
         documents = _sample_text(options, units)
         on_stage("training the tokenizer", 0, 0, f"{len(documents):,} documents")
         text = train_tokenizer(documents, options.vocab_size or 2048).to_str(pretty=True)
