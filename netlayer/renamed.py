@@ -21,7 +21,6 @@ RENAMED: Mapping[tuple[str, str], str] = {
     ("checkpoint", "other_text"): "allow_dataset_change",
     ("loop", "collect_every_steps"): "gc_interval",
     ("overlap", "keep_gathered"): "save_gathered_input",
-    ("congestion", "entered"): "plugin",
 }
 """New key by (section, old key). The sections' names are unique in the tree."""
 

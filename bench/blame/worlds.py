@@ -264,13 +264,13 @@ def _decidable(world: World, right: Sequence[Sequence[Op]]) -> bool:
     crossing = len({(op.group, op.pair) for op in ops}) > 1
     seqs = _numbers(right[fault.rank])
     roles = [_role(world, ops[index], seqs[fault.position + index]) for index in range(len(ops) if crossing else 1)]
-    witnesses = 0
+    controls = 0
     for rank, launches in enumerate(world.launched):
         program = [_role(world, op, seq) for op, seq in zip(right[rank], _numbers(right[rank]), strict=True)]
         launched = {_role(world, one.op, one.seq) for one in launches}
         if rank != fault.rank and set(roles) <= set(program) and launched & set(roles):
-            witnesses += 1
-    return witnesses >= 2
+            controls += 1
+    return controls >= 2
 
 
 def _numbers(program: Sequence[Op]) -> list[int]:

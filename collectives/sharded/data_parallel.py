@@ -454,7 +454,7 @@ class ShardedDataParallel(StandIn):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient: of shards, accumulated ones, and those of a backward pass that raised."""
-        self._reduce.drop(set_to_none)
+        self._reduce.zero_grad(set_to_none)
 
     def named_shards(self) -> Iterator[tuple[str, torch.Size, nn.Parameter]]:
         """Yield (name, shape of the whole parameter, this rank's 1-D piece of its master) for an optimiser.

@@ -290,7 +290,7 @@ class ParameterGather:
     def _launch(self, index: int) -> None:
         """Launch the all-gather of one bucket; without overlap, wait for it."""
         bucket = self.buckets[index]
-        prepare = None if index in self._in_place else bucket.unshard
+        prepare = None if index in self._in_place else bucket.copy_in_shard
         work = self.comm.all_gather(bucket.unsharded_N, prepare, self._after.pop(index, None))
         self._in_place.discard(index)
         # The version that travels: a later one was changed too late, see `check_unchanged`.

@@ -366,7 +366,7 @@ class GradientReduce:
             bucket.used.clear()
         self._finished = self.stepped = False
 
-    def drop(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, finished or not; every rank does so at the same place."""
         if self.broken:
             self.abandon()
@@ -392,7 +392,7 @@ class GradientReduce:
         if self._reduces:
             self._end_reduction()
         self._in_backward = self._steps_in_backward = False
-        self.drop()
+        self.zero_grad()
 
     def _loss(self) -> str:
         if self._steps_in_backward:

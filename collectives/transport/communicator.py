@@ -305,7 +305,7 @@ class Communicator(CommContext):
         # Of this rank's own copies: what a late peer costs is in the wait for the work.
         recording = self.recording(self.name, "reduce_scatter", input_N.nbytes, stream=by.stream)
         with torch.cuda.stream(self.stream):
-            by.then()
+            by.wait_for_current_stream()
             with counted or nullcontext(), recording as collective:
                 add = by.send(input_N)
 

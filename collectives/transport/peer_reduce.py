@@ -57,7 +57,7 @@ class PeerReduce:
     @property
     def stream(self) -> torch.cuda.Stream:
         """Carries what is sent."""
-        # Any of them will do, here and in `then`: the streams are shared.
+        # Any of them will do, here and in `wait_for_current_stream`: the streams are shared.
         return self._turns[0].copy_stream
 
     def close(self) -> None:
@@ -65,12 +65,13 @@ class PeerReduce:
         for rounds in self._turns:
             rounds.close()
 
-    def then(self) -> None:
+    def wait_for_current_stream(self) -> None:
         """Make the next sends wait for the work that the current stream has by now."""
-        self._turns[0].then()
+        self._turns[0].wait_for_current_stream()
 
     def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:
-        """Send slice r of `input_N` to rank r, after `then`; leave `input_N` alone until it is added.
+        """Send slice r of `input_N` to rank r, after `wait_for_current_stream`; leave `input_N` alone until it is
+        added.
 
         Args:
             input_N: bfloat16, float16 or float32; S elements are a multiple of 16 bytes.

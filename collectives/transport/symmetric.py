@@ -228,9 +228,9 @@ def adds_in_sum(bias_N: Tensor, own: Tensor) -> bool:
 class PeerRounds:
     """Sends matrices to peers by the copy engines, round after round, under the computation.
 
-    One round: `begin`, `follow` and `send` to any peers, `wait` for any, read `staged` or `reduce` it, `finish`. A rank
-    may skip its sends to a peer only if that peer does not wait for them. Kernels wait for a peer without a limit of
-    time. One thread at a time.
+    One round: `begin`, `wait_for_current_stream` and `send` to any peers, `wait` for any, read `staged` or `reduce` it,
+    `finish`. A rank may skip its sends to a peer only if that peer does not wait for them. Kernels wait for a peer
+    without a limit of time. One thread at a time.
 
     Args:
         group: of 2 to 8 ranks on one host.
@@ -279,7 +279,7 @@ class PeerRounds:
         """The slots as bytes, [W, num_bytes], where every rank sends `num_bytes` in this round."""
         return self.window.memory[HEAD_BYTES : HEAD_BYTES + self.num_ranks * num_bytes].view(self.num_ranks, num_bytes)
 
-    def follow(self) -> None:
+    def wait_for_current_stream(self) -> None:
         """Make sends from now on wait for the work that the current stream has by now."""
         self._make_wait(self.copy_stream, current_stream(self.device))
 
@@ -287,7 +287,8 @@ class PeerRounds:
         """Fill this rank's slot at the peer `ahead` places after it.
 
         Peers come in the order 1, 2, ..., each once; 0, this rank itself, at any time. `source` is contiguous, of the
-        same size on every rank and in every call of a round, ready since the last `follow`, and lives until `finish`.
+        same size on every rank and in every call of a round, ready since the last `wait_for_current_stream`, and lives
+        until `finish`.
         """
         if source.nbytes > self.slot_bytes:
             raise ValueError(f"{source.nbytes} bytes do not fit into a slot of {self.slot_bytes}")

@@ -59,7 +59,7 @@ def tables(in_use: Sequence[str], num_flows: int, host_bps: int, settings: Setti
     its, its_state = np.zeros(settings.num_classes, dtype=_OF_NONE), _OF_NONE
     if plugin.law is not None:
         its, its_state = np.concatenate([plugin.parameters_of(one, host_bps) for one in by_class]), plugin.law.STATE
-    made["entered"] = its
+    made["plugin"] = its
     made["plugin_flow"] = np.zeros(
         num_flows if plugin.name in in_use and plugin.law is not None else 0, dtype=its_state
     )

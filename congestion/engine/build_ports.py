@@ -152,7 +152,7 @@ def node_rows(
     node = np.zeros(fabric.num_nodes, dtype=tables.NODE)
     node["is_switch"] = fabric.is_switch
     node["timer"] = NEVER
-    node["robin"] = -1
+    node["round_robin_index"] = -1
     num_ports = np.bincount(port["to"][port["peer"]], minlength=fabric.num_nodes)
     node["num_ports"] = num_ports
     node["first_port"] = np.cumsum(num_ports) - num_ports

@@ -33,22 +33,22 @@ def completion_bound_us(fabric: Graph, flows: FlowSet, settings: Settings) -> fl
     sizes = _Sizes.of(flows, settings)
     there = _Way.of(fabric, flows.src, flows.dst, flows.sport, flows.dport, settings)
     back = _Way.of(fabric, flows.dst, flows.src, flows.dport, flows.sport, settings)
-    first, last = there.took(sizes.first), there.took(sizes.last)
+    first, last = there.tx_time(sizes.first), there.tx_time(sizes.last)
     slowest = there.byte_ps.max(axis=1) * sizes.full
     arrival = (sizes.packets - 1) * slowest + last.sum(axis=1) + there.delay.sum(axis=1)
-    acks = back.took(sizes.ack) + back.delay
+    acks = back.tx_time(sizes.ack) + back.delay
     start = _starts(flows, arrival, acks.sum(axis=1))
     data = _Jobs(
         there.link,
         start[:, None] + _before(first + there.delay),
-        there.took(np.asarray((sizes.packets - 1) * sizes.full, dtype=np.float64)) + last,
+        there.tx_time(np.asarray((sizes.packets - 1) * sizes.full, dtype=np.float64)) + last,
         there.delay + _behind(last + there.delay) + acks.sum(axis=1)[:, None],
     )
     reached = start + (first + there.delay).sum(axis=1)
     of_acks = _Jobs(
         back.link,
         reached[:, None] + _before(acks),
-        back.took(sizes.packets * sizes.ack),
+        back.tx_time(sizes.packets * sizes.ack),
         back.delay + _behind(acks),
     )
     ends = [(start + arrival + acks.sum(axis=1)).max(), _latest([data]), _latest([data, of_acks]) if known else 0.0]
@@ -98,7 +98,7 @@ class _Way:
             link = np.where(between, NO_LINK, link)
         return cls(link, byte_ps, delays)
 
-    def took(self, num_bytes: Floats) -> Floats:
+    def tx_time(self, num_bytes: Floats) -> Floats:
         return self.byte_ps * num_bytes[:, None]
 
 
@@ -147,11 +147,11 @@ def _starts(flows: FlowSet, arrival: Floats, ack: Floats) -> Floats:
         start = begun
 
 
-def _before(took: Floats) -> Floats:
+def _before(tx_time: Floats) -> Floats:
     """Sum of the hops before each."""
-    return np.cumsum(took, axis=1) - took
+    return np.cumsum(tx_time, axis=1) - tx_time
 
 
-def _behind(took: Floats) -> Floats:
+def _behind(tx_time: Floats) -> Floats:
     """Sum of the hops behind each."""
-    return np.asarray(took.sum(axis=1)[:, None] - np.cumsum(took, axis=1))
+    return np.asarray(tx_time.sum(axis=1)[:, None] - np.cumsum(tx_time, axis=1))

@@ -20,6 +20,7 @@ from topology.ecmp.hashing import HashName
 MOST_US = 1e12  # any time that is set: 11 days, where the engine's clock ends after 53
 _PREFIX = "congestion."
 _MOST = 10**15  # any other number: bit/s, bytes, counts
+_OLD_PLUGIN = "congestion.entered."
 _OPEN = ("congestion.plugin.", "congestion.classes.", "congestion.loss_rates.")  # sections whose names are the user's
 
 
@@ -224,7 +225,7 @@ class Settings(Section):
         """
         own = self.classes.get(number, ClassSettings())
         laws: dict[str, Any] = {name: self._law_of(number, name, getattr(own, name)) for name in _LAWS}
-        return self.model_copy(update={**laws, "entered": {**self.plugin, **own.plugin}})
+        return self.model_copy(update={**laws, "plugin": {**self.plugin, **own.plugin}})
 
     def _law_of(self, number: int, law: str, differs: dict[str, str]) -> Section:
         section: Section = getattr(self, law)
@@ -268,6 +269,8 @@ def settings_of(preset: str, overrides: tuple[str, ...] = ()) -> Settings:
     values = _flat(PRESETS[preset].model_dump())
     for override in overrides:
         name, equals, value = override.partition("=")
+        if name.startswith(_OLD_PLUGIN):  # read until 0.5
+            name = "congestion.plugin." + name.removeprefix(_OLD_PLUGIN)
         if not equals or (name not in values and not name.startswith(_OPEN)):
             near = difflib.get_close_matches(name, values, n=1, cutoff=0.0)[0]
             raise ConfigError(

@@ -40,7 +40,7 @@ _AT_HOSTS = ("pauses", "ecn_marked", "drops", "retransmissions", "paused_ns")  #
 _BEFORE = "before_"  # of a baseline's columns in a kept run
 _COUNTED = ("tx_bytes", "tx_packets", "marks", "pauses", "drops")  # of a port, from the warm-up's end
 # Room that is empty before the first event, and may be large: it tells nothing of a run's inputs.
-_EMPTY = ("entry", "following", "seen", "order", "counts", "busy", "due", "free", "sent", "acked", "received")
+_EMPTY = ("entry", "following", "seen", "order", "counts", "busy", "next_tx", "free", "sent", "acked", "received")
 
 
 @dataclass(frozen=True)

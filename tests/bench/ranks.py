@@ -21,12 +21,12 @@ def corrupt(context: RankContext, plan: Plan) -> None:
     """Measure with an all-reduce that spoils the third element on rank 1, and an all-gather that does nothing."""
     all_reduce = GlooBackend.all_reduce
 
-    def spoilt(self: GlooBackend, recv: Tensor, send: Tensor, op: str) -> None:
+    def damaged(self: GlooBackend, recv: Tensor, send: Tensor, op: str) -> None:
         all_reduce(self, recv, send, op)
         if self.rank == 1 and recv.numel() > 2:
             recv[2] += 1
 
-    GlooBackend.all_reduce = spoilt  # type: ignore[method-assign]
+    GlooBackend.all_reduce = damaged  # type: ignore[method-assign]
     GlooBackend.all_gather = lambda _self, _recv, _send: None  # type: ignore[method-assign]
     run_first_rank(context, plan)
 
@@ -35,7 +35,7 @@ def corrupt_parts(context: RankContext, plan: Plan) -> None:
     """Measure with an alltoallv that spoils its last element on rank 0, and exchanges that rank 1 does not take in."""
     alltoallv, exchange = GlooBackend.alltoallv, GlooBackend.exchange
 
-    def spoilt(self: GlooBackend, recv: Tensor, *given: Any) -> None:
+    def damaged(self: GlooBackend, recv: Tensor, *given: Any) -> None:
         alltoallv(self, recv, *given)
         if self.rank == 0:
             recv[-1] += 1
@@ -43,7 +43,7 @@ def corrupt_parts(context: RankContext, plan: Plan) -> None:
     def deaf(self: GlooBackend, recv: Tensor, *given: Any) -> None:
         exchange(self, torch.empty_like(recv) if self.rank == 1 else recv, *given)
 
-    GlooBackend.alltoallv = spoilt  # type: ignore[method-assign]
+    GlooBackend.alltoallv = damaged  # type: ignore[method-assign]
     GlooBackend.exchange = deaf  # type: ignore[method-assign]
     run_first_rank(context, plan)
 

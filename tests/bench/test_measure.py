@@ -114,15 +114,15 @@ def test_three_ranks_every_operator_and_every_root(tmp_path: Path) -> None:
 
 def test_wrong_data_is_counted_over_ranks(tmp_path: Path) -> None:
     options = PerfOptions(min_bytes=8, max_bytes=64, step_factor=8, iters=1)
-    spoilt, never_came = report(ranks.corrupt, ("all_reduce", "all_gather"), options, tmp_path)
-    assert [row["wrong"] for row in spoilt.rows] == [0, 0, 1, 1]
+    damaged, never_came = report(ranks.corrupt, ("all_reduce", "all_gather"), options, tmp_path)
+    assert [row["wrong"] for row in damaged.rows] == [0, 0, 1, 1]
     assert [row["wrong"] for row in never_came.rows] == [0, 0, 32, 16]  # in place, each rank has its own half
 
 
 def test_wrong_parts_of_alltoallv_and_hypercube_are_counted(tmp_path: Path) -> None:
     options = PerfOptions(min_bytes=512, max_bytes=512, iters=1)
-    spoilt, deaf = report(ranks.corrupt_parts, ("alltoallv", "hypercube"), options, tmp_path)
-    assert [row["wrong"] for row in spoilt.rows] == [1, None]
+    damaged, deaf = report(ranks.corrupt_parts, ("alltoallv", "hypercube"), options, tmp_path)
+    assert [row["wrong"] for row in damaged.rows] == [1, None]
     assert [row["wrong"] for row in deaf.rows] == [64, 64]  # the half of the result that is the other rank's
 
 

@@ -54,9 +54,9 @@ def _check_gradients(group: dist.ProcessGroup) -> None:
     for layer in ("column", "row"):
         both = build_systems(layer, group, exchanges, CPU, SIZES)["forward+backward"]
         system = both["ours_lane"]
-        for spoilt, part in enumerate(("y", "dx", "dW")):
+        for damaged, part in enumerate(("y", "dx", "dW")):
             results = [tensor.clone() for tensor in system.call()]
-            results[spoilt] *= 2
+            results[damaged] *= 2
             errors = SimpleNamespace(call=lambda results=results: tuple(results), checks=system.checks)
             found = type(system).errors(errors)  # type: ignore[arg-type]
             assert found[part] > 0.5

@@ -258,15 +258,15 @@ def tuning_gives_all_ranks_one_table(group: dist.ProcessGroup, device: torch.dev
 def a_path_with_wrong_data_is_not_chosen(group: dist.ProcessGroup, device: torch.device) -> None:
     honest = Plain.all_reduce
 
-    def spoilt(self: Plain, tensor: Tensor, *rest: object) -> None:
+    def damaged(self: Plain, tensor: Tensor, *rest: object) -> None:
         honest(self, tensor)
         if dist.get_rank(group) == 0:
             tensor[-1] += 1
 
-    class Spoilt(Plain):
-        all_reduce = spoilt
+    class Damaged(Plain):
+        all_reduce = damaged
 
-    paths = {"nccl": Plain(group), "one_shot": Spoilt(group)}
+    paths = {"nccl": Plain(group), "one_shot": Damaged(group)}
     with mock.patch("collectives.small.tuner.open_paths", return_value=(paths, {})):
         table = tune(group, device, max_bytes=1024, launches=2, replays=2, rounds=1)
     assert "wrong" in table.skipped["one_shot"]

@@ -184,16 +184,16 @@ def test_all_ranks_of_a_group_get_the_rows_of_all(members: list[int], tmp_path: 
     )
 
 
-def spoilt_checks(rank: int) -> dict[str, Rows]:
+def damaged_checks(rank: int) -> dict[str, Rows]:
     """Rank 2 spoils what it receives, each time in another way."""
     group, exchange, reduce, swap = dist.group.WORLD, pairs._exchange, dist.all_reduce, dist.all_to_all_single
 
-    def spoilt_exchange(group: Any, peer: int, send: Any, recv: Any) -> None:
+    def damaged_exchange(group: Any, peer: int, send: Any, recv: Any) -> None:
         exchange(group, peer, send, recv)
         if recv is not None and recv.dtype == torch.uint8 and recv.numel() > 8:
             recv[9] ^= 1
 
-    def spoilt_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def damaged_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         reduce(tensor, *args, **kwargs)
         if tensor.numel() > 1:
             tensor[-1] += 1
@@ -202,7 +202,7 @@ def spoilt_checks(rank: int) -> dict[str, Rows]:
         swap(torch.empty_like(received), sent, group=group)
 
     if rank == 2:
-        pairs._exchange, dist.all_reduce, dist.all_to_all_single = spoilt_exchange, spoilt_reduce, lost
+        pairs._exchange, dist.all_reduce, dist.all_to_all_single = damaged_exchange, damaged_reduce, lost
     return {
         "pairs": health.pairs(group, 1000, repeats=1),
         "all_to_all": health.all_to_all(group, 4800, repeats=1),
@@ -211,7 +211,7 @@ def spoilt_checks(rank: int) -> dict[str, Rows]:
 
 
 def test_wrong_data_is_found_and_belongs_to_its_rank(tmp_path: Path) -> None:
-    found = on_ranks(tmp_path, 3, spoilt_checks)[0]
+    found = on_ranks(tmp_path, 3, damaged_checks)[0]
     assert [row["wrong"] for row in found["all_to_all"]] == [0, 0, 4800]
     assert [row["wrong"] for row in found["all_reduce"]] == [0, 0, 1]
     wrong = {(row["rank"], row["peer"], row["direction"]) for row in found["pairs"] if not row["ok"]}

@@ -22,7 +22,7 @@ _NAMED_ANEW = {"row_stack": "vstack", "in1d": "isin", "trapz": "trapezoid"}
 # What a run is looked at by; the rest comes when it is kept.
 _LOOKED = ("run", "port", "node", "flow", "receiver", "lane", "next_time", "flowlet", "cause", "spray", "watchdog")
 _LOOKED_LAWS = ("dcqcn_flow", "swift_flow", "nscc_flow", "hybrid_flow", "plugin_flow")
-_SCRATCH = ("seen", "order", "due")  # of a window
+_SCRATCH = ("seen", "order", "next_tx")  # of a window
 _CHUNKS = ("entry", "following")  # whose contents are those of queues
 
 
