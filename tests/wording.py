@@ -55,8 +55,8 @@ _EMPTY = frozenset(
 # Words that the glossary replaces: commit or mark verified; slowest rank; failed; resumes from; interrupted; omitted;
 # candidate; reduce-scatter queue; copy-in; ParallelModel; communicators; shard and unsharded; init_process_groups.
 _REPLACED = re.compile(
-    r"\b(vouch\w*|hindmost|spoilt|goes on from|broken off|left out|leaves out|(?<!-)entrants?|Departures|Handover|SplitModel"
-    r"|open_lanes|LanePair|own_S|full_N|tell_texts|meet_at)\b"
+    r"\b(vouch\w*|hindmost|spoilt|goes on from|broken off|left out|leaves out|(?<!-)entrants?|Departures|Handover"
+    r"|SplitModel|open_lanes|LanePair|own_S|full_N|tell_texts|meet_at)\b"
 )
 # What a module does not cover is said in one form: `Not covered: ...`.
 _OTHER_FORM = re.compile(
