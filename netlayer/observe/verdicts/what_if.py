@@ -17,6 +17,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -254,7 +255,7 @@ class _Builder:
 
     def _chain(self, sequence: Sequence[int]) -> None:
         """Each runs after the one before it: they share a stream."""
-        for earlier, later in zip(sequence, sequence[1:], strict=False):
+        for earlier, later in pairwise(sequence):
             self.after[later].add(earlier)
 
     def _point_to_point(self, stage: int, kind: str, pairs: dict[tuple[str, int, int], list[int]]) -> None:
