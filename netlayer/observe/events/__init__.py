@@ -1,5 +1,6 @@
 """Events of a run: one schema for what every rank did, writers of streams, and one reader. Needs no torch."""
 
+from netlayer.observe.events.matching import split_collectives
 from netlayer.observe.events.reader import EventReader, read_events
 from netlayer.observe.events.schema import (
     MARKS,
@@ -34,5 +35,6 @@ __all__ = [
     "format_ranks",
     "parse_ranks",
     "read_events",
+    "split_collectives",
     "to_batch",
 ]

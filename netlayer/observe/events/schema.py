@@ -98,6 +98,7 @@ COLUMNS = {
     "group": Column("text", "role of the process group: `gather`, `reduce`, `tp`, `pipeline forward`"),
     "group_ranks": Column("text", "its ranks, global: `first:stop:stride`, or `3,5,9` (`parse_ranks`)"),
     "seq": Column("int64", "number of the collective in its group and kind, from 1; equal on all its ranks"),
+    "flow": Column("text", "the same text on a send and on its receive, within a step; null of a collective"),
     "bytes": Column("int64", "size of the whole buffer, as nccl-tests count it"),
     "peer": Column("int32", "global rank at the other end of a send or receive"),
     "value": Column("float64", "reading of a counter; of the mark `dropped` the number of events"),
@@ -106,6 +107,7 @@ COLUMNS = {
     "attributes": Column("string", "further facts, a JSON object; null: none"),
     "source": Column("text", "who recorded it: `monitor`, `flight_recorder`, `kineto`"),
     "run": Column("text", "name of the run"),
+    "attempt": Column("int32", "which start of the run: 0 the first one, one more with every restart"),
     "host": Column("text", "host of the rank"),
     "rank": Column("int32", "global rank; null: of a host or a switch as a whole"),
     "tp": Column("int32", "its place in the tensor-parallel group; null: not known"),
@@ -115,7 +117,7 @@ COLUMNS = {
 }
 """Every column, in order. All but `kind`, `name`, `start_ns` and `end_ns` may be null."""
 
-_ORIGIN = ("source", "run", "host", "rank", "tp", "pp", "dp", "cp")
+_ORIGIN = ("source", "run", "attempt", "host", "rank", "tp", "pp", "dp", "cp")
 _INT_LIMITS = {"int32": 2**31, "int64": 2**63}
 _RANGE = re.compile(r"(\d{1,9}):(\d{1,9}):(\d{1,9})")
 
@@ -126,6 +128,7 @@ class Origin:
 
     source: str = "monitor"
     run: str | None = None
+    attempt: int | None = None
     host: str | None = None
     rank: int | None = None
     tp: int | None = None
@@ -151,6 +154,7 @@ class Segment:
     group: str | None = None
     group_ranks: str | None = None
     seq: int | None = None
+    flow: str | None = None
     bytes: int | None = None
     peer: int | None = None
     clock_offset_ns: int | None = None

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,6 +30,7 @@ from netlayer.observe.events import (
     format_ranks,
     parse_ranks,
     read_events,
+    split_collectives,
     to_batch,
 )
 from netlayer.observe.events.schema import COLUMNS, TIMINGS
@@ -112,6 +114,7 @@ def test_bytes_turned_over_never_end_the_reader(tmp_path: Path) -> None:
 _WRITES_FOR_EVER = """
 import sys
 from pathlib import Path
+from typing import Any
 from netlayer.observe.events import EventWriter, Origin, Segment
 origin = Origin(rank=0)
 writer = EventWriter(Path(sys.argv[1]), origin, sys.argv[2], max_file_bytes=200_000)
@@ -294,3 +297,52 @@ def test_every_name_has_a_meaning() -> None:
     assert all({**SEGMENTS, **MARKS, **TIMINGS}.values())
     assert arrow_schema().names == list(COLUMNS)
     assert list(events_of(to_batch(some_events()))) == some_events()
+
+
+def on_rank(rank: int, start: int, end: int, **more: object) -> Segment:
+    """A collective on a rank whose clock is 1,000 x rank ahead."""
+    clock: dict[str, Any] = {"clock_offset_ns": 1000 * rank, "clock_error_ns": 10 + rank}
+    begins = start + 1000 * rank
+    return Segment(
+        Origin(rank=rank, attempt=0),
+        "collective",
+        str(more.pop("name", "all_reduce")),
+        begins,
+        end + 1000 * rank,
+        step=1,
+        **clock,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_a_collective_is_split_into_wait_and_transfer() -> None:
+    events: list[Event] = [
+        on_rank(rank, start, end, group="dp", group_ranks="0:3:1", seq=seq)
+        for seq, first in ((1, 0), (2, 500))
+        for rank, start, end in ((0, first, first + 100), (1, first + 70, first + 101), (2, first + 10, first + 99))
+    ]
+    rows = split_collectives(pa.Table.from_batches([to_batch([segment(1), *events])]))
+    assert rows["wait_for_peers_ns"].to_pylist() == [70, 0, 60] * 2
+    assert rows["transfer_ns"].to_pylist() == [30, 31, 29] * 2
+    assert set(rows["last_rank"].to_pylist()) == {1}
+    assert set(rows["num_seen"].to_pylist()) == {3}
+    assert set(rows["error_ns"].to_pylist()) == {24}
+    assert rows["start_ns"].to_pylist()[:3] == [0, 70, 10]
+
+
+def test_a_receiver_waits_for_the_sender_and_not_the_other_way() -> None:
+    pair = [
+        on_rank(0, 100, 120, name="send", flow="f 0", peer=1),
+        on_rank(1, 20, 130, name="recv", flow="f 0", peer=0),
+        on_rank(2, 0, 5, name="send", flow="f 1", peer=3),
+        on_rank(3, 50, 60, name="recv", flow="f 1", peer=2),
+    ]
+    rows = split_collectives(pa.Table.from_batches([to_batch(pair)]))
+    assert rows["wait_for_peers_ns"].to_pylist() == [0, 80, 5, 0]
+    assert rows["transfer_ns"].to_pylist() == [20, 30, 0, 10]
+
+
+def test_rows_without_a_partner_are_left_out() -> None:
+    lone = Segment(ORIGIN, "collective", "all_reduce", 1, 2, step=1, group="dp")
+    assert split_collectives(pa.Table.from_batches([to_batch([lone])])).num_rows == 0
+    assert split_collectives(arrow_schema().empty_table()).num_rows == 0
