@@ -10,6 +10,10 @@ assumption on how much healthy ranks differ. Means are winsorised at three robus
 pause accuses nobody; standard errors allow for correlation between neighbouring steps. A suspect must pass by a margin
 (`MIN_SCORE`, in standard errors) and by an amount (`MIN_SLOWDOWN`), and still be slow at the end of the record.
 
+Standard errors are too small where noise has long tails or wanders for many steps. Both kinds of noise make ranks fast
+as often as slow, so the scores of ranks that are, or become, faster than the others show how far noise alone goes; all
+scores are divided by what these exceed normal ones (an empirical null, Efron 2004).
+
 The null model beside it is what a short script does: mean times above the median of all ranks + k MAD.
 """
 
@@ -28,8 +32,8 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 MIN_SLOWDOWN = 0.005
 """Least share of the peers' own time by which a suspect must be slower."""
-MIN_SCORE = 5.5
-"""Least distance in standard errors: normal noise gives one false suspect in 30,000 looks at 1,536 healthy ranks."""
+MIN_SCORE = 4.5
+"""Least distance in standard errors: normal noise gives one false suspect in 190 looks at 1,536 healthy ranks."""
 MIN_STEPS = 5
 """Steps that a level needs, and that a change needs on either side."""
 MIN_PEERS = 4
@@ -37,8 +41,14 @@ MIN_PEERS = 4
 _TO_SIGMA = 1.4826  # MAD of normal noise is 1 / 1.4826 standard deviations
 _WINSOR = 3.0
 _NEIGHBOURS = 4
+_WINDOWS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 # The best of many splits scores higher by chance than one level does, the more so with noise of long tails.
 _SPLITS = 1.0
+# Median and 99th percentile of scores under independent normal noise: of a level, and of the best split of 100 steps
+# (measured by drawing them; fewer steps give lower ones).
+_NORMAL, _BEST_SPLIT = (0.0, 2.1), (1.3, 3.0)
+_TAIL_RANKS = 100
+_NEARLY = 0.8
 # A spread estimated from few ranks or steps may come out too small by chance; with n of them the bar rises by 1 + 6/n.
 _FEW = 6.0
 _BETWEEN_RANKS, _OWN_PAST = "peers", "own past"
@@ -168,21 +178,23 @@ def _suspects(
     clipped = np.clip(times, centre - _WINSOR * noise, centre + _WINSOR * noise)
     error = noise * math.sqrt(factor)
     level, change = _level_scores(clipped, error), _change_scores(clipped, error)
+    changes = change.score / _excess(_change_scores(-clipped, error).score, _BEST_SPLIT)
     bar = min_score * (1 + _FEW / num_ranks)
     change_bar = max(bar, min_score * (1 + _FEW / num_steps)) + _SPLITS
     suspects = []
-    for at in np.flatnonzero((level.score >= bar) | (change.score >= change_bar)):
-        changed = change.score[at] >= change_bar
-        since = int(change.since[at]) if changed else 0
-        slowdown = float(clipped[since:, at].mean())
+    for at in np.flatnonzero((level.score >= bar) | (changes >= change_bar)):
+        # Where it began is told by the best split, if there is a clear one; else by the window that shows it best.
+        by_split = change.score[at] >= min_score
+        since = int(change.since[at] if by_split else level.since[at])
+        # Not the clipped times: where a rank changed late, they would follow it late.
+        slowdown = float(np.median(times[since:, at]))
         recent = float(np.median(times[-max(MIN_STEPS, (num_steps - since) // 4) :, at]))
         if slowdown >= min_slowdown and recent >= slowdown / 2:
-            score = float(max(level.score[at], change.score[at]))
-            against = _OWN_PAST if changed and change.score[at] > level.score[at] else _BETWEEN_RANKS
+            score = float(max(level.score[at], changes[at]))
+            against = _OWN_PAST if changes[at] >= change_bar and changes[at] > level.score[at] else _BETWEEN_RANKS
             confidence = _confidence(score, num_ranks * (num_steps if against == _OWN_PAST else 1))
-            suspects.append(
-                Suspect(int(columns[at]), int(rows[since]) if since else 0, slowdown, score, confidence, against)
-            )
+            first = int(rows[since]) if since else 0
+            suspects.append(Suspect(int(columns[at]), first, slowdown, score, confidence, against))
     if len(suspects) > num_ranks / 3:
         reason = (
             f"{len(suspects)} of {num_ranks} ranks are slower than the rest: that is no straggler, rather other work"
@@ -192,32 +204,40 @@ def _suspects(
 
 
 @dataclass(frozen=True)
-class _Level:
-    score: Times
-    spread: float
+class _Scores:
+    """Score of each rank, the step from which on it is reached, and the spread of the healthy ranks' means."""
 
-
-@dataclass(frozen=True)
-class _Change:
     score: Times
     since: Numbers
+    spread: float = math.nan
 
 
-def _level_scores(times: Times, noise: Times) -> _Level:
-    """Distance of each rank's mean from that of the others, by the spread of these means between the ranks."""
-    means = times.mean(axis=0)
-    centre = np.median(means)
-    spread = _TO_SIGMA * float(np.median(np.abs(means - centre)))
-    spread = max(spread, float(np.median(noise)) / math.sqrt(len(times)))
-    own = noise / math.sqrt(len(times))
-    return _Level((means - centre) / np.maximum(spread, own), spread)
+def _level_scores(times: Times, error: Times) -> _Scores:
+    """Distance of each rank's mean over the last steps from that of the others; the best of windows of 5, 10, 20, ...
+
+    In units of the spread of these means between the ranks.
+    """
+    num_steps = len(times)
+    best = _Scores(np.full(times.shape[1], -np.inf), np.zeros(times.shape[1], np.int64))
+    lengths = [length for length in _WINDOWS if length < num_steps]
+    for length in (*lengths, num_steps):
+        means = times[num_steps - length :].mean(axis=0)
+        centre = np.median(means)
+        spread = _TO_SIGMA * float(np.median(np.abs(means - centre)))
+        spread = max(spread, float(np.median(error)) / math.sqrt(length))
+        score = (means - centre) / np.maximum(spread, error / math.sqrt(length))
+        score = score / _excess(-score, _NORMAL)
+        # A longer window that shows it nearly as well tells better since when.
+        since = np.where(score > _NEARLY * best.score, num_steps - length, best.since)
+        best = _Scores(np.maximum(score, best.score), since, spread)
+    return best
 
 
-def _change_scores(times: Times, noise: Times) -> _Change:
+def _change_scores(times: Times, noise: Times) -> _Scores:
     """Best split of each rank's steps into an earlier, faster and a later, slower part."""
     num_steps = len(times)
     if num_steps < 2 * MIN_STEPS:
-        return _Change(np.full(times.shape[1], -np.inf), np.zeros(times.shape[1], np.int64))
+        return _Scores(np.full(times.shape[1], -np.inf), np.zeros(times.shape[1], np.int64))
     total = np.cumsum(times, axis=0)
     before = np.arange(MIN_STEPS, num_steps - MIN_STEPS + 1)[:, None]  # steps before the split
     after = num_steps - before
@@ -225,7 +245,22 @@ def _change_scores(times: Times, noise: Times) -> _Change:
     later = (total[-1] - total[before[:, 0] - 1]) / after
     scores = (later - earlier) / (noise * np.sqrt(1 / before + 1 / after))
     best = scores.argmax(axis=0)
-    return _Change(scores.max(axis=0), before[best, 0])
+    return _Scores(scores.max(axis=0), before[best, 0])
+
+
+def _excess(scores: Times, normal: tuple[float, float]) -> float:
+    """How far the scores of ranks that noise made fast exceed those of normal noise; at least 1.
+
+    Args:
+        scores: of the fast direction.
+        normal: median and 99th percentile that independent normal noise would give.
+    """
+    finite = scores[np.isfinite(scores)]
+    if not len(finite):
+        return 1.0
+    excess = max(1.0, float(np.median(finite)) / normal[0]) if normal[0] > 0 else 1.0
+    # The tail of a few ranks is one rank, which may have recovered from a real fault.
+    return max(excess, float(np.quantile(finite, 0.99)) / normal[1]) if len(finite) >= _TAIL_RANKS else excess
 
 
 def _noise(times: Times, centre: Times) -> tuple[Times, float]:
