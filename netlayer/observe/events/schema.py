@@ -56,6 +56,7 @@ SEGMENTS = {
 MARKS = {
     "run_start": "a process of the run began; attributes: host, layout, job, device, versions",
     "run_end": "it ended as intended",
+    "failure": "it ended by an error; the text says which",
     "restart": "the run resumed; attributes: count, from_step",
     "eviction": "a rank or host was taken out of the run",
     "nan": "a loss or a gradient was not finite",
