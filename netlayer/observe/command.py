@@ -1,4 +1,4 @@
-"""`netlayer observe`: find the cause of a hung job from the files that it left."""
+"""`netlayer observe`: find the cause of a hung job from the files that it left; collect and ask a run's events."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 
 from netlayer.errors import EXIT_FAILED
 from netlayer.layout import describe_ranks
+from netlayer.observe.events.command import collect, query
 from netlayer.printing import printable
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _COLLECTIVE_WIDTH = 24
 
 @click.group()
 def observe() -> None:
-    """Find the ranks that hold up a hung job, from its dumps and RAS output."""
+    """Find what holds up a job: the culprits of a hang from its dumps, and the events of every rank."""
 
 
 @observe.command()
@@ -150,3 +151,7 @@ def _write_record(path: Path, blame: Blame, started: str, files: Sequence[Path],
         environment=snapshot(),
     )
     write_text(path, record.to_json())
+
+
+observe.add_command(collect)
+observe.add_command(query)

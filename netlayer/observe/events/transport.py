@@ -148,7 +148,9 @@ class _ServerTransport:
     def __init__(self, origin: Origin, max_pending_bytes: int) -> None:
         if importlib.util.find_spec("pyarrow") is None:
             rule = "needs pyarrow, which is not installed"
-            raise ConfigError("job.observe.transport", self.name, rule, "pip install 'netlayer[observe]', or take files")
+            raise ConfigError(
+                "job.observe.transport", self.name, rule, "pip install 'netlayer[observe]', or take files"
+            )
         self._queue = _Queue(origin, max_pending_bytes)
         self._due_s, self._pause_s, self._is_closed = 0.0, _FIRST_PAUSE_S, False
 
@@ -178,7 +180,9 @@ class _ServerTransport:
                 self._queue.take(len(messages))
         except Exception as exc:  # noqa: BLE001 - a server's trouble, of whatever kind, must not reach the training
             if self._pause_s == _FIRST_PAUSE_S:
-                logger.warning("events wait for %s: %s", self._describe(), str(exc).splitlines()[0] if str(exc) else exc)
+                logger.warning(
+                    "events wait for %s: %s", self._describe(), str(exc).splitlines()[0] if str(exc) else exc
+                )
             self._due_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         else:
@@ -232,8 +236,7 @@ class RedisTransport(_ServerTransport):
 
     def _hand_over(self, messages: Sequence[Message]) -> None:
         commands = [
-            ("XADD", self._key, "MAXLEN", "~", self._max_messages, "*", *fields)
-            for fields in map(to_fields, messages)
+            ("XADD", self._key, "MAXLEN", "~", self._max_messages, "*", *fields) for fields in map(to_fields, messages)
         ]
         # A message whose answer is lost is sent again, and whoever collects it drops the second one by its number.
         self._links.ask(commands, time.monotonic() + _ANSWER_S, patient=False)
