@@ -24,7 +24,8 @@ from collectives.watch.monitor import Monitor
 from netlayer.errors import ConfigError
 from netlayer.observe.events.clocks import RankClock
 from netlayer.observe.events.schema import Counter, Mark, Origin
-from netlayer.observe.events.transport import FileTransport, Transport
+from netlayer.observe.events.transport import Transport, open_transport
+from netlayer.store.meeting import SCHEMES
 from netlayer.workload.flops import step_flops
 from netlayer.workload.model_size import num_parameters
 from netlayer.workload.peaks import peak_flops
@@ -144,10 +145,15 @@ def _count_attempt(folder: Path) -> int:
 
 
 def _transport(plan: Plan, folder: Path, origin: Origin) -> Transport:
-    observe = plan.job.observe
-    if observe.transport != "files":
-        raise ConfigError("job.observe.transport", observe.transport, "is not built yet", "take files")
-    return FileTransport(folder, origin, max_file_bytes=observe.max_file_mib << 20, max_files=observe.max_files)
+    observe, url = plan.job.observe, plan.job.observe.url
+    if observe.transport == "redis" and not url and plan.init_method.partition("://")[0] in SCHEMES:
+        from netlayer.init_method import server_of
+
+        url = server_of(plan.init_method)
+    size = observe.max_file_mib << 20
+    return open_transport(
+        observe.transport, origin, folder=folder, url=url, max_file_bytes=size, max_files=observe.max_files
+    )
 
 
 def _compared(client: ClockClient, monitor: Monitor) -> Iterable[Counter | Mark]:

@@ -122,6 +122,7 @@ class Monitor:
         self.origin, self.clock, self.samplers = origin, clock or RankClock(), list(samplers)
         self.num_dropped = 0
         """Events that were lost in all."""
+        self._num_unsaid = 0  # lost by the transport since the last batch
         self._transport, self._interval_s = transport, interval_s
         self._by_events = str(device).startswith("cuda")
         self._device = device
@@ -290,6 +291,9 @@ class Monitor:
         if self._by_events and (self._time_base is None or self._time_base.age_s > _RENEW_AFTER_S):
             self._time_base = TimeBase(True, _as_device(self._device))
         events: list[Event] = []
+        if self._num_unsaid:
+            events.append(self._dropped(self._num_unsaid, "transport"))
+            self._num_unsaid = 0
         for sampler in self.samplers:
             events += sampler()
         while True:
@@ -318,9 +322,8 @@ class Monitor:
         for first in range(0, len(events), _BATCH):
             time.sleep(0)  # lets go of the interpreter's lock: the training thread launches meanwhile
             lost = self._transport.send(events[first : first + _BATCH])
-            if lost:
-                self.num_dropped += lost
-                self._ring.add(self._dropped(lost, "transport"))
+            self.num_dropped += lost
+            self._num_unsaid += lost
 
     def _dropped(self, number: int, where: str) -> Mark:
         return Mark(self.origin, "dropped", self.clock.now_ns(), value=float(number), attributes={"where": where})

@@ -1,4 +1,4 @@
-"""`netlayer observe`: find the cause of a hung job from the files that it left, or judge a run by all its evidence."""
+"""`netlayer observe`: the cause of a hung job from its files, verdicts on a run, its events collected and asked."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 
 from netlayer.errors import EXIT_FAILED, ConfigError
 from netlayer.layout import describe_ranks
+from netlayer.observe.events.command import collect, query
 from netlayer.printing import printable
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _COLLECTIVE_WIDTH = 24
 
 @click.group()
 def observe() -> None:
-    """Find the ranks that hold up a hung or a slow job, from what it recorded."""
+    """Find what holds up a job: the culprits of a hang, verdicts on a run, and the events of every rank."""
 
 
 @observe.command()
@@ -221,3 +222,7 @@ def _write_record(path: Path, blame: Blame, started: str, files: Sequence[Path],
         environment=snapshot(),
     )
     write_text(path, record.to_json())
+
+
+observe.add_command(collect)
+observe.add_command(query)

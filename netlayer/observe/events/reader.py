@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FOLDER = "events"
 """Folder of the streams in the output of a run."""
-_SUFFIXES = (".arrows", ".jsonl", ".parquet")
+_SUFFIXES = (".arrows", ".jsonl", ".parquet", ".zst")
 _LINES = 4096  # of JSON, a batch
 _LONGEST_LINE = 1 << 20
 _MOST_NOTES = 100
@@ -116,37 +116,59 @@ class EventReader:
             self.notes.append("and more")
 
     def _batches_of(self, file: Path) -> Iterator[pa.RecordBatch]:
-        read = {".jsonl": self._json_lines, ".parquet": self._parquet}.get(file.suffix, self._arrow)
+        readers = {".jsonl": self._json_lines, ".parquet": self._parquet, ".zst": self._zstd}
+        read = readers.get(file.suffix, self._arrow)
         try:
             yield from read(file)
         except OSError as exc:
             self._note(f"{file}: not read ({exc.strerror or exc})")
 
     def _arrow(self, file: Path) -> Iterator[pa.RecordBatch]:
+        with file.open("rb") as opened:
+            yield from self._arrow_stream(file, opened, file.stat().st_size)
+
+    def _zstd(self, file: Path) -> Iterator[pa.RecordBatch]:
+        """Streams one after the other, each a zstd frame: what a collector has taken and not yet turned to parquet."""
         import pyarrow as pa
 
-        with file.open("rb") as opened:
-            size = file.stat().st_size
+        if file.with_name(file.name.removesuffix(".arrows.zst") + ".parquet").exists():
+            return  # the same events, and this file is about to go
+        size = file.stat().st_size
+        with pa.input_stream(str(file), compression="zstd") as opened:
+            yield from self._arrow_stream(file, opened, size, is_one=False)
+
+    def _arrow_stream(self, file: Path, opened: Any, size: int, *, is_one: bool = True) -> Iterator[pa.RecordBatch]:
+        """Batches of an opened file: of one stream, or of any number of them."""
+        import pyarrow as pa
+
+        num_streams = num_batches = end = 0
+        while num_streams == 0 or not is_one:
             try:
                 stream = pa.ipc.open_stream(opened)
-                version = self._version(file, version_of(stream.schema))
+                version = version_of(stream.schema)
+                if not num_streams:
+                    self._version(file, version)
             except (pa.ArrowException, ValueError, OSError) as exc:
-                # Killed before the first batch: nothing is lost but the tail.
-                self._note(f"{file}: {'empty' if not size else f'not read: {_first_line(exc)}'}")
+                # A file that was killed before its first batch is empty, and one of many streams ends between two.
+                if not (num_streams and "was null or length 0" in str(exc)):
+                    self._note(f"{file}: {'empty' if not size else f'not read: {_first_line(exc)}'}")
                 return
-            end = opened.tell()
+            num_streams += 1
+            end = opened.tell() if is_one else 0
             while True:
                 try:
                     batch = stream.read_next_batch()
                     batch.validate(full=True)  # offsets and indices of a damaged file could lie outside its buffers
                     batch = normalise(batch, version)
                 except StopIteration:
-                    return
+                    break
                 except (pa.ArrowException, ValueError, OSError, MemoryError) as exc:
-                    lost = max(size - end, 0)
-                    self._note(f"{file}: the last {lost:,} bytes are no whole batch: {_first_line(exc)}")
+                    where = f"the last {max(size - end, 0):,} bytes are"
+                    lost = where if is_one else f"after {num_batches:,} batches there is"
+                    self._note(f"{file}: {lost} no whole batch: {_first_line(exc)}")
                     return
-                end = opened.tell()
+                end = opened.tell() if is_one else 0
+                num_batches += 1
                 yield batch
 
     def _json_lines(self, file: Path) -> Iterator[pa.RecordBatch]:

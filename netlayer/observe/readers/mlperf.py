@@ -2,7 +2,9 @@
 
 Steps come from `tracked_stats` with `train_step_time` (seconds, ended where the line was written), evaluations and
 blocks from their begin and end lines, the run's begin and end and other numbers as marks and counters. Times are
-milliseconds since 1970 on the host that wrote the line. Source: github.com/mlcommons/logging, mlperf_logging/mllog.
+milliseconds since 1970 on the host that wrote the line; one without a rank counts as rank 0's.
+
+Source: github.com/mlcommons/logging, mlperf_logging/mllog.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _INTERVALS = {
     "eval": ("evaluation", "evaluation"),
     "staging": ("data", "staging"),
 }
-_STEP_TIMES = ("train_step_time", "step_time")
+_STEP_TIMES = ("train_step_time", "train_step_timing", "step_time")
 _MOST_TEXT = 200
 
 
@@ -67,7 +69,7 @@ class _Log:
 
     def __init__(self) -> None:
         self.begun: dict[str, int] = {}
-        self._origins: dict[int | None, Origin] = {}
+        self._origins: dict[int, Origin] = {}
         self._num_steps = 0
 
     def events(self, line: bytes) -> Iterator[Event]:
@@ -75,7 +77,7 @@ class _Log:
         if not match:
             raise ValueError("no line of the log")
         tree = json.loads(match[2])
-        rank = int(match[1]) if match[1] else None
+        rank = int(match[1]) if match[1] else 0
         origin = self._origins.setdefault(rank, Origin(source=SOURCE, rank=rank))
         key, at_ns, value = str(tree["key"]), int(tree["time_ms"]) * 1_000_000, tree.get("value")
         if not 0 <= at_ns < 1 << 63:

@@ -271,7 +271,7 @@ def _median_of_ranks(times: Times) -> Times:
 def traffic(run: Run) -> Verdict:
     """Which ports moved less in a step than they used to, while the others did not."""
     if not run.traffic:
-        return Verdict("traffic", "cannot tell", "no counters of bytes: sample them with `netlayer nic watch`")
+        return Verdict("traffic", "cannot tell", "no counters of bytes: sample them with netlayer nic watch")
     ends = np.array(run.step_end_ns)
     if len(ends) > _MIN_PERIODS:
         edges, period_s = ends, float(np.median(np.diff(ends))) / 1e9
