@@ -49,6 +49,7 @@ _SPLITS = 1.0
 _NORMAL, _BEST_SPLIT = (0.0, 2.1), (1.3, 3.0)
 _TAIL_RANKS = 100
 _NEARLY = 0.8
+_SHORT = 3.0
 # A spread estimated from few ranks or steps may come out too small by chance; with n of them the bar rises by 1 + 6/n.
 _FEW = 6.0
 _BETWEEN_RANKS, _OWN_PAST = "peers", "own past"
@@ -196,10 +197,8 @@ def _suspects(
             first = int(rows[since]) if since else 0
             suspects.append(Suspect(int(columns[at]), first, slowdown, score, confidence, against))
     if len(suspects) > num_ranks / 3:
-        reason = (
-            f"{len(suspects)} of {num_ranks} ranks are slower than the rest: that is no straggler, rather other work"
-        )
-        return [], math.nan, reason
+        crowd = f"{len(suspects)} of {num_ranks} ranks with equal work are slower than the others"
+        return [], math.nan, f"{crowd}: rather another kind of work than stragglers"
     return suspects, max(min_slowdown, (bar + 2.33) * level.spread), ""
 
 
@@ -226,7 +225,8 @@ def _level_scores(times: Times, error: Times) -> _Scores:
         spread = _TO_SIGMA * float(np.median(np.abs(means - centre)))
         spread = max(spread, float(np.median(error)) / math.sqrt(length))
         score = (means - centre) / np.maximum(spread, error / math.sqrt(length))
-        score = score / _excess(-score, _NORMAL)
+        # Some window out of many is extreme by chance, and a short one the sooner.
+        score = score / _excess(-score, _NORMAL) / (1 + _SHORT / length)
         # A longer window that shows it nearly as well tells better since when.
         since = np.where(score > _NEARLY * best.score, num_steps - length, best.since)
         best = _Scores(np.maximum(score, best.score), since, spread)
