@@ -30,7 +30,7 @@ from netlayer.results import RunRecord, utc_now, write_text
 
 Times = np.ndarray[Any, np.dtype[np.float64]]
 
-GRID = (0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
+GRID = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5)
 STEPS = (5, 10, 20, 50, 100)
 _NULL_K = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0)
 _BLOCK = 8  # consecutive steps of a measured rank that stay together

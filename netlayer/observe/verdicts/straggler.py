@@ -50,7 +50,7 @@ _NORMAL, _BEST_SPLIT = (0.0, 2.1), (1.3, 3.0)
 _TAIL_RANKS = 100
 _NEARLY = 0.8
 _SHORT = 3.0
-# A spread estimated from few ranks or steps may come out too small by chance; with n of them the bar rises by 1 + 6/n.
+# A spread estimated from n ranks or steps may come out too small by chance: it, or the bar, rises by 1 + 6/n.
 _FEW = 6.0
 _BETWEEN_RANKS, _OWN_PAST = "peers", "own past"
 
@@ -180,10 +180,9 @@ def _suspects(
     error = noise * math.sqrt(factor)
     level, change = _level_scores(clipped, error), _change_scores(clipped, error)
     changes = change.score / _excess(_change_scores(-clipped, error).score, _BEST_SPLIT)
-    bar = min_score * (1 + _FEW / num_ranks)
-    change_bar = max(bar, min_score * (1 + _FEW / num_steps)) + _SPLITS
+    change_bar = min_score * (1 + _FEW / num_steps) + _SPLITS
     suspects = []
-    for at in np.flatnonzero((level.score >= bar) | (changes >= change_bar)):
+    for at in np.flatnonzero((level.score >= min_score) | (changes >= change_bar)):
         # Where it began is told by the best split, if there is a clear one; else by the window that shows it best.
         by_split = change.score[at] >= min_score
         since = int(change.since[at] if by_split else level.since[at])
@@ -199,7 +198,7 @@ def _suspects(
     if len(suspects) > num_ranks / 3:
         crowd = f"{len(suspects)} of {num_ranks} ranks with equal work are slower than the others"
         return [], math.nan, f"{crowd}: rather another kind of work than stragglers"
-    return suspects, max(min_slowdown, (bar + 2.33) * level.spread), ""
+    return suspects, max(min_slowdown, (min_score + 2.33) * level.spread), ""
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,8 @@ def _level_scores(times: Times, error: Times) -> _Scores:
     for length in (*lengths, num_steps):
         means = times[num_steps - length :].mean(axis=0)
         centre = np.median(means)
-        spread = _TO_SIGMA * float(np.median(np.abs(means - centre)))
+        # Between few ranks it may come out small by chance; what the noise of the steps adds to it is known better.
+        spread = _TO_SIGMA * float(np.median(np.abs(means - centre))) * (1 + _FEW / len(means))
         spread = max(spread, float(np.median(error)) / math.sqrt(length))
         score = (means - centre) / np.maximum(spread, error / math.sqrt(length))
         # Some window out of many is extreme by chance, and a short one the sooner.
