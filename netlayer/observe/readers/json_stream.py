@@ -25,10 +25,9 @@ _GZIP = b"\x1f\x8b"
 
 def open_text(path: Path) -> IO[bytes]:
     """Open a file for reading, unpacked if it is gzip's."""
-    file = path.open("rb")
-    if file.peek(2)[:2] != _GZIP:
-        return file
-    return cast(IO[bytes], gzip.GzipFile(fileobj=file))
+    with path.open("rb") as file:
+        is_packed = file.read(2) == _GZIP
+    return cast(IO[bytes], gzip.open(path)) if is_packed else path.open("rb")
 
 
 def read_parts(path: Path) -> Iterator[bytes]:
