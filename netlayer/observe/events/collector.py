@@ -268,6 +268,7 @@ class RedisSource:
         self._held: set[Position] = set()
         self._pending_from: str | None = "0"
         """Where to read on among what was handed out before and not acknowledged; None: read what is new."""
+        self._last = "0"
 
     def receive(self) -> Sequence[tuple[Position, Message]]:
         if not self._has_group:
@@ -279,8 +280,8 @@ class RedisSource:
         try:
             [reply] = self._ask((*command, "STREAMS", self._key, after or ">"))
         except NetlayerError as exc:
-            # What the server handed out with an answer that was lost is asked for again.
-            self._pending_from = "0"
+            # What the server handed out with an answer that was lost is asked for again: it lies after what came.
+            self._pending_from = self._last
             self._has_group = "NOGROUP" not in str(exc) and self._has_group
             raise
         entries = reply[0][1] if reply else []
@@ -302,7 +303,8 @@ class RedisSource:
 
     def _messages(self, entries: Sequence[Any]) -> Iterator[tuple[Position, Message]]:
         for name, fields in entries:
-            position = tuple(map(int, name.decode().split("-")))
+            self._last = name.decode()
+            position = tuple(map(int, self._last.split("-")))
             if position in self._held:
                 continue
             self._held.add(position)
