@@ -36,6 +36,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from collectives.watch.monitor import Monitor
 from collectives.watch.recorder import Recorder, StepComm
 from collectives.watch.watchdog import Watch
 from netlayer.config.tree import EvaluationConfig, JobConfig
@@ -61,6 +62,13 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 _MOST_NAMED = 8  # ranks of an error
+_PHASES = {
+    "saves a checkpoint": "checkpoint",
+    "moves a checkpoint": "checkpoint",
+    "loads a checkpoint": "checkpoint",
+    "evaluates": "evaluation",
+}
+"""Classes of the slow blocks' segments; of garbage collections the monitor hears from Python."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,7 @@ class Trainer:
         groups: of `open_world`; None: one rank alone.
         stop: says when somebody wants the training to end; None: nobody will.
         watch: says who holds up the others; None: nobody does.
+        monitor: takes the events of this rank; None: they are not kept.
     """
 
     def __init__(
@@ -123,14 +132,17 @@ class Trainer:
         groups: Groups | None = None,
         stop: StopRequest | None = None,
         watch: Watch | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.job, self.seed, self.place, self.stop = job, seed, place, stop or StopRequest()
-        self.watch = watch
+        self.watch, self.monitor = watch, monitor
         # Read now: a cache of corpora may drop this one while its run trains on.
         self.text = checkpoint.Text.of(corpus) if isinstance(corpus, Corpus) else None
         self.num_parameters = num_parameters(job.model)
         # Each `Launched` holds its own step: the recorder needs to keep no more.
         self.recorder = Recorder(place.device, num_kept=1)
+        if monitor is not None:
+            monitor.follow(self.recorder)
         self.model = SplitModel(job, seed, place.rank, place.device, groups, self.recorder, watch)
         self.feed = open_feed(job, corpus, self.model)
         self._resumed: Meta | None = None
@@ -151,9 +163,18 @@ class Trainer:
         self._untouched: Path | None = None  # the checkpoint whose parameters these still are
         self.peak = peak_flops(place.device_name, job.model.dtype)
 
-    def phase(self, phrase: str) -> contextlib.AbstractContextManager[None]:
-        """Mark the block as slow on this rank, so that the watch lets the others wait for it: see `Watch.phase`."""
-        return contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
+    @contextlib.contextmanager
+    def phase(self, phrase: str) -> Iterator[None]:
+        """Mark the block as slow on this rank: the watch lets the others wait for it, and the monitor times it."""
+        watched = contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
+        with watched, self._timed(_PHASES.get(phrase), phrase):
+            yield
+
+    def _timed(self, segment: str | None, name: str) -> contextlib.AbstractContextManager[None]:
+        """Have the monitor time the block by the host's clock; None: not this one."""
+        if self.monitor is None or segment is None:
+            return contextlib.nullcontext()
+        return self.monitor.segment(segment, name, on_host=True)
 
     def resume(self, meta: Meta) -> None:
         """Go on from a checkpoint: the next step is the one after it, with the samples that it would have had.
@@ -241,7 +262,8 @@ class Trainer:
         self.steps.begin(step)
         lr = learning_rate(self.job.optimizer, step)
         begin_s = time.perf_counter()
-        batches = self._training_batches(step)
+        with self._timed("data", "batches of the step"):
+            batches = self._training_batches(step)
         data_wait_s = time.perf_counter() - begin_s if self.job.data.counts_samples else None
         stepped = self.steps.run(step, batches, lr)
         assert stepped.grad_norm is not None
@@ -261,7 +283,12 @@ class Trainer:
         """
         notes = launched.notes.read()
         # First: only a step whose numbers are finite makes the checkpoint before it a good one.
-        self._check_finite(launched.step, notes)
+        try:
+            self._check_finite(launched.step, notes)
+        except CheckFailed as exc:
+            if self.monitor is not None:
+                self.monitor.mark("nan", str(exc), step=launched.step)
+            raise
         self.steps_done, self._untouched = launched.step, None
         self.commit()
         return self._row(launched, notes), notes.num_asked > 0

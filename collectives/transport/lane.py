@@ -175,6 +175,8 @@ class Lane(Carrier):
         super().__init__(device, recorder, track, stream)
         self.ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
         """Of the group, by their numbers in the world."""
+        if recorder is not None and group is not None:
+            recorder.groups.setdefault(name, self.ranks)
         self.ended: deque[dist.Work] = deque(maxlen=_KEPT)
         """[Note: works that ended]"""
         self._filled: tuple[torch.cuda.Event, Sequence[Tensor]] | None = None

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_serializer, model_validator
 
 from netlayer.config.errors import SWITCH_OR_AUTO, translate
+from netlayer.config.observe import ObserveConfig
+from netlayer.config.section import Section as Section
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from netlayer.results import hide_passwords
@@ -25,12 +27,6 @@ Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=2**50)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Price = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """A table of the file. Frozen; unknown keys are errors, and so is `true` or 2.0 for a whole number."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
 
 class PricesConfig(Section):
@@ -569,6 +565,7 @@ class JobConfig(Section):
     store: StoreConfig = Field(default_factory=StoreConfig, description="where ranks meet")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how ranks are started")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="who is named when ranks hang")
+    observe: ObserveConfig = Field(default_factory=ObserveConfig, description="events of every rank")
     nccl: NcclConfig = Field(default_factory=NcclConfig, description="what NCCL's InfiniBand transport is told")
 
     @model_validator(mode="after")

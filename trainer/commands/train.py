@@ -169,6 +169,7 @@ def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
 
 def _start(start: Draft, out: Path) -> TrainResult:
     """Start the ranks on this machine, and train on them."""
+    from netlayer.observe.events.collector import collecting
     from netlayer.progress import Stages
     from netlayer.store.meeting import meeting_place
     from trainer.train import train as train_plan
@@ -177,7 +178,8 @@ def _start(start: Draft, out: Path) -> TrainResult:
         with stages.open("text") as bar:
             url = place.init_method("training")
             plan = start.resolve(out, url, lambda stage, done, total: bar(done, total, stage))
-        with stages.open("training") as bar:
+        collector = collecting(plan.job.observe, plan.job.name, place.url, out)
+        with collector, stages.open("training") as bar:
 
             def show(progress: Progress) -> None:
                 # Then there is no row for the bar: see `Progress`.
