@@ -2,7 +2,8 @@
 
 Eight bytes with the length of a header, the header (JSON: dtype, shape and place of each tensor), the elements. Nothing
 in it is code, other tools read it, and neither side holds more of it than one tensor. The header's metadata has a
-digest of each tensor; one of the header is for whoever reads the file to keep. Not covered: dtypes that no master has.
+digest of each tensor; one of the header is for whoever reads the file to keep. Not covered: files of another writer
+(`trainer.checkpoint.safetensors_files`).
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from trainer.checkpoint.digest import digest
 
-_DTYPES = {"F32": torch.float32, "F64": torch.float64}
+_DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
 _METADATA = "__metadata__"
 _DIGESTS = "crc32"  # of the metadata: those of all tensors, in order, eight digits each
 _LENGTH_BYTES = 8
@@ -72,7 +73,8 @@ class TensorWriter:
         expected = next(self._names, None)
         if name != expected or tensor.dtype != self._dtype:
             raise ValueError(f"{name} of {tensor.dtype}: the next is {expected} of {self._dtype}")
-        content = tensor.detach().cpu().contiguous().numpy().data
+        # As bytes: numpy has no bfloat16.
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         digested = self._thread.submit(digest, content)
         self._file.write(content)
         self._digests.append(digested.result())
