@@ -210,7 +210,7 @@ def config_of(model: ModelConfig, dtype: str, end_token: int | None) -> dict[str
     return head | llama
 
 
-def model_of(config: Mapping[str, Any], file: Path, seq_len: int | None = None) -> tuple[str, ModelConfig]:
+def read_model(config: Mapping[str, Any], file: Path, seq_len: int | None = None) -> tuple[str, ModelConfig]:
     """Return the class of a config.json, and its model here, of dtype float32.
 
     Args:

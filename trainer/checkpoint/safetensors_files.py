@@ -78,6 +78,14 @@ class SafetensorsFiles:
         first = next(iter(self._files.values()))
         return dict(self._handle(first).metadata() or {})
 
+    @property
+    def files(self) -> list[Path]:
+        """Files that have tensors, in order."""
+        return list(dict.fromkeys(self._files.values()))
+
+    def names_in(self, file: Path) -> list[str]:
+        return [name for name, where in self._files.items() if where == file]
+
     def wide_dtype(self, names: Iterable[str]) -> torch.dtype:
         """Return the dtype that holds all of these tensors without loss: float32, or float64 where one has that.
 
