@@ -128,6 +128,20 @@ class TensorFile:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    def names(self) -> list[str]:
+        """Return the names of its tensors, in their order."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._entries[name]["dtype"]]
+
+    def release(self) -> None:
+        """Let the pages that were read go from this process's memory; tensors of the file stay good."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
     def __getitem__(self, name: str) -> Tensor:
         """A view of the file: what is written into it stays in this process.
 

@@ -17,7 +17,10 @@ from netlayer.errors import ConfigError
 from netlayer.units import format_size
 from trainer.checkpoint.digest import digest
 
-FORMAT = 3
+FORMAT = 4
+"""Of what is written: `trainer.checkpoint.dcp`."""
+OLD_FORMAT = 3
+"""A file of the safetensors format for each (tensor-parallel, pipeline) place: read, and no longer written."""
 META = "meta.json"
 TOKENIZER = "tokenizer.json"
 PENDING = ".new"
@@ -26,7 +29,7 @@ PENDING = ".new"
 _SHAPELESS = frozenset({"preset", "dtype", "compile", "recompute", "operators"})
 _DEFAULTS: Mapping[str, Any] = ModelConfig().model_dump(mode="json")
 _OWN_DIGEST = "digest"
-_ALTERED = "it is not as it was written"
+ALTERED = "it is not as it was written"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -37,10 +40,11 @@ class Meta:
     Args:
         job: the job of the run, section by section.
         corpus: digests of the text and of the tokenizer; empty where the run had none.
-        digests: of the tokenizer, and of the header of each file of tensors (`trainer.checkpoint.digest`).
+        digests: of every other file by its name; of one of tensors it is that of its header, or its digests.
         field: how the user named it, for errors.
         passed_over: newer folders that `find` left: pending, or without `meta.json`.
         data: datasets (`Sampler.state`) and `num_samples` that were trained on; None: drawn with replacement.
+        format: how tensors are stored.
     """
 
     path: Path
@@ -54,6 +58,15 @@ class Meta:
     field: str = "--resume"
     passed_over: Sequence[Path] = ()
     data: Mapping[str, Any] | None = None
+    format: int = FORMAT
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that hold its tensors."""
+        if self.format == OLD_FORMAT:
+            places = itertools.product(range(self.tp), range(self.pp))
+            return [file_name(tp, pp) for tp, pp in places]
+        return [name for name in self.digests if name != TOKENIZER]
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -71,13 +84,13 @@ class Meta:
             raise ConfigError(self.field, self.path, f"lacks {TOKENIZER}", "give a checkpoint of `netlayer train`")
         with self.undamaged(TOKENIZER):
             if digest((self.path / TOKENIZER).read_bytes()) != self.digests[TOKENIZER]:
-                raise ValueError(_ALTERED)
+                raise ValueError(ALTERED)
         return self.path / TOKENIZER
 
     @contextlib.contextmanager
     def undamaged(self, name: str) -> Iterator[None]:
         """Read one of its files in the block: an error that an intact file would not raise becomes a ConfigError."""
-        with _undamaged(self.field, self.path / name):
+        with undamaged(self.field, self.path / name):
             yield
 
 
@@ -97,21 +110,21 @@ def find(path: Path, field: str = "--resume") -> Meta:
         if pending := [*pending_in(path), *pending_in(path / "checkpoints")]:
             remedy = f"{pending[-1]} is not verified yet: give that itself, if its run was only killed"
         raise ConfigError(field, path, "holds no good checkpoint" if pending else "holds no checkpoint", remedy)
-    with _undamaged(field, folder / META):
+    with undamaged(field, folder / META):
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        if meta["format"] != FORMAT:
-            rule = f"has format {meta['format']}, and this version reads {FORMAT}"
+        if meta["format"] not in (OLD_FORMAT, FORMAT):
+            rule = f"has format {meta['format']}, and this version reads {OLD_FORMAT} and {FORMAT}"
             raise ConfigError(field, folder, rule, "go on with the version that wrote it")
         if meta.pop(_OWN_DIGEST) != digest(json.dumps(meta).encode()):
-            raise ValueError(_ALTERED)
-        facts = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
+            raise ValueError(ALTERED)
+        facts = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests", "format")}
         newer = [each for each in folders[: folders.index(folder)] if each != path]
         if folder != path:
             newer += [each for each in pending_in(folder.parent) if step_of(each) > meta["step"]]
         checkpoint = Meta(folder, **facts, field=field, passed_over=newer, data=meta.get("data"))
-    for tp, pp in itertools.product(range(checkpoint.tp), range(checkpoint.pp)):
-        if not (folder / file_name(tp, pp)).is_file():
-            raise ConfigError(field, folder, f"lacks {file_name(tp, pp)}", "give an older checkpoint")
+    for name in checkpoint.files:
+        if not (folder / name).is_file():
+            raise ConfigError(field, folder, f"lacks {name}", "give an older checkpoint")
     return checkpoint
 
 
@@ -226,7 +239,8 @@ def _size(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _undamaged(field: str, path: Path) -> Iterator[None]:
+def undamaged(field: str, path: Path) -> Iterator[None]:
+    """Read a file of a checkpoint in the block: an error that an intact file would not raise becomes a ConfigError."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:

@@ -42,8 +42,8 @@ from netlayer.workload.model_size import stage_elements
 from trainer.checkpoint.digest import digest
 from trainer.checkpoint.file import TensorFile, TensorWriter, header_digest
 from trainer.checkpoint.meta import (
-    FORMAT,
     META,
+    OLD_FORMAT,
     PENDING,
     TOKENIZER,
     Meta,
@@ -313,7 +313,7 @@ def _write_meta(
     if text is not None:
         digests[TOKENIZER] = digest(text.tokenizer)
         _write_durably(aside / TOKENIZER, text.tokenizer)
-    numbers = {"format": FORMAT, "step": step, "seed": seed, "tp": model.layout.tp, "pp": model.layout.pp}
+    numbers = {"format": OLD_FORMAT, "step": step, "seed": seed, "tp": model.layout.tp, "pp": model.layout.pp}
     identity = {} if text is None else text.identity
     facts = {**numbers, "corpus": identity, "job": model.job.model_dump(mode="json"), "digests": digests}
     if data is not None:
