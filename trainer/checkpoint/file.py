@@ -27,7 +27,7 @@ from trainer.checkpoint.digest import digest
 
 _DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
 _METADATA = "__metadata__"
-_DIGESTS = "crc32"  # of the metadata: those of all tensors, in order, eight digits each
+DIGESTS = "crc32"  # of the metadata: those of all tensors, in order, eight digits each
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it
 
@@ -116,7 +116,7 @@ class TensorFile:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.metadata: Mapping[str, str] = header.pop(_METADATA)
         self._entries, self._first = header, _LENGTH_BYTES + len(text)
-        width, digests = len(digest(b"")), self.metadata[_DIGESTS]
+        width, digests = len(digest(b"")), self.metadata[DIGESTS]
         self._unread = {name: digests[width * index :][:width] for index, name in enumerate(header)}
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
@@ -189,7 +189,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
         header = json.loads(text)
         entries = {name: entry for name, entry in header.items() if name != _METADATA}
         metadata = header[_METADATA]
-        valid = all(isinstance(value, str) for value in metadata.values()) and isinstance(metadata[_DIGESTS], str)
+        valid = all(isinstance(value, str) for value in metadata.values()) and isinstance(metadata[DIGESTS], str)
         for entry in entries.values():
             numbers = [*entry["shape"], *entry["data_offsets"]]
             valid = valid and entry["dtype"] in _DTYPES and len(entry["data_offsets"]) == 2
@@ -210,7 +210,7 @@ def _header(
     code = next((code for code, known in _DTYPES.items() if known == dtype), None)
     if code is None:
         raise ValueError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES.values()))}")
-    header: dict[str, Any] = {_METADATA: {**metadata, _DIGESTS: "".join(digests)}}
+    header: dict[str, Any] = {_METADATA: {**metadata, DIGESTS: "".join(digests)}}
     begin = 0
     for name, shape in tensors:
         end = begin + math.prod(shape) * dtype.itemsize

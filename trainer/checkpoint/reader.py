@@ -8,6 +8,7 @@ digest, so damage becomes an error that names the file. Not covered: who needs w
 from __future__ import annotations
 
 import abc
+import itertools
 import json
 import os
 import shutil
@@ -416,6 +417,8 @@ def write_checkpoint(
     tokenizer: bytes | None = None,
     data: Mapping[str, Any] | None = None,
     field: str = "--out",
+    file_bytes: int = _FILE_BYTES,
+    extras: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write a whole checkpoint from one process, a tensor at a time; it appears under its name when it is whole.
 
@@ -429,6 +432,8 @@ def write_checkpoint(
         tokenizer: content of its file; None: it has none.
         data: as in `Meta`.
         field: how the user named `path`, for errors.
+        file_bytes: most bytes of a file of tensors, but for one tensor.
+        extras: further files by name, without digests.
 
     Raises:
         ConfigError: it is there already, or cannot be written.
@@ -440,10 +445,12 @@ def write_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         try:
-            digests = _write_items(aside, tensors, job, step)
+            digests = _write_state(aside, tensors, job, step, file_bytes)
             if tokenizer is not None:
                 digests[TOKENIZER] = digest(tokenizer)
                 write_durably(aside / TOKENIZER, tokenizer)
+            for name, content in (extras or {}).items():
+                write_durably(aside / name, content)
             write_meta(aside, job, step, seed, corpus or {}, digests, data)
             sync_folder(aside)
             aside.replace(path)
@@ -491,37 +498,62 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _write_items(folder: Path, tensors: Iterable[tuple[str, Tensor]], job: JobConfig, step: int) -> dict[str, str]:
-    """Write the files of tensors and `.metadata`; return their digests."""
+def _write_state(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], job: JobConfig, step: int, file_bytes: int
+) -> dict[str, str]:
+    """Write tensors, and the settings of the optimiser for parameters that it has stepped; return digests of files."""
+    stepped: dict[str, tuple[int, ...]] = {}  # their shapes
+    names: set[str] = set()
+
+    def seen() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            names.add(name)
+            if (of_state := split_state_name(name)) and tensor.ndim:
+                stepped[of_state[0]] = tuple(tensor.shape)
+            yield name, tensor
+
+    def settings(writer: ItemWriter, file: str) -> Iterator[Stored]:
+        return write_settings(writer, file, stepped, job, step, names)
+
+    return write_items(folder, seen(), tied_names(job), file_bytes, settings)
+
+
+def write_items(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    aliases: Mapping[str, str],
+    file_bytes: int = _FILE_BYTES,
+    more: Callable[[ItemWriter, str], Iterable[Stored]] = lambda _writer, _file: (),
+) -> dict[str, str]:
+    """Write files of tensors and `.metadata`, a tensor at a time; return the digests of these files.
+
+    Args:
+        aliases: further names of a tensor, and under which it is stored.
+        file_bytes: most bytes of a file, but for one tensor.
+        more: writes what comes last into the last file.
+    """
     stored: list[Stored] = []
     digests: dict[str, str] = {}
-    stepped: dict[str, tuple[int, ...]] = {}  # parameters that the optimiser has stepped, and their shapes
-    names: set[str] = set()
     source = iter(tensors)
-    number, ends = 0, False
-    while not ends:
+    pair = next(source, None)
+    for number in itertools.count():
         name = file_of(0, number)
         with (folder / name).open("wb") as stream:
             writer = ItemWriter(stream)
             try:
-                while writer.num_bytes < _FILE_BYTES:
-                    pair = next(source, None)
-                    if pair is None:
-                        ends = True
-                        break
-                    names.add(pair[0])
-                    if (of_state := split_state_name(pair[0])) and pair[1].ndim:
-                        stepped[of_state[0]] = tuple(pair[1].shape)
+                while pair is not None and (not writer.num_bytes or writer.num_bytes + pair[1].nbytes <= file_bytes):
                     stored += _write_tensor(writer, name, *pair)
-                if ends:
-                    stored += write_settings(writer, name, stepped, job, step, names)
+                    pair = next(source, None)
+                if pair is None:
+                    stored += more(writer, name)
                 digests[name] = writer.finish()
             finally:
                 writer.close()
             stream.flush()
             os.fsync(stream.fileno())
-        number += 1
-    metadata = metadata_bytes(stored, tied_names(job))
+        if pair is None:
+            break
+    metadata = metadata_bytes(stored, aliases)
     write_durably(folder / METADATA, metadata)
     return {METADATA: digest(metadata), **digests}
 
