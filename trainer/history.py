@@ -21,7 +21,7 @@ from typing import Any
 
 from netlayer.errors import FULL_DISK, ConfigError
 from netlayer.results import sync_folder, utc_now, writing
-from trainer.checkpoint.meta import checkpoints_in, step_of
+from trainer.checkpoint.names import checkpoints_in, step_of
 
 METRICS, VALIDATION, RESTARTS = "metrics.jsonl", "validation.jsonl", "restarts.jsonl"
 CHECKPOINTS = "checkpoints"

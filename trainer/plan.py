@@ -23,7 +23,8 @@ from netlayer.launch.rank import RankEnv
 from netlayer.nccl.environment import Choice, for_ranks
 from netlayer.workload.fit import check_room, in_room, with_overlap
 from netlayer.workload.memory import estimate, gib
-from trainer.checkpoint.meta import TOKENIZER, check_model, check_same_text, find, going_on, seed_of
+from trainer.checkpoint.meta import check_model, check_same_text, find, going_on, seed_of
+from trainer.checkpoint.names import TOKENIZER
 from trainer.checkpoint.resume import check_steps_left, start_of
 from trainer.data.mixture import Mixture, check_samples, prepare_mixture
 from trainer.data.prepare import Corpus, OnStage, check_enough, prepare_corpus

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from netlayer.launch.rank import RankContext
-from trainer.checkpoint.save_load import NoRoom
+from trainer.checkpoint.save import NoRoom
 from trainer.loop import Trainer
 from trainer.plan import Plan
 from trainer.worker import meet

@@ -9,7 +9,7 @@ import pytest
 
 from netlayer.config.tree import build_config
 from netlayer.errors import ConfigError
-from trainer.checkpoint.meta import FORMAT, sealed
+from trainer.checkpoint.names import FORMAT, sealed
 from trainer.checkpoint.resume import AUTO, Start, check_steps_left, start_of
 
 RESTART = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}

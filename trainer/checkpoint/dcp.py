@@ -172,7 +172,7 @@ def saved(value: object) -> bytes:
 def elements_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor's elements, by rows; a copy where it is not on the host, or not laid out so."""
     flat = tensor.detach().cpu().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def optimizer_settings(config: Any, is_matrix: bool, lr: float) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def metadata_bytes(items: Iterable[Stored], aliases: Mapping[str, str]) -> bytes
             storage[MetadataIndex(name, box.offsets, len(chunks))] = info
             chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
     # How a flat name was nested: `dcp` makes the same of it where somebody loads all without a state of his own.
-    nested = {name: (name,) for name in states}
+    nested: dict[str, tuple[str, ...]] = {name: (name,) for name in states}
     prefix = f"{OPTIMIZER}."
     nested |= {name: (OPTIMIZER, name.removeprefix(prefix)) for name in states if name.startswith(prefix)}
     metadata = Metadata(states, nested, storage, StorageMeta(), CURRENT_DCP_VERSION)

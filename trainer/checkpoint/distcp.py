@@ -33,7 +33,7 @@ def file_of(rank: int, number: int = 0) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Where an item lies in its file, and the CRC-32 of its bytes."""
 
     offset: int
@@ -52,10 +52,10 @@ class ItemWriter:
     def __init__(self, stream: IO[bytes], on_write: Callable[[int], None] = lambda _num_bytes: None) -> None:
         self._stream, self._on_write = stream, on_write
         self._thread = ThreadPoolExecutor(1, "digests")
-        self.places: list[Place] = []
+        self.places: list[Extent] = []
         self.num_bytes = 0
 
-    def add(self, pieces: Sequence[bytes | memoryview]) -> Place:
+    def add(self, pieces: Sequence[bytes | memoryview]) -> Extent:
         """Write one item, which is these pieces one after the other."""
         # zlib lets go of the interpreter's lock, and so does a write: both take about as long.
         crc = self._thread.submit(_crc_of, pieces)
@@ -64,7 +64,7 @@ class ItemWriter:
             self._stream.write(piece)
             length += len(piece)
             self._on_write(len(piece))
-        place = Place(self.num_bytes, length, crc.result())
+        place = Extent(self.num_bytes, length, crc.result())
         self.places.append(place)
         self.num_bytes += length
         return place
@@ -89,7 +89,7 @@ def _crc_of(pieces: Iterable[bytes | memoryview]) -> int:
     return crc
 
 
-def read_trailer(size: int, read: Read) -> tuple[str, list[Place]]:
+def read_trailer(size: int, read: Read) -> tuple[str, list[Extent]]:
     """Return the digest of a file's trailer, and the places of its items.
 
     Args:
@@ -106,10 +106,10 @@ def read_trailer(size: int, read: Read) -> tuple[str, list[Place]]:
     return digest(text), _parse(text, size)
 
 
-def _parse(text: bytes, size: int) -> list[Place]:
+def _parse(text: bytes, size: int) -> list[Extent]:
     try:
         rows: Any = json.loads(text)
-        places = [Place(*row) for row in rows]
+        places = [Extent(*row) for row in rows]
         valid = all(type(n) is int and n >= 0 for place in places for n in (place.offset, place.length, place.crc))
         valid = valid and all(place.offset + place.length <= size for place in places)
     except (ValueError, RecursionError, TypeError):

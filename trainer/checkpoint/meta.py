@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,21 +15,23 @@ from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
 from netlayer.units import format_size
 from trainer.checkpoint.digest import digest
+from trainer.checkpoint.names import (
+    FORMAT,
+    META,
+    OLD_FORMAT,
+    OWN_DIGEST,
+    PENDING,
+    TOKENIZER,
+    checkpoints_in,
+    halves_in,
+    pending_in,
+    step_of,
+)
 
-FORMAT = 4
-"""Of what is written: `trainer.checkpoint.dcp`."""
-OLD_FORMAT = 3
-"""A file of the safetensors format for each (tensor-parallel, pipeline) place: read, and no longer written."""
-META = "meta.json"
-TOKENIZER = "tokenizer.json"
-PENDING = ".new"
-"""End of the name of a checkpoint that is not verified yet: no finite loss was computed with its parameters."""
 # Of job.model: neither shapes nor meaning.
 _SHAPELESS = frozenset({"preset", "dtype", "compile", "recompute", "operators"})
 _DEFAULTS: Mapping[str, Any] = ModelConfig().model_dump(mode="json")
-_OWN_DIGEST = "digest"
 ALTERED = "it is not as it was written"
-_NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def find(path: Path, field: str = "--resume") -> Meta:
         if meta["format"] not in (OLD_FORMAT, FORMAT):
             rule = f"has format {meta['format']}, and this version reads {OLD_FORMAT} and {FORMAT}"
             raise ConfigError(field, folder, rule, "go on with the version that wrote it")
-        if meta.pop(_OWN_DIGEST) != digest(json.dumps(meta).encode()):
+        if meta.pop(OWN_DIGEST) != digest(json.dumps(meta).encode()):
             raise ValueError(ALTERED)
         facts = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests", "format")}
         newer = [each for each in folders[: folders.index(folder)] if each != path]
@@ -126,26 +127,6 @@ def find(path: Path, field: str = "--resume") -> Meta:
         if not (folder / name).is_file():
             raise ConfigError(field, folder, f"lacks {name}", "give an older checkpoint")
     return checkpoint
-
-
-def sealed(facts: Mapping[str, Any]) -> str:
-    """The text of `meta.json`, with its own digest."""
-    return json.dumps({**facts, _OWN_DIGEST: digest(json.dumps(facts).encode())}, indent=1) + "\n"
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Good ones, oldest first."""
-    return _named(folder, "")
-
-
-def pending_in(folder: Path) -> list[Path]:
-    """Return the checkpoints that are not verified yet, oldest first."""
-    return _named(folder, PENDING)
-
-
-def halves_in(folder: Path) -> list[Path]:
-    """Return folders that are no checkpoints: halves of saves in progress or killed, and replaced checkpoints."""
-    return sorted([*folder.glob(".step-*.part"), *folder.glob(".step-*.old")])
 
 
 def file_name(tp: int, pp: int) -> str:
@@ -218,16 +199,6 @@ def going_on(meta: Meta, job: JobConfig) -> list[str]:
                 also = f", and the {job.optimizer.schedule} schedule of the learning rate moves with it" * bends
                 lines.append(f"note: job.{section}.{key} is now {value}, and was {before} up to the checkpoint{also}")
     return lines
-
-
-def _named(folder: Path, suffix: str) -> list[Path]:
-    paths = (path for path in folder.glob(f"step-*{suffix}") if _NAME.fullmatch(path.name.removesuffix(suffix)))
-    return sorted(paths, key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """Return the step after which a checkpoint was saved, from its name."""
-    return int(path.name.removeprefix("step-").removesuffix(PENDING))
 
 
 def _size(folder: Path) -> int:

@@ -42,20 +42,10 @@ from trainer.checkpoint.dcp import (
     stored_items,
 )
 from trainer.checkpoint.digest import digest
-from trainer.checkpoint.distcp import ItemWriter, Place, Read, file_of, local_read, read_trailer
+from trainer.checkpoint.distcp import Extent, ItemWriter, Read, file_of, local_read, read_trailer
 from trainer.checkpoint.file import TensorFile
-from trainer.checkpoint.meta import (
-    ALTERED,
-    FORMAT,
-    META,
-    OLD_FORMAT,
-    TOKENIZER,
-    Meta,
-    file_name,
-    find,
-    sealed,
-    undamaged,
-)
+from trainer.checkpoint.meta import ALTERED, Meta, file_name, find, undamaged
+from trainer.checkpoint.names import FORMAT, META, OLD_FORMAT, TOKENIZER, sealed
 from trainer.model.linears import Part
 from trainer.ramps import learning_rate
 
@@ -205,7 +195,7 @@ class PlainCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, meta: Meta | None, field: str) -> None:
         super().__init__(path, meta, field)
-        self._opened: dict[str, tuple[Read, Mapping[int, Place]]] = {}
+        self._opened: dict[str, tuple[Read, Mapping[int, Extent]]] = {}
         self._last: tuple[Stored, Tensor] | None = None
         with undamaged(field, path / METADATA):
             content = (path / METADATA).read_bytes()
@@ -288,12 +278,12 @@ class PlainCheckpoint(Checkpoint):
                 raise ValueError(f"{item.name} is not as it was written")
         return content
 
-    def _open(self, file: str) -> tuple[Read, Mapping[int, Place]]:
+    def _open(self, file: str) -> tuple[Read, Mapping[int, Extent]]:
         if file not in self._opened:
             if Path(file).name != file:
                 raise ValueError(f"{file} is not in its folder")
             size, read = local_read(self.path / file)
-            places: list[Place] = []
+            places: list[Extent] = []
             if self.meta is not None:
                 found, places = read_trailer(size, read)
                 if found != self.meta.digests[file]:
@@ -586,7 +576,7 @@ def write_settings(
         shapes: of the parameters that have moments.
         present: names that are stored already.
     """
-    places: dict[bytes, Place] = {}
+    places: dict[bytes, Extent] = {}
     skipped, lr = set(present), learning_rate(job.optimizer, max(step, 1))
     settings = {is_matrix: optimizer_settings(job.optimizer, is_matrix, lr) for is_matrix in (False, True)}
     count = torch.tensor(float(step))

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
-from trainer.checkpoint.meta import META, Meta, checkpoints_in, find, pending_in, step_of
+from trainer.checkpoint.meta import Meta, find
+from trainer.checkpoint.names import META, checkpoints_in, pending_in, step_of
 from trainer.history import CHECKPOINTS, METRICS, REPLACED
 
 AUTO = Path("auto")
