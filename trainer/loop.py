@@ -171,6 +171,7 @@ class Trainer:
         Raises:
             ConfigError: it is of another model, or damaged.
         """
+        model_only = model_only or meta.is_fresh
         restore.load(meta, self.model, self.optimizer, model_only=model_only)
         self._untouched = meta.path
         if model_only:

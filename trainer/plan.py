@@ -301,7 +301,8 @@ def prepare(
             "job.data.datasets", ", ".join(job.data.datasets), rule, "leave them out, or use netlayer train"
         )
     brought = before.tokenizer_file if before and (job.checkpoint.other_text or TOKENIZER in before.digests) else None
-    tokenizer_file = brought if job.checkpoint.other_text else None  # else the text brings the same, and it is but read
+    # Else the text brings the same, and it is but read.
+    tokenizer_file = brought if job.checkpoint.other_text or (before and before.is_fresh) else None
     # A shared home may be read-only or full on this machine: the run itself can still go on.
     try:
         corpus = prepare_corpus(*text, cache_folder(), on_stage, tokenizer_file)

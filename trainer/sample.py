@@ -49,11 +49,14 @@ class Sampler:
 
         Raises:
             CheckFailed: the model's answer is no number.
+            ConfigError: there is no prompt, and the tokenizer of an imported model no token that begins a document.
         """
-        end = self.tokenizer.token_to_id(END_OF_DOCUMENT)
-        if end is None:
-            raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT}")
-        prompt_ids = [end, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        end = self.tokenizer.token_to_id(END_OF_DOCUMENT)  # None: it never ends early
+        prompt_ids = [] if end is None else [end]
+        prompt_ids += self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        if not prompt_ids:
+            rule = f"is needed: the tokenizer of {self.path} has no {END_OF_DOCUMENT} to begin with"
+            raise ConfigError("--prompt", None, rule, "give the text to go on from")
         yield prompt
         drawn: list[int] = []
         sent = ""

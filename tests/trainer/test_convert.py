@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from netlayer.cli import cli
 from netlayer.config.file import load_config
-from netlayer.config.tree import ModelConfig, build_config
+from netlayer.config.tree import EvaluationConfig, JobConfig, ModelConfig, build_config
 from netlayer.errors import ConfigError
 from tests.trainer.foreign_models import (
     MODELS,
@@ -32,8 +34,15 @@ from trainer.checkpoint.convert import export_checkpoint, import_model, model_in
 from trainer.checkpoint.dcp import state_name
 from trainer.checkpoint.hugging_face import architecture_of, layout_of
 from trainer.checkpoint.layouts import gpt2_layout, torchtitan_layout
-from trainer.checkpoint.meta import find
+from trainer.checkpoint.listing import list_checkpoints
+from trainer.checkpoint.meta import check_model, check_same_text, find, going_on, seed_of
 from trainer.checkpoint.reader import open_checkpoint, write_checkpoint
+from trainer.checkpoint.resume import Start, check_steps_left
+from trainer.data.prepare import Corpus
+from trainer.loop import Place, Trainer, run
+from trainer.plan import prepare
+
+from .conftest import tiny_job
 
 pytestmark = [
     pytest.mark.usefixtures("_no_sync"),
@@ -403,6 +412,98 @@ def format_3(tmp_path: Path) -> Path:
     archive = Path(__file__).parents[1] / "data" / "format_3" / "tp2-pp2.tar.xz"
     shutil.unpack_archive(archive, tmp_path / "old", filter="data")
     return next((tmp_path / "old").rglob("meta.json")).parent
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def tiny_llama(text_folder: Path, tmp_path: Path) -> tuple[Path, JobConfig, Values]:
+    """An imported Llama of the tiny job's sizes, with a job that trains it, and its values."""
+    config = config_named("Llama", vocab_size=300, seq_len=16)
+    values = values_of(random_model(config))
+    theirs = save_as_theirs(tmp_path / "hf", config, layout_of("LlamaForCausalLM", config), values)
+    import_model(open_foreign(theirs, "huggingface"), tmp_path / "ours")
+    keys = load_config(tmp_path / "ours" / "job.toml").job.model.model_dump(exclude={"preset"})
+    return tmp_path / "ours", tiny_job(text_folder, model=keys, optimizer={"steps": 4, "lr": 1e-2}), values
+
+
+def test_an_imported_model_trains_from_the_first_step_with_a_new_optimiser(
+    text_folder: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    ours, job, values = tiny_llama(text_folder, tmp_path)
+    meta = find(ours)
+    check_model(meta, job)
+    trainer = Trainer(job, corpus, 5, Place(0, 1, torch.device("cpu")))
+    trainer.resume(meta)
+    (chunk,) = trainer.model.chunks
+    assert_same({name: tensor.clone() for name, tensor in chunk.full_state_dict().items()}, values)
+    losses: list[float] = []
+    run(trainer, EvaluationConfig(), lambda row: losses.append(row["loss"]), lambda _row: None)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+def test_a_run_from_an_imported_model_has_its_own_seed_text_and_samples(text_folder: Path, tmp_path: Path) -> None:
+    """What a run that goes on is refused: nothing was trained yet."""
+    ours, job, _values = tiny_llama(text_folder, tmp_path)
+    meta = find(ours)
+    assert (seed_of(meta, 9, job), seed_of(meta, None, job)) == (9, 0)
+    assert going_on(meta, job) == [f"starts with the parameters of {ours}: with the first step, and a new optimiser"]
+    check_same_text(meta, {"text": "another", "tokenizer": "another"}, job)
+    assert check_steps_left(Start(meta), job)
+
+
+def test_a_text_is_read_in_the_tokens_of_the_imported_model(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = config_named("Llama", vocab_size=300, seq_len=16)
+    values = values_of(random_model(config))
+    theirs = save_as_theirs(tmp_path / "hf", config, layout_of("LlamaForCausalLM", config), values)
+    tokenizer = json.loads(corpus.tokenizer_file.read_text())
+    tokenizer["added_tokens"][0]["content"] += ">"  # another file, and the same tokens
+    for name, added in (("with", corpus.tokenizer_file.read_text()), ("without", json.dumps(tokenizer))):
+        (theirs / "tokenizer.json").write_text(added)
+        import_model(open_foreign(theirs, "huggingface"), tmp_path / name)
+    job = tiny_job(text_folder, model=config.model_dump(exclude={"preset"}))
+    read = prepare(job, 1, 0, tmp_path, resume=tmp_path / "with")
+    assert read.tokenizer_file.read_text() == corpus.tokenizer_file.read_text()
+    with pytest.raises(
+        ConfigError, match=r"has no <\|end\|> to end a document .*; make tokens with netlayer data prep"
+    ):
+        prepare(job, 1, 0, tmp_path, resume=tmp_path / "without")
+
+
+@pytest.mark.slow
+def test_what_transformers_saves_is_imported_and_trained_by_its_job_file(
+    text_folder: Path, tmp_path: Path, transformers: Any
+) -> None:
+    """The whole way of a user: transformers' folder, import, train, and export of the trained run."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 16}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **more)).save_pretrained(tmp_path / "hf")
+    call("import", tmp_path / "hf", tmp_path / "ours", "--from", "huggingface")
+    sets = {"data.folder": text_folder, "data.pattern": "*.txt", "parallel.dp": 1, "optimizer.steps": 3}
+    sets |= {"batch.global_size": 4, "batch.micro_size": 2, "checkpoint.every_steps": 3}
+    options = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    options += [
+        "--set",
+        "cluster.gpus_per_server=1",
+        "--resume",
+        str(tmp_path / "ours"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    command = [sys.executable, "-m", "netlayer", "train", str(tmp_path / "ours" / "job.toml"), *options]
+    trained = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert trained.returncode == 0, trained.stderr
+    assert "with the first step, and a new optimiser" in trained.stderr
+    assert [row.step for row in list_checkpoints(tmp_path / "run")] == [3]
+    call("export", tmp_path / "run", tmp_path / "theirs", "--to", "huggingface")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", output_loading_info=True)
+    assert not any(report.values())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs").encode("the rank")
+    assert not torch.equal(model.lm_head.weight, load_file(tmp_path / "hf" / "model.safetensors")["lm_head.weight"])
 
 
 # ------------------------------------------------------------------------------------- transformers, where it is there

@@ -43,7 +43,7 @@ from trainer.checkpoint.hugging_face import (
     read_model,
 )
 from trainer.checkpoint.layouts import HEAD, TOKENS, Layout, gpt2_layout, own_layout, torchtitan_layout
-from trainer.checkpoint.meta import PENDING, TOKENIZER
+from trainer.checkpoint.names import PENDING, TOKENIZER
 from trainer.checkpoint.reader import Checkpoint, open_checkpoint, write_checkpoint, write_items
 from trainer.checkpoint.safetensors_files import SafetensorsFiles, ShardedWriter
 from trainer.data.tokenizer import END_OF_DOCUMENT
@@ -329,7 +329,7 @@ def reshard_checkpoint(
 
     Args:
         file_bytes: most bytes of a file, about.
-        model_only: without the state of the optimiser.
+        model_only: without the state of the optimiser, as a checkpoint of step 0, from which a run starts anew.
 
     Raises:
         ConfigError: it is pending, not one of ours or damaged, or `out` cannot be written.
@@ -361,11 +361,11 @@ def reshard_checkpoint(
         out,
         tensors(),
         job,
-        step=meta.step,
+        step=0 if model_only else meta.step,
         seed=meta.seed,
         corpus=meta.corpus,
         tokenizer=tokenizer,
-        data=meta.data,
+        data=None if model_only else meta.data,
         field=OUT_FIELD,
         file_bytes=file_bytes,
     )

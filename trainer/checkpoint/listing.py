@@ -20,17 +20,11 @@ from trainer.checkpoint.distcp import SUFFIX, local_read, read_trailer
 from trainer.checkpoint.file import DIGESTS, TensorFile, header_digest
 from trainer.checkpoint.meta import (
     ALTERED,
-    META,
-    OLD_FORMAT,
-    PENDING,
     Meta,
-    checkpoints_in,
     find,
-    halves_in,
-    pending_in,
-    step_of,
     undamaged,
 )
+from trainer.checkpoint.names import META, OLD_FORMAT, PENDING, checkpoints_in, halves_in, pending_in, step_of
 from trainer.checkpoint.reader import open_checkpoint, open_found
 from trainer.checkpoint.safetensors_files import SafetensorsFiles
 from trainer.history import CHECKPOINTS

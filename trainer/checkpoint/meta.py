@@ -62,6 +62,11 @@ class Meta:
     format: int = FORMAT
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether no step was taken: it holds parameters alone, as an imported model does, and a run starts anew."""
+        return self.step == 0
+
+    @property
     def files(self) -> list[str]:
         """Names of the files that hold its tensors."""
         if self.format == OLD_FORMAT:
@@ -151,7 +156,7 @@ def check_model(meta: Meta, job: JobConfig) -> None:
 
 def check_same_text(meta: Meta, corpus: Mapping[str, str], job: JobConfig) -> None:
     """Raise ConfigError where a job would go on with other text or tokens, and does not say that it means to."""
-    if job.checkpoint.other_text or not meta.corpus or job.data.datasets:
+    if job.checkpoint.other_text or meta.is_fresh or not meta.corpus or job.data.datasets:
         return
     value, before = job.data.folder or "(standard library)", meta.job["data"].get("folder") or "(standard library)"
     remedy = (
@@ -176,7 +181,7 @@ def seed_of(meta: Meta, option_seed: int | None, job: JobConfig) -> int:
     """
     if option_seed is None or option_seed == meta.seed:
         return meta.seed
-    if job.checkpoint.other_text:
+    if meta.is_fresh or job.checkpoint.other_text:
         return option_seed
     rule = f"is another than the {meta.seed} that {meta.path} was trained with"
     raise ConfigError("--seed", option_seed, rule, "leave it out, or set job.checkpoint.other_text to true")
@@ -185,6 +190,8 @@ def seed_of(meta: Meta, option_seed: int | None, job: JobConfig) -> int:
 def going_on(meta: Meta, job: JobConfig) -> list[str]:
     """Lines for the user: from where a job goes on, and what of its optimiser and batch is otherwise than before."""
     lines = [f"goes on from {meta.path}, behind step {meta.step:,}"]
+    if meta.is_fresh:
+        return [f"starts with the parameters of {meta.path}: with the first step, and a new optimiser"]
     for path in meta.passed_over:
         why = "it is not verified yet" if path.suffix == PENDING else f"it lacks {META}"
         lines.append(f"note: {path} is newer, and was passed over: {why}")

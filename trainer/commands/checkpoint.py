@@ -120,7 +120,7 @@ def reshard(path: Path, out: Path, file_size: str, model_only: bool, verbose: in
 
     A checkpoint has no layout to choose: ranks of any tp, pp and dp read their parts of whole tensors. This makes a few
     large files of those of many ranks, or small ones for a store that wants them, and brings old formats up to date.
-    With --model-only training starts with a fresh optimiser, at the step of the checkpoint.
+    With --model-only a run that resumes from it starts with its first step and a new optimiser.
 
     \b
     Examples:
