@@ -468,9 +468,7 @@ def test_a_text_is_read_in_the_tokens_of_the_imported_model(
     job = tiny_job(text_folder, model=config.model_dump(exclude={"preset"}))
     read = prepare(job, 1, 0, tmp_path, resume=tmp_path / "with")
     assert read.tokenizer_file.read_text() == corpus.tokenizer_file.read_text()
-    with pytest.raises(
-        ConfigError, match=r"has no <\|end\|> to end a document .*; make tokens with netlayer data prep"
-    ):
+    with pytest.raises(ConfigError, match=r"has no <\|end\|> to end a document .*; make tokens with netlayer"):
         prepare(job, 1, 0, tmp_path, resume=tmp_path / "without")
 
 
@@ -486,16 +484,9 @@ def test_what_transformers_saves_is_imported_and_trained_by_its_job_file(
     sets = {"data.folder": text_folder, "data.pattern": "*.txt", "parallel.dp": 1, "optimizer.steps": 3}
     sets |= {"batch.global_size": 4, "batch.micro_size": 2, "checkpoint.every_steps": 3}
     options = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-    options += [
-        "--set",
-        "cluster.gpus_per_server=1",
-        "--resume",
-        str(tmp_path / "ours"),
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    command = [sys.executable, "-m", "netlayer", "train", str(tmp_path / "ours" / "job.toml"), *options]
-    trained = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    options += ["--set", "cluster.gpus_per_server=1", "--resume", tmp_path / "ours", "--out", tmp_path / "run"]
+    command = [sys.executable, "-m", "netlayer", "train", tmp_path / "ours" / "job.toml", *options]
+    trained = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280, check=False)
     assert trained.returncode == 0, trained.stderr
     assert "with the first step, and a new optimiser" in trained.stderr
     assert [row.step for row in list_checkpoints(tmp_path / "run")] == [3]
