@@ -71,7 +71,7 @@ def list_checkpoints(folder: Path) -> list[Row]:
         ConfigError: there are none.
     """
     if (folder / META).is_file() or (folder / METADATA).is_file():
-        return [_row(folder)]
+        return [_row(folder, may_be_plain=True)]
     where = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     paths = sorted([*checkpoints_in(where), *pending_in(where)], key=lambda path: (step_of(path), path.name))
     rows = [_row(path) for path in paths]
@@ -82,9 +82,14 @@ def list_checkpoints(folder: Path) -> list[Row]:
     return rows
 
 
-def _row(path: Path) -> Row:
+def _row(path: Path, *, may_be_plain: bool = False) -> Row:
+    """Return the row of a checkpoint.
+
+    Args:
+        may_be_plain: it may be of torch.distributed.checkpoint alone; one of a run that lacks `meta.json` is damaged.
+    """
     try:
-        if not (path / META).is_file() and not (path / METADATA).is_file():
+        if not may_be_plain and not (path / META).is_file():
             raise ConfigError(FIELD, path, f"lacks {META}", "")
         meta = find(path, FIELD) if (path / META).is_file() else None
         if meta is not None:
@@ -95,7 +100,8 @@ def _row(path: Path) -> Row:
             numel = sum(math.prod(source.shape(name)) for name in parameters)
             content = "model" if len(parameters) == len(source.names()) else "model, optimizer"
     except ConfigError as exc:
-        step = step_of(path) if path.name.startswith("step-") else None
+        digits = path.name.removeprefix("step-").removesuffix(PENDING)
+        step = step_of(path) if digits.isdecimal() else None
         return Row(path.name, step, None, None, None, None, *_size(path), "damaged", exc.rule)
     state = "pending" if path.name.endswith(PENDING) else "good"
     if meta is None:

@@ -348,7 +348,7 @@ class OldCheckpoint(Checkpoint):
         with self._found.undamaged(file_name(tp, pp)):
             file = self._file(tp, pp)
             for key in file.names():
-                file[key]
+                self.bytes_read += file[key].nbytes
                 file.release()
 
     def _chunks(self, name: str) -> Iterator[Chunk]:
