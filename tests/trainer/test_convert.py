@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,14 @@ from tests.trainer.foreign_models import (
     save_as_theirs,
     values_of,
 )
-from trainer.checkpoint.convert import export_checkpoint, import_model, model_in, open_foreign, reshard_checkpoint
+from trainer.checkpoint.convert import (
+    export_checkpoint,
+    import_model,
+    model_in,
+    new_folder,
+    open_foreign,
+    reshard_checkpoint,
+)
 from trainer.checkpoint.dcp import state_name
 from trainer.checkpoint.hugging_face import architecture_of, layout_of
 from trainer.checkpoint.layouts import gpt2_layout, torchtitan_layout
@@ -331,6 +339,19 @@ def test_what_a_killed_export_left_is_replaced(llama: Path, tmp_path: Path) -> N
     export(llama, tmp_path / "out", "safetensors")
     assert not (tmp_path / ".out.part").exists()
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), read_own(llama))
+
+
+def test_two_processes_do_not_make_one_folder(llama: Path, tmp_path: Path) -> None:
+    with new_folder(tmp_path / "out") as part:
+        (part / "half").touch()
+        for line in (
+            call("export", llama, tmp_path / "out", "--to", "dcp", code=2),
+            call("import", tmp_path / "hf", tmp_path / "out", "--from", "huggingface", code=2),
+            call("reshard", llama, tmp_path / "out", code=2),
+        ):
+            assert re.fullmatch(r"OUT = .*/out: is being made by process .*; wait for it, or give another folder", line)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["half"]
+    assert not list(tmp_path.glob(".out*"))
 
 
 def test_a_damaged_checkpoint_is_not_exported(llama: Path, tmp_path: Path) -> None:

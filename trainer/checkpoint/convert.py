@@ -31,6 +31,7 @@ from torch import Tensor
 from netlayer.config.file import load_config
 from netlayer.config.tree import JobConfig, ModelConfig, build_config, build_section
 from netlayer.errors import ConfigError
+from netlayer.lock import LockBusy, claimed
 from netlayer.results import sync_folder, writing
 from netlayer.units import format_size
 from trainer.checkpoint.hugging_face import (
@@ -69,17 +70,34 @@ class Source(Protocol):
 
 
 @contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Make `out` in the block, as the one process that does: two would publish each other's halves.
+
+    Raises:
+        ConfigError: there is something at `out`, another process makes it, or its folder cannot be written.
+    """
+    if out.exists():
+        raise ConfigError(OUT_FIELD, out, "is there already", "give a new folder, or remove it")
+    lock = out.absolute().parent / f".{out.absolute().name}.lock"
+    with contextlib.ExitStack() as stack:
+        try:
+            with writing(out, OUT_FIELD):
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(claimed(lock))
+        except LockBusy as exc:
+            raise ConfigError(OUT_FIELD, out, f"is being made by {exc}", "wait for it, or give another folder") from exc
+        yield
+
+
+@contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Fill a folder in the block, which then appears at `out`, whole and on the disk; else nothing is left.
 
     Raises:
-        ConfigError: there is something at `out`, or it cannot be written.
+        ConfigError: there is something at `out`, another process makes it, or it cannot be written.
     """
-    if out.exists():
-        raise ConfigError(OUT_FIELD, out, "is there already", "give a new folder, or remove it")
     part = out.absolute().parent / f".{out.absolute().name}.part"
-    with writing(out, OUT_FIELD):
-        part.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(out), writing(out, OUT_FIELD):
         shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
         part.mkdir()
         try:
@@ -310,7 +328,8 @@ def import_model(foreign: Foreign, out: Path, on_progress: OnProgress = lambda _
     num_bytes = sum(math.prod(piece.shape) for piece in pieces) * foreign.dtype.itemsize
     tensors = _counted(ours, foreign.dtype, num_bytes, on_progress)
     extras = {JOB: job_text(foreign.model).encode()}
-    write_checkpoint(out, tensors, job, tokenizer=tokenizer, field=OUT_FIELD, extras=extras)
+    with _alone(out):
+        write_checkpoint(out, tensors, job, tokenizer=tokenizer, field=OUT_FIELD, extras=extras)
     hint = f"netlayer train {out / JOB} --resume {out} trains it"
     return Written(out, len(foreign.layout.pieces), num_bytes, hint)
 
@@ -357,18 +376,19 @@ def reshard_checkpoint(
 
     job = build_section(JobConfig, {**meta.job, "model": meta.model}, "job.")
     tokenizer = meta.tokenizer_file.read_bytes() if TOKENIZER in meta.digests else None
-    write_checkpoint(
-        out,
-        tensors(),
-        job,
-        step=0 if model_only else meta.step,
-        seed=meta.seed,
-        corpus=meta.corpus,
-        tokenizer=tokenizer,
-        data=None if model_only else meta.data,
-        field=OUT_FIELD,
-        file_bytes=file_bytes,
-    )
+    with _alone(out):
+        write_checkpoint(
+            out,
+            tensors(),
+            job,
+            step=0 if model_only else meta.step,
+            seed=meta.seed,
+            corpus=meta.corpus,
+            tokenizer=tokenizer,
+            data=None if model_only else meta.data,
+            field=OUT_FIELD,
+            file_bytes=file_bytes,
+        )
     return Written(out, len(names), total)
 
 
