@@ -124,28 +124,30 @@ def architecture_of(model: ModelConfig) -> str:
         ConfigError: there is none; names the key of the model that none has.
     """
     is_gpt2 = model.positions == "learned"
-    wanted: dict[str, Any] = {"parallel_block": False}
+    needed: dict[str, Any] = {"parallel_block": False}
     if is_gpt2:
         name = "GPT2LMHeadModel"
-        wanted |= {"norm": "layernorm", "activation": "gelu", "bias": True, "qk_norm": False, "attention_window": 0}
-        wanted |= {"num_kv_heads": model.heads, "attention_width": model.hidden}
+        needed |= {"norm": "layernorm", "activation": "gelu", "bias": True, "qk_norm": False, "attention_window": 0}
+        needed |= {"num_kv_heads": model.heads, "attention_width": model.hidden}
     else:
         name = "LlamaForCausalLM"
-        wanted |= {"norm": "rmsnorm", "activation": "swiglu"}
+        needed |= {"norm": "rmsnorm", "activation": "swiglu"}
         if model.attention_window:
             name = "MistralForCausalLM"
-            wanted |= {"qk_norm": False, "bias": False}
-            wanted["window_pattern"] = "w" * len(model.window_pattern)
+            needed |= {"qk_norm": False, "bias": False}
+            needed["window_pattern"] = "w" * len(model.window_pattern)
         elif model.qk_norm:
-            name, wanted["bias"] = "Qwen3ForCausalLM", False
+            name, needed["bias"] = "Qwen3ForCausalLM", False
     keys = {"num_kv_heads": "kv_heads", "attention_width": "head_dim"}
-    for key, value in wanted.items():
+    for key, value in needed.items():
         if getattr(model, key) != value:
             rule = f"transformers' {name} has no such model: it has {'hidden / heads' if key in keys else value} alone"
             if key == "num_kv_heads":
                 rule = f"transformers' {name} has as many heads of keys as of queries"
-            shown = getattr(model, keys.get(key, key))
-            raise ConfigError(f"job.model.{keys.get(key, key)}", shown, rule, "export with --to safetensors or dcp")
+            value_here = getattr(model, keys.get(key, key))
+            raise ConfigError(
+                f"job.model.{keys.get(key, key)}", value_here, rule, "export with --to safetensors or dcp"
+            )
     if name == "LlamaForCausalLM" and model.hidden % model.heads:
         rule = f"transformers' {name} wants hidden = {model.hidden} to be a multiple of it"
         raise ConfigError("job.model.heads", model.heads, rule, "export with --to safetensors or dcp")

@@ -153,7 +153,7 @@ def torchtitan_layout(model: ModelConfig) -> Layout:
     Raises:
         ConfigError: the model is no Llama 3 as torchtitan builds it.
     """
-    wanted = {
+    needed = {
         "positions": "rotary",
         "norm": "rmsnorm",
         "activation": "swiglu",
@@ -162,7 +162,7 @@ def torchtitan_layout(model: ModelConfig) -> Layout:
         "qk_norm": False,
         "attention_window": 0,
     }
-    for key, value in wanted.items():
+    for key, value in needed.items():
         if getattr(model, key) != value:
             rule = f"torchtitan's Llama 3 has {value} alone"
             raise ConfigError(f"job.model.{key}", getattr(model, key), rule, "export to another layout")
