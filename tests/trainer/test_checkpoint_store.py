@@ -35,7 +35,7 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
+def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
     """The URL of a bucket, and what looks into it; the writers' processes find it by the same variables."""
     import s3fs
 
@@ -45,7 +45,7 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
     files = s3fs.S3FileSystem(endpoint_url=endpoint, use_listings_cache=False, skip_instance_cache=True)
     name = f"b{abs(hash(request.node.name)) % 10**8}"
     files.mkdir(name)
-    yield f"s3://{name}/run", files
+    return f"s3://{name}/run", files
 
 
 def test_a_run_saves_there_and_goes_on_from_there(
