@@ -335,3 +335,26 @@ def test_ranks_write_their_own_shards_and_read_what_they_share_once(
     alone = tiny_job(text_folder, optimizer={"steps": STEPS}, checkpoint={"every_steps": 3})
     rows, _ = train(alone, corpus, tmp_path / "alone", folder)
     assert losses(rows) == pytest.approx(first.losses[6:], abs=1e-5)
+
+
+def test_a_host_without_room_for_snapshots_saves_while_training_waits(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("netlayer.environ.available_memory_bytes", lambda: 1000)
+    rows, [line] = train(job_of(text_folder), corpus, tmp_path)
+    assert line.startswith("checkpoints are written while training waits: the host has no room for snapshots (4")
+    assert "on rank 0: 1000 B are free" in line
+    assert losses(rows) == whole[0]
+    assert [row["step"] for row in rows if row["checkpoint_s"]] == [3, 6, 9]
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-000003", "step-000006", "step-000009"]
+
+
+def test_parameters_alone_begin_with_the_first_step(text_folder: Path, corpus: Corpus, whole: Whole) -> None:
+    trainer = Trainer(job_of(text_folder), corpus, 0, ALONE)
+    trainer.resume(find(whole[1] / "step-000006"), model_only=True)
+    assert trainer.steps_done == 0
+    assert not any(optimizer.state for optimizer in trainer.optimizer.each)
+    with open_checkpoint(whole[1] / "step-000006") as checkpoint:
+        for name, value in trainer.model.chunks[0].full_state_dict().items():
+            assert torch.equal(value, checkpoint.read(name))
+    assert trainer.step(1)["loss"] < whole[0][0]
