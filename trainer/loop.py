@@ -613,16 +613,15 @@ class _BetweenSteps:
         ends = stops or step == self.last
         try:
             with _timed(row, "checkpoint_s", "checkpoint_stall_s"):
-                if ends:
-                    self._trainer.finish_save()  # the one before
-                    self.note_saves(row)
-                self._trainer.save(self._checkpoints)
+                self._trainer.save(self._checkpoints)  # once the one before is there
             self._retry_due = False
         except checkpoint.NoRoom as exc:
             if ends:
                 row["checkpoint_failures"] += 1
                 raise
             self._note_failure(step, row, exc)
+        finally:
+            self.note_saves(row)
         if not ends:
             return None
         if stops:

@@ -37,7 +37,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -52,7 +53,7 @@ from collectives.sharded.optimizer_state import boxes_of
 
 METADATA = ".metadata"
 OPTIMIZER = "optimizer"
-BOX_BYTES = 64 << 20
+BOX_BYTES = 16 << 20
 _STATE, _GROUPS = f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."
 _FRAME_LOCK = threading.Lock()
 
@@ -222,7 +223,8 @@ def metadata_bytes(items: Iterable[Stored], aliases: Mapping[str, str]) -> bytes
     nested: dict[str, tuple[str, ...]] = {name: (name,) for name in states}
     prefix = f"{OPTIMIZER}."
     nested |= {name: (OPTIMIZER, name.removeprefix(prefix)) for name in states if name.startswith(prefix)}
-    metadata = Metadata(states, nested, storage, StorageMeta(), CURRENT_DCP_VERSION)
+    metadata = Metadata(states, nested, storage, StorageMeta())
+    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # later releases of torch note it
     return pickle.dumps(metadata, protocol=4)
 
 

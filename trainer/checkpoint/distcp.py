@@ -119,8 +119,10 @@ def _parse(text: bytes, size: int) -> list[Extent]:
     return places
 
 
-def local_read(path: Path) -> tuple[int, Read]:
-    """Return the size of a file of this machine, and what reads ranges of it."""
+def file_reader(path: Path) -> tuple[int, Read]:
+    """Return the size of a file, and what reads ranges of it."""
+    if not isinstance(path, Path):  # of an object store: `trainer.checkpoint.names.as_location`
+        return object_reader(path.fs, path.path)
 
     def read(offset: int, length: int) -> bytes:
         with path.open("rb") as file:
@@ -131,3 +133,15 @@ def local_read(path: Path) -> tuple[int, Read]:
         return content
 
     return path.stat().st_size, read
+
+
+def object_reader(fs: Any, path: str) -> tuple[int, Read]:
+    """Return the size of an object, and what reads ranges of it."""
+
+    def read(offset: int, length: int) -> bytes:
+        content: bytes = fs.cat_file(path, start=offset, end=offset + length)
+        if len(content) < length:
+            raise ValueError(f"it ends {length - len(content)} bytes before byte {offset + length}")
+        return content
+
+    return int(fs.size(path)), read

@@ -22,6 +22,7 @@ from trainer.checkpoint.names import (
     OWN_DIGEST,
     PENDING,
     TOKENIZER,
+    as_location,
     checkpoints_in,
     halves_in,
     pending_in,
@@ -109,15 +110,19 @@ def find(path: Path, field: str = "--resume") -> Meta:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
+    path = as_location(path)
     folders = [path, *reversed(checkpoints_in(path)), *reversed(checkpoints_in(path / "checkpoints"))]
     folder = next((each for each in folders if (each / META).is_file()), None)
+    meta_file = META
+    if folder is None and (path / f"{META}{PENDING}").is_file():  # of an object store, and asked for by its name
+        folder, meta_file = path, f"{META}{PENDING}"
     if folder is None:
         remedy = "give a folder such as runs/train-.../checkpoints/step-000050"
         if pending := [*pending_in(path), *pending_in(path / "checkpoints")]:
             remedy = f"{pending[-1]} is not verified yet: give that itself, if its run was only killed"
         raise ConfigError(field, path, "holds no good checkpoint" if pending else "holds no checkpoint", remedy)
-    with undamaged(field, folder / META):
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+    with undamaged(field, folder / meta_file):
+        meta = json.loads((folder / meta_file).read_text(encoding="utf-8"))
         if meta["format"] not in (OLD_FORMAT, FORMAT):
             rule = f"has format {meta['format']}, and this version reads {OLD_FORMAT} and {FORMAT}"
             raise ConfigError(field, folder, rule, "go on with the version that wrote it")

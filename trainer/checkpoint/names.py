@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -19,7 +20,27 @@ TOKENIZER = "tokenizer.json"
 PENDING = ".new"
 """End of the name of a checkpoint that is not verified yet: no finite loss was computed with its parameters."""
 OWN_DIGEST = "digest"
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}([^/].*)")
 _NAME = re.compile(r"step-(\d{6,})")
+
+
+def as_location(path: Path | str) -> Path:
+    """Return a path, or what acts as one for a URL of an object store (`s3://...`).
+
+    Args:
+        path: a URL may have gone through a Path, which takes one of two slashes away.
+
+    Raises:
+        ImportError: a URL needs a package that is not installed.
+    """
+    url = _URL.match(str(path))
+    if url is None:
+        return Path(path)
+    from upath import UPath  # only here: most runs have no URL
+
+    # Without a listing that is kept: checkpoints come while somebody looks.
+    made: Any = UPath(f"{url[1]}://{url[2]}", use_listings_cache=False)
+    return made  # type: ignore[no-any-return]  # it has a Path's methods
 
 
 def sealed(facts: Mapping[str, Any]) -> str:
@@ -39,7 +60,7 @@ def pending_in(folder: Path) -> list[Path]:
 
 def halves_in(folder: Path) -> list[Path]:
     """Return folders that are no checkpoints: halves of saves in progress or killed, and replaced checkpoints."""
-    return sorted([*folder.glob(".step-*.part"), *folder.glob(".step-*.old")])
+    return sorted([*folder.glob(".step-*.part"), *folder.glob(".step-*.old")]) if isinstance(folder, Path) else []
 
 
 def step_of(path: Path) -> int:
@@ -48,5 +69,8 @@ def step_of(path: Path) -> int:
 
 
 def _named(folder: Path, suffix: str) -> list[Path]:
-    paths = (path for path in folder.glob(f"step-*{suffix}") if _NAME.fullmatch(path.name.removesuffix(suffix)))
+    there: list[Path] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        there = list(folder.iterdir())
+    paths = (path for path in there if _NAME.fullmatch(path.name.removesuffix(suffix)))
     return sorted(paths, key=step_of)

@@ -42,10 +42,10 @@ from trainer.checkpoint.dcp import (
     stored_items,
 )
 from trainer.checkpoint.digest import digest
-from trainer.checkpoint.distcp import Extent, ItemWriter, Read, file_of, local_read, read_trailer
+from trainer.checkpoint.distcp import Extent, ItemWriter, Read, file_of, file_reader, read_trailer
 from trainer.checkpoint.file import TensorFile
 from trainer.checkpoint.meta import ALTERED, Meta, file_name, find, undamaged
-from trainer.checkpoint.names import FORMAT, META, OLD_FORMAT, TOKENIZER, sealed
+from trainer.checkpoint.names import FORMAT, META, OLD_FORMAT, TOKENIZER, as_location, sealed
 from trainer.model.linears import Part
 from trainer.ramps import learning_rate
 
@@ -67,6 +67,7 @@ def open_checkpoint(path: Path, field: str = "--resume") -> Checkpoint:
     Raises:
         ConfigError: there is none, or what describes it is damaged.
     """
+    path = as_location(path)
     if (path / METADATA).is_file() and not (path / META).is_file():
         return PlainCheckpoint(path, None, field)
     return open_found(find(path, field))
@@ -282,7 +283,7 @@ class PlainCheckpoint(Checkpoint):
         if file not in self._opened:
             if Path(file).name != file:
                 raise ValueError(f"{file} is not in its folder")
-            size, read = local_read(self.path / file)
+            size, read = file_reader(self.path / file)
             places: list[Extent] = []
             if self.meta is not None:
                 found, places = read_trailer(size, read)

@@ -60,7 +60,7 @@ from trainer.checkpoint.dcp import (
     state_name,
 )
 from trainer.checkpoint.distcp import file_of
-from trainer.checkpoint.names import FORMAT, PENDING
+from trainer.checkpoint.names import FORMAT, PENDING, as_location
 from trainer.checkpoint.reader import tied_names
 from trainer.checkpoint.snapshot import MOMENTS, ShardPlan, Staging, not_finite
 from trainer.checkpoint.storage import open_storage, part_name
@@ -419,8 +419,8 @@ class Saver:
             self._give_up(save)
             raise StateLost(save.step, lost)
 
-    def _path(self, name: str) -> Any:
-        return f"{self._location}/{name}" if "://" in self._location else Path(self._location) / name
+    def _path(self, name: str) -> Path:
+        return as_location(self._location) / name
 
     def _call(self, command: Command) -> Reply:
         self._writer.start(command)

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from collectives.sharded.bucket import Bucket, Piece
 from collectives.sharded.optimizer_state import boxes_of
 from collectives.sharded.state import own_range
+from netlayer import environ
+from netlayer.units import format_size
 from trainer.checkpoint.dcp import Box, Stored, elements_of, frame, small_boxes, state_name
 from trainer.checkpoint.reader import EMBEDDING, HEAD
 from trainer.checkpoint.writer import Framed, Pieces
@@ -213,6 +215,9 @@ class Staging:
         self._plan, self._model = plan, model
         self._is_cuda = model.device.type == "cuda"
         self.num_bytes = plan.buffer_bytes
+        free_bytes = environ.available_memory_bytes()
+        if 0 < free_bytes < self.num_bytes:  # asked before: pages that are not there would end a process, and not fail
+            raise MemoryError(f"{format_size(free_bytes)} are free")
         # No name: nothing to remove, and the limit of /dev/shm in containers does not count here.
         self.file = _unnamed_file()
         os.ftruncate(self.file, self.num_bytes)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from netlayer.results import sync_folder
-from trainer.checkpoint.distcp import Read, local_read
+from trainer.checkpoint.distcp import Read, file_reader, object_reader
 from trainer.checkpoint.names import META, PENDING, checkpoints_in, halves_in, step_of
 
 PART = ".part"
@@ -109,7 +109,7 @@ class LocalStorage:
             raise
 
     def reader(self, part: str, file: str) -> tuple[int, Read]:
-        return local_read(self._root / part / file)
+        return file_reader(self._root / part / file)
 
     def publish(self, part: str, name: str, meta: bytes, *, pending: bool) -> None:
         with self.write(part, META) as stream:
@@ -249,15 +249,3 @@ class ObjectStorage:
                 self._fs.rm(f"{self._root}/{name}/{META}{end}")
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(f"{self._root}/{name}", recursive=True)
-
-
-def object_reader(fs: Any, path: str) -> tuple[int, Read]:
-    """Return the size of an object, and what reads ranges of it."""
-
-    def read(offset: int, length: int) -> bytes:
-        content: bytes = fs.cat_file(path, start=offset, end=offset + length)
-        if len(content) < length:
-            raise ValueError(f"it ends {length - len(content)} bytes before byte {offset + length}")
-        return content
-
-    return int(fs.size(path)), read
