@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from netlayer.errors import ConfigError
 from tests.trainer.foreign_models import config_named, random_model, values_of
-from tests.trainer.test_convert import call, export, read_own, save_own, with_moments
+from tests.trainer.test_convert import assert_same, call, export, read_own, save_own, with_moments
 from trainer.checkpoint.listing import Verification, list_checkpoints
 
 pytestmark = [
@@ -105,6 +105,29 @@ def test_verify_names_the_file_of_a_flipped_bit(tmp_path: Path, file: str, place
     table = call("verify", path, code=1)
     assert file in table
     assert "not as it was written" in table
+
+
+def test_an_object_store_is_listed_verified_and_exported(run: Path, tmp_path: Path) -> None:
+    """Of fsspec's store in memory; there a pending checkpoint has a `meta.json.new`, and a half one has neither."""
+    upath = pytest.importorskip("upath")
+    where = upath.UPath("memory://bucket/run/checkpoints")
+    for name, ending in (("step-000005", ""), ("step-000010", ".new"), ("step-000015", None)):
+        for file in (run / "checkpoints" / "step-000005").iterdir():
+            is_meta = file.name == "meta.json"
+            if not is_meta or ending is not None:
+                (where / name).mkdir(parents=True, exist_ok=True)
+                (where / name / f"{file.name}{ending if is_meta else ''}").write_bytes(file.read_bytes())
+    rows = json.loads(call("ls", "memory://bucket/run", "--json", "-"))
+    assert [(row["name"], row["state"]) for row in rows] == [
+        ("step-000005", "good"),
+        ("step-000010", "pending"),
+        ("step-000015", "part"),
+    ]
+    assert "all as they were written" in call("verify", "memory://bucket/run")
+    call("export", "memory://bucket/run", tmp_path / "out", "--to", "huggingface")
+    call("import", tmp_path / "out", tmp_path / "back", "--from", "huggingface")
+    here, back = read_own(run), read_own(tmp_path / "back")
+    assert_same({name: here[name] for name in back}, back)
 
 
 def test_verify_reads_every_file_of_format_3(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def export_checkpoint(
         else:
             (folder / JOB).write_text(job_text(model), encoding="utf-8")
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, folder / TOKENIZER)
+            (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
             if target == "huggingface":
                 kept = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
                 ends = {"eos_token": END_OF_DOCUMENT} if _end_token(tokenizer) is not None else {}

@@ -24,7 +24,16 @@ from trainer.checkpoint.meta import (
     find,
     undamaged,
 )
-from trainer.checkpoint.names import META, OLD_FORMAT, PENDING, checkpoints_in, halves_in, pending_in, step_of
+from trainer.checkpoint.names import (
+    META,
+    OLD_FORMAT,
+    PENDING,
+    as_location,
+    checkpoints_in,
+    halves_in,
+    pending_in,
+    step_of,
+)
 from trainer.checkpoint.reader import open_checkpoint, open_found
 from trainer.checkpoint.safetensors_files import SafetensorsFiles
 from trainer.history import CHECKPOINTS
@@ -70,6 +79,7 @@ def list_checkpoints(folder: Path) -> list[Row]:
     Raises:
         ConfigError: there are none.
     """
+    folder = as_location(folder)
     if (folder / META).is_file() or (folder / METADATA).is_file():
         return [_row(folder, may_be_plain=True)]
     where = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
@@ -90,6 +100,9 @@ def _row(path: Path, *, may_be_plain: bool = False) -> Row:
     """
     try:
         if not may_be_plain and not (path / META).is_file():
+            if not isinstance(path, Path):  # an object store, which cannot rename a folder
+                state = "pending" if (path / f"{META}{PENDING}").is_file() else "part"
+                return Row(path.name, step_of(path), None, None, None, None, *_size(path), state)
             raise ConfigError(FIELD, path, f"lacks {META}", "")
         meta = find(path, FIELD) if (path / META).is_file() else None
         if meta is not None:
@@ -154,6 +167,7 @@ class Verification:
         self._files: SafetensorsFiles | None = None
         self._file_bytes = 0
         self.has_digests = True
+        path = as_location(path)
         is_ours = (path / META).is_file() or (path / METADATA).is_file()
         if not is_ours and (path.is_file() or any(path.glob("*.safetensors"))):
             self._files = SafetensorsFiles(path)
