@@ -30,6 +30,7 @@ from netlayer.errors import CollectiveFailed, ConfigError, HardwareMissing, Netl
 from netlayer.launch.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
 from trainer.checkpoint.meta import Meta, find
+from trainer.checkpoint.resume import own_folder
 from trainer.history import CHECKPOINTS, METRICS, VALIDATION, RowFile, resume_history
 from trainer.loop import Place, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
@@ -127,7 +128,8 @@ def _train_watched(
     trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch, monitor)
     if plan.resume is not None:
         with trainer.phase("loads a checkpoint"):
-            trainer.resume(find(plan.resume))
+            # A start that goes on in its folder goes on with all of it: what it had taken the parameters from is past.
+            trainer.resume(find(plan.resume), model_only=plan.job.checkpoint.model_only and not plan.continues)
     if place.rank == 0:
         windows = ", parameters and gradients in NCCL's windows" if trainer.model.has_windows else ""
         if trainer.model.has_peer_reduce:
@@ -135,7 +137,8 @@ def _train_watched(
         facts = trainer.num_parameters, place.world_size, place.device_name, windows
         logger.info("%d parameters, %d ranks on %s%s", *facts)
     tracer = StepTracer(plan.trace, plan.out / TRACE, plan.job.parallel.layout, place.rank)
-    checkpoints = plan.out / CHECKPOINTS if plan.is_shared else None
+    own = plan.out / CHECKPOINTS if plan.is_shared else None
+    checkpoints = plan.job.checkpoint.folder or own
     with _Rows(context, plan, trainer.steps_done) as rows:
         calls = rows.add_step, rows.add_evaluation, checkpoints, tracer.add, rows.warn
         ended = run(trainer, plan.job.evaluation, *calls)
@@ -255,7 +258,9 @@ class _Rows:
         if self._is_first:
             job, out = self._plan.job, self._plan.out
             # Only here: every rank has read the checkpoint, and it is whole.
-            restart = resume_history(out, self._steps_before, self._plan.resume) if self._plan.continues else None
+            folder = own_folder(out, job.checkpoint.folder)
+            arguments = out, self._steps_before, self._plan.resume, folder
+            restart = resume_history(*arguments) if self._plan.continues else None
             with contextlib.ExitStack() as files:
                 earlier = (restart.count, self._steps_before) if restart else (0, 0)
                 evaluated = restart is not None and restart.is_evaluated
@@ -286,7 +291,7 @@ class _Rows:
             self._first_s = self._first_s or time.monotonic()
             self.steps.append(row)
             # A run that resumes from a checkpoint finds the rows before it, after a power cut too.
-            self._metrics.add(row, durably=row["checkpoint_s"] > 0)
+            self._metrics.add(row, durably=row["checkpoint_s"] > 0 or row.get("checkpoint_stall_s", 0) > 0)
             self._tell("training", row)
 
     def add_evaluation(self, row: Row) -> None:

@@ -329,11 +329,11 @@ class Lane(Carrier):
 
         return self._launch("all_reduce", tensor, issue, is_recorded=is_recorded)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's values into every rank's `tensor` (contiguous), and wait."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Copy the values of rank `source` of the group into every rank's `tensor` (contiguous), and wait."""
 
         def issue(async_op: bool) -> dist.Work | None:
-            return _broadcast(tensor, group=self.group, group_src=0, async_op=async_op)
+            return _broadcast(tensor, group=self.group, group_src=source, async_op=async_op)
 
         self._launch("broadcast", tensor, issue).wait()
 

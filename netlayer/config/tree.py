@@ -399,6 +399,18 @@ class CheckpointConfig(Section):
     keep: Count = Field(
         2, description="good checkpoints that stay, the newest; one that is not yet verified is kept in addition"
     )
+    keep_every_steps: int = Field(
+        0, ge=0, description="good checkpoints of every so many steps stay as well, for ever; 0: none"
+    )
+    asynchronous: bool = Field(
+        True, description="copy the state to the host under the next step, and write it beside the training"
+    )
+    folder: str = Field(
+        "", description="folder or URL (s3://, gs://, hdfs://) of the checkpoints; none: checkpoints/ of the output"
+    )
+    model_only: bool = Field(
+        False, description="resume with the parameters of a checkpoint alone: from the first step, with new moments"
+    )
     other_text: bool = Field(
         False, description="resume from a checkpoint with other text, seed or (rotary) seq_len, in its own tokens"
     )

@@ -271,7 +271,7 @@ def short_time(seconds: float) -> str:
 def _explain_end(out: Path) -> Iterator[None]:
     """Print where an interrupted run can resume from, or that a signal came before there was anything to save."""
     from netlayer.launch.early_end import Ended, reason_of
-    from trainer.checkpoint.meta import checkpoints_in, pending_in
+    from trainer.checkpoint.names import checkpoints_in, pending_in
     from trainer.train import CHECKPOINTS
 
     try:

@@ -98,6 +98,8 @@ def check_samples(job: JobConfig, corpus: Corpus | Mixture, before: Meta | None)
         ConfigError: a dataset grew, shrank, changed, came or went since the checkpoint, and the job does not say that
             it means to go on; or the run would read one more often than job.data.max_epochs.
     """
+    if before is not None and before.is_fresh:
+        before = None
     if not job.data.counts_samples:
         if before is not None and before.data is not None and not job.checkpoint.other_text:
             raise _another(before, "it counted its samples through epochs, and this job draws them with replacement")
