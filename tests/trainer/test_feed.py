@@ -24,7 +24,7 @@ from trainer.checkpoint.meta import find
 from trainer.data.arrays import ArrayDataset, corpus_dataset, open_dataset
 from trainer.data.mixture import Mixture, check_samples, prepare_mixture, sampler_spec
 from trainer.data.prepare import Corpus
-from trainer.data.ring import PREFIX, SHARED_MEMORY, wait_until
+from trainer.data.ring import PREFIX, SHARED_MEMORY
 from trainer.feed import SampleFeed
 from trainer.loop import Place, Row, Trainer, run
 from trainer.model.gpt import build_model
@@ -32,7 +32,7 @@ from trainer.plan import prepare_data, resolve
 from trainer.train import TrainResult, train
 
 from .conftest import tiny_job
-from .loader_ranks import wait_gone
+from .loader_ranks import wait_gone, wait_until
 
 ALONE = Place(0, 1, torch.device("cpu"))
 NOBODY = Path("/nowhere")

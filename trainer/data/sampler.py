@@ -157,11 +157,16 @@ class Sampler:
 
     def read_evenly(self, samples: range, num_samples: int) -> Rows:
         """Read some of `num_samples` windows that are spread evenly over the first dataset: always the same ones."""
-        source, rows = self.sources[0], self.empty_rows(len(samples))
+        rows = self.empty_rows(len(samples))
+        self.read_evenly_into(rows, samples, num_samples)
+        return rows
+
+    def read_evenly_into(self, rows: Rows, samples: range, num_samples: int) -> None:
+        """Read them into arrays that are there."""
+        source = self.sources[0]
         last = source.dataset.num_tokens - self.seq_len - 1
         for row, sample in enumerate(samples):
             self._fill(rows, row, source, sample * last // max(1, num_samples - 1))
-        return rows
 
     def check_length(self, num_samples: int, max_epochs: float, sequences: int) -> None:
         """Refuse a run that would read a dataset more often than it may.
