@@ -25,6 +25,7 @@ from trainer.data.arrays import ArrayDataset, corpus_dataset, open_dataset
 from trainer.data.mixture import Mixture, check_samples, prepare_mixture, sampler_spec
 from trainer.data.prepare import Corpus
 from trainer.data.ring import PREFIX, SHARED_MEMORY
+from trainer.data.sampler import Sampler
 from trainer.feed import SampleFeed
 from trainer.loop import Place, Row, Trainer, run
 from trainer.model.gpt import build_model
@@ -104,6 +105,24 @@ def test_read_ahead_or_not_losses_are_the_same_to_the_bit(sets: dict[str, Any], 
     for row in evaluated:
         assert row["validation_loss"] == (row["validation_loss_held_out"] + row["validation_loss_other"]) / 2
     assert all(row["data_wait_ms"] >= 0 for row in ahead)
+
+
+def test_no_rank_reads_held_out_sequences_beside_the_loader(sets: dict[str, Any], monkeypatch: Any) -> None:
+    job = set_job(sets)
+    trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
+    trainer.open_feed()
+    feed = trainer.feed
+    assert isinstance(feed, SampleFeed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "_read", lambda *_: pytest.fail("a rank reads tokens"))
+        first = trainer.evaluate(EVALUATED.global_batches)
+        trainer.step(1)
+    # A short one, as at a stop: the ranks read it, and the loader's next is whole.
+    short = trainer.evaluate(1)
+    assert short != first
+    before = feed._rings[1].bytes_read
+    assert before >= 2 * EVALUATED.global_batches * 8 * 17 * 2
+    trainer.close()
 
 
 def test_text_in_epochs_has_every_sequence_once(text_folder: Path, corpus: Corpus) -> None:

@@ -10,18 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from netlayer.config.tree import BatchConfig
 from netlayer.errors import CheckFailed, ConfigError, RankFailed
 from netlayer.launch.launcher import launch
 from trainer.data import ring as rings
-from trainer.data.loader import Loader, LoaderPlan
+from trainer.data.loader import EvaluationPlan, Loader, LoaderPlan
 from trainer.data.ring import LOADER_SLEEP_S, PREFIX, SHARED_MEMORY, Ring, RingShape, choose_folder, raise_failure
 from trainer.data.sampler import BatchPlan, SamplerSpec
+from trainer.feed import _EvaluationReader
 
 from . import loader_ranks
 from .loader_ranks import (
@@ -38,6 +41,7 @@ from .loader_ranks import (
     wait_gone,
     wait_until,
 )
+from .token_sets import counting
 
 SHAPE = RingShape(num_slots=3, num_rows=4, seq_len=8, num_readers=2, has_segments=True, has_mask=True)
 STEP_BYTES = GLOBAL_SIZE * (SEQ_LEN + 1) * 4
@@ -192,6 +196,41 @@ def test_a_machine_reads_the_rows_of_its_own_ranks_and_each_once() -> None:
                 expected = own.read(plan.batches.samples(step, dp)).tokens.tolist()
                 assert rows[plan.rows(step, dp)] == expected
         assert ring.bytes_read == own.bytes_read
+
+
+def test_held_out_batches_are_read_once_a_machine_and_are_those_of_a_rank_alone() -> None:
+    """Also after an evaluation that was broken off, and of loaders that are killed."""
+    sets = {"first": SamplerSpec((partial(counting, "x", 900),), 8, 0), "second": spec()}
+    sets["second"] = SamplerSpec(sets["second"].sources, 8, 0)
+    evaluation = EvaluationPlan(sets, global_batches=3, most_samples=2, dp=4)
+    batches = BatchPlan(BatchConfig(global_size=8, micro_size=1), 4)
+    plan = LoaderPlan(SamplerSpec(spec().sources, 8, 0), batches, [1, 2], 5, evaluation)
+    rings = [
+        Ring.create(plan.shape(3, 1, has_segments=False, has_mask=False)),
+        Ring.create(plan.evaluation_shape(4, 1)),
+    ]
+    rings[1].share_wakeup(rings[0])
+    loader = Loader(plan, *rings)
+    readers = [_EvaluationReader(rings[1], 0, plan, dp, torch.device("cpu"), loader) for dp in (1, 2)]
+    expected = {
+        name: [each.read_evenly(range(dp * 6, dp * 6 + 6), 24).tokens.tolist() for dp in (1, 2)]
+        for name, each in ((name, of.open()) for name, of in sets.items())
+    }
+    # One reader takes for both: the other has its rows from the same slots.
+    for number in range(4):
+        seen = [(name, batch.tokens.tolist()) for name, batch in readers[0].sets()]
+        assert seen == [(name, rows[0]) for name, rows in expected.items()]
+        if number == 1:
+            next(iter(readers[0].sets()))  # broken off after the first set
+        if number == 2 and loader.pid:
+            os.kill(loader.pid, signal.SIGKILL)
+    readers[1]._next = readers[0]._next
+    assert [batch.tokens.tolist() for _, batch in readers[1].sets()] == [rows[1] for rows in expected.values()]
+    loader.close()
+    # Six evaluations, at most four items of a seventh ahead, and one read again: two ranks' two rows each.
+    assert rings[1].bytes_read <= (6 * 6 + 4 + 1) * 2 * 2 * 9 * 4
+    for ring in rings:
+        ring.close()
 
 
 def test_a_loader_that_dies_is_started_again_with_nothing_skipped_or_repeated(
