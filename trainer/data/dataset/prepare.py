@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -182,6 +183,9 @@ def prepare_dataset(
     skipped = Skipped(options.on_error)
     sources = find_sources(options.inputs, skipped, options.pattern, options.kind, options.split)
     total_bytes = sum(source.size_bytes for source in sources)
+    if sources and not total_bytes:
+        some = f"and {len(sources) - 1} more are" if len(sources) > 1 else "is"
+        raise ConfigError(INPUT_FIELD, sources[0].path, f"{some} empty", "give files with text")
     unit_bytes = options.unit_bytes or min(max(total_bytes // _SHARDS, _LEAST_UNIT_BYTES), _MOST_UNIT_BYTES)
     units = plan_units(sources, unit_bytes, skipped)
     plan = _describe(options, units)
@@ -210,6 +214,7 @@ def prepare_dataset(
         if not any(result.documents for result in results):
             reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.counts.items()) or "no text"
             rule = f"holds no document that can be used ({reasons})"
+            shutil.rmtree(part, ignore_errors=True)  # its shards are finished, and nobody wants them
             raise ConfigError(INPUT_FIELD, options.inputs[0], rule, next(iter(skipped.examples.values()), "give text"))
         name = TRAIN if options.tokenizer == TRAIN else Path(options.tokenizer).name
         tokenizer = TokenizerFacts(name=name, checksum=tokenizer_checksum)
