@@ -14,7 +14,8 @@ count, for the capture is of its thread alone (`capture_on_cuda`).
 
 [Note: targets that do not count] A loss is the mean over the targets that count in the whole batch, on all ranks: a
 mean of means would weigh a target by who else is in its micro-batch, and losses would depend on the layout. So each
-rank's sum is divided by its rows, and multiplied by rows / targets of the batch, which one small all-reduce says.
+rank's sum is divided by its rows, and multiplied by rows / targets of the batch, which one small all-reduce says. It
+runs under the forward pass of the first micro-batch: no step begins with a wait for the other ranks.
 
 Shapes: N samples, B sequences of a micro-batch, T positions.
 """
@@ -22,10 +23,11 @@ Shapes: N samples, B sequences of a micro-batch, T positions.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -273,19 +275,42 @@ class SampleFeed:
             batches.append((tokens_BT, targets_BT, Packed(segments_BT, scale)))
         return batches
 
-    def _scale(self, batch: _Batch | None) -> Tensor | None:
-        """Return rows / targets of the whole batch: [Note: targets that do not count]; None where all count."""
+    def _scale(self, batch: _Batch | None) -> Callable[[], Tensor] | None:
+        """Start to add up what `loss_scale` needs; None where all targets count."""
         if not self._job.data.masks:
             return None
-        model = self._model
-        counts = model.zero().new_zeros(2)
-        if batch is not None and model.is_last and model.place.tp == 0:
-            mask = batch.mask
-            number = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
-            counts[0] = number
-            counts[1] = number if mask is None else mask.sum()
-        model.world.all_reduce(counts)
+        if batch is None:
+            return loss_scale(self._model, 0, 0)
+        number = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
+        return loss_scale(self._model, number, number if batch.mask is None else batch.mask.sum())
+
+
+def loss_scale(model: SplitModel, number: int, num_targets: int | Tensor) -> Callable[[], Tensor]:
+    """Return a call that gives rows / targets of the whole batch: [Note: targets that do not count].
+
+    The ranks begin to add up now, and the call waits for it. Every rank calls this.
+
+    Args:
+        number: of this rank's targets; `num_targets` of them count.
+    """
+    counts = model.zero().new_zeros(2)
+    if model.is_last and model.place.tp == 0:
+        counts[0], counts[1] = number, num_targets
+    flight = model.world.start_all_reduce(counts)
+    if not model.is_last:
+        # It has no loss to scale: what it computes waits for nothing.
+        stream = model.world.stream
+        with torch.cuda.stream(stream):
+            flight.wait()
+        if stream is not None:
+            counts.record_stream(stream)  # nobody holds them any more, and the sum may still be under way
+
+    @functools.cache
+    def scale() -> Tensor:
+        flight.wait()
         return counts[0] / counts[1].clamp(min=1)
+
+    return scale
 
 
 class _Batch:

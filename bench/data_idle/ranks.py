@@ -58,10 +58,11 @@ def _take_turn(name: str, run: int, step: int, order: Order, mixture: Mixture, t
     trainer.feed = feed
     rows: list[dict[str, Any]] = []
     under_way: list[Launched] = []
-    usage, begin, first_batch_s, window_s = _Usage(), 0.0, 0.0, 0.0
+    usage, begin, first_batch_s, before = _Usage(), 0.0, 0.0, 0
     for number in range(1, order.warmup + order.steps + 1):
         if number == order.warmup + 1:
             usage.begin()
+            before = _counted_bytes(inner)
             begin = time.perf_counter()
         # As in the training's loop: a step is launched before the numbers of the one before are read.
         under_way.append(trainer.launch(step + number))
@@ -72,6 +73,8 @@ def _take_turn(name: str, run: int, step: int, order: Order, mixture: Mixture, t
     rows.append(trainer.read(under_way.pop())[0])
     window_s = time.perf_counter() - begin
     cpu_s, num_bytes = usage.end()
+    if name == "no_prefetch":
+        num_bytes = _counted_bytes(inner) - before
     trainer.leave_out()
     feed.close()
     own = {
@@ -168,13 +171,12 @@ class _TimedFeed:
 
 
 class _Usage:
-    """CPU seconds, and bytes read from files, of this rank's loader processes, and of its threads that copy.
+    """CPU seconds, and bytes read from files, of this rank's loader processes; the seconds also of its copying threads.
 
-    The bytes of a rank that reads its own are those of the rank.
+    A rank without such a process reads in its main thread, where its waits say what that costs.
     """
 
     def begin(self) -> None:
-        # With no process of its own a rank reads in its main thread, where its waits say what that costs.
         self._children = psutil.Process().children(recursive=True)
         self._before = self._read()
 
@@ -183,7 +185,6 @@ class _Usage:
         return after[0] - self._before[0], after[1] - self._before[1]
 
     def _read(self) -> tuple[float, int]:
-        processes = [*self._children, psutil.Process()]
         seconds = sum(sum(process.cpu_times()[:2]) for process in self._children)
         copying = {
             thread.native_id
@@ -193,7 +194,7 @@ class _Usage:
         seconds += sum(
             thread.user_time + thread.system_time for thread in psutil.Process().threads() if thread.id in copying
         )
-        return seconds, sum(_bytes_read(process.pid) for process in processes)
+        return seconds, sum(_bytes_read(process.pid) for process in self._children)
 
 
 def _bytes_read(pid: int) -> int:
@@ -202,6 +203,11 @@ def _bytes_read(pid: int) -> int:
         if line.startswith("rchar"):
             return int(line.split()[1])
     return 0
+
+
+def _counted_bytes(feed: Feed) -> int:
+    """Return the bytes that our feed has counted itself; 0 of another one."""
+    return feed.bytes_read if isinstance(feed, SampleFeed) else 0
 
 
 def _gather(value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from bench.data_idle.rows import WEIGHTS, Order
 from trainer.checkpoint.meta import Meta
 from trainer.data.mixture import Mixture, batch_plan, sampler_spec
 from trainer.data.sampler import BatchPlan, SamplerSpec
-from trainer.feed import Feed, SampleFeed
+from trainer.feed import Feed, SampleFeed, loss_scale
 from trainer.model.packed import NO_TARGET, Packed
 from trainer.parallel import Batches, SplitModel
 
@@ -81,11 +81,10 @@ class LoaderFeed:
     def training(self, step: int) -> Batches:  # noqa: ARG002  (they come in order)
         device, model = self._model.device, self._model
         rows = [self._read(next(self._batches), device) for _ in range(self._count)]
-        counts = model.zero().new_zeros(2)
-        counts[0] = sum(mask.numel() for _, _, mask in rows)
-        counts[1] = sum(mask.sum() for _, _, mask in rows)
-        model.world.all_reduce(counts)  # as ours: the loss is the mean over the targets that count
-        scale = counts[0] / counts[1].clamp(min=1)
+        # As ours: the loss is the mean over the targets that count.
+        scale = loss_scale(
+            model, sum(mask.numel() for _, _, mask in rows), torch.stack([mask.sum() for *_, mask in rows]).sum()
+        )
         return [
             (tokens[:, :-1], tokens[:, 1:].masked_fill(~mask, NO_TARGET), Packed(segments, scale))
             for tokens, segments, mask in rows
