@@ -175,7 +175,7 @@ def _start(start: Draft, out: Path) -> TrainResult:
     from trainer.train import train as train_plan
 
     with Stages() as stages, meeting_place(start.job.store.url) as place:
-        with stages.open("text") as bar:
+        with stages.open("data" if start.job.data.datasets else "text") as bar:
             url = place.init_method("training")
             plan = start.resolve(out, url, lambda stage, done, total: bar(done, total, stage))
         collector = collecting(plan.job.observe, plan.job.name, place.url, out)

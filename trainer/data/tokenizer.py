@@ -45,7 +45,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         logger.warning(
-            "the text gives a vocabulary of %d tokens; job.model.vocab_size = %d, the rest is never used",
+            "the text gives a vocabulary of %d tokens, fewer than the %d that it may have; the rest is never used",
             reached,
             vocab_size,
         )
