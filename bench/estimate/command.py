@@ -243,11 +243,69 @@ def paper(options: RunOptions) -> None:
         click.echo(line)
 
 
+@estimate.command()
+@click.argument("records", nargs=-1, required=True, type=_PATH)
+@click.option("--calibrate", type=click.IntRange(0), default=2, show_default=True, help="Records that calibrate.")
+@run_options_without_config
+def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> None:
+    """Compare predictions with measured steps of ours: RECORDS of bench.mfu, the first of which calibrate.
+
+    One factor on all times is taken from those. Bars for the others: 5% in the median, 10% at most; exit 1 beyond.
+
+    \b
+    Example:
+      netlayer estimate check reports/trainer_2xh200_202611.dp2.json reports/trainer_2xh200_202611.tp2.json \\
+          reports/trainer_2xh200_202611.pp2vp2.json
+    """
+    import statistics
+
+    from bench.estimate.own import MEDIAN_BAR, WORST_BAR, own_rows
+    from bench.estimate.search import describe
+    from netlayer.printing import duration, print_table
+    from netlayer.results import utc_now
+
+    started = utc_now()
+    rows = own_rows(records, calibrate)
+    record_rows = [
+        {
+            "case": row.case,
+            "device": row.plan.device.name,
+            "layout": describe(row.plan),
+            "measured_s": row.measured_s,
+            "predicted_s": row.predicted_s,
+            "error": row.error,
+            "is_calibrating": row.is_calibrating,
+        }
+        for row in rows
+    ]
+    _keep(options, "estimate.check", record_rows, started, {"records": [str(path) for path in records]}, {})
+    errors = [abs(row.error) for row in rows if not row.is_calibrating]
+    median, worst = statistics.median(errors), max(errors)
+    if str(options.json_file) != "-":
+        lines = [
+            [
+                row.case,
+                row.plan.device.name,
+                describe(row.plan),
+                duration(row.measured_s),
+                duration(row.predicted_s),
+                f"{row.error:+.1%}",
+                "calibrates" if row.is_calibrating else "",
+            ]
+            for row in rows
+        ]
+        headings = ["record", "on", "layout", "measured", "predicted", "error", ""]
+        print_table("measured, and predicted", headings, lines)
+        click.echo(f"{len(errors)} predicted: {median:.1%} in the median, {worst:.1%} at most")
+    if median > MEDIAN_BAR or worst > WORST_BAR:
+        raise CheckFailed(f"bars: {MEDIAN_BAR:.0%} in the median, {WORST_BAR:.0%} at most")
+
+
 def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels: str) -> Plan:
     from typing import cast
 
     from bench.estimate.devices import device_of
-    from bench.estimate.plan import Kernels, Plan, Precision, check
+    from bench.estimate.plan import Kernels, Plan, Precision, check_plan
 
     plan = Plan(
         job=config.job,
@@ -261,7 +319,7 @@ def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels:
     if config.job.model.dtype != "bfloat16":
         rule = "is not what tensor cores are counted in here"
         raise ConfigError("job.model.dtype", config.job.model.dtype, rule, "set it to bfloat16")
-    return check(plan)
+    return check_plan(plan)
 
 
 def _row(plan: Plan, result: StepEstimate) -> dict[str, Any]:

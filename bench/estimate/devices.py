@@ -75,8 +75,8 @@ _DEVICES = (
     Device("A100", "NVIDIA A100-SXM4-80GB", "Ampere", 80 * _GIB, 2_400_000_000_000),
     Device("H100", "NVIDIA H100 80GB HBM3", "Hopper", 80 * _GIB, 3_600_000_000_000),
     Device("H200", "NVIDIA H200", "Hopper", 141 * 10**9, 3_600_000_000_000),
-    # torchtitan's page: SXM with 96 GB HBM2e at 2.4 TB/s, limited to 500 of 700 W. Power of logic at its limit falls as
-    # the cube of the clock (P ~ f V^2, V ~ f), so the clock is (500 / 700)^(1/3).
+    # torchtitan's page: SXM with 96 GB HBM2e at 2.4 TB/s, limited to 500 of 700 W. Power of logic goes as the cube of
+    # the clock (P ~ f V^2, V ~ f), and about 120 W (leakage, memory) do not, so the clock is (380 / 580)^(1/3).
     Device(
         "H100-500W",
         "NVIDIA H100 80GB HBM3",
@@ -84,7 +84,7 @@ _DEVICES = (
         96 * _GIB,
         3_600_000_000_000,
         memory_bps=2.4e12,
-        clock=(500 / 700) ** (1 / 3),
+        clock=(380 / 580) ** (1 / 3),
     ),
 )
 DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}

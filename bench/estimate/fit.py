@@ -2,7 +2,8 @@
 
 [Note: prior] Rows do not tell all six apart: a step that is mostly GEMMs says little of the memory. Each number has a
 prior, what a micro-benchmark of that operator alone reached (`PRIOR`), with a width of its own; the sum that is
-minimised is of squared errors over `ROW_POINTS` and of squared departures from the prior over its width.
+minimised is of squared errors over `ROW_POINTS` and of squared departures from the prior over its width. Errors beyond
+`ROW_POINTS` count as far as they go, not squared (Huber), for a row may have causes that no number stands for.
 """
 
 from __future__ import annotations
@@ -97,8 +98,10 @@ def _solve(rows: Sequence[Row], at: Numbers, table: NDArray[np.float64]) -> Numb
     for _ in range(_ROUNDS):
         mfu = measured * seconds / np.exp(table[:, 0] + table[:, 1:] @ (logs - origin))
         values = np.exp(logs)
-        residuals = np.concatenate([(mfu - measured) / ROW_POINTS * weights, (values - prior) / width])
-        slope = np.concatenate([-(mfu * weights / ROW_POINTS)[:, None] * table[:, 1:], np.diag(values / width)])
+        errors = (mfu - measured) / ROW_POINTS
+        trust = weights * np.sqrt(np.minimum(1.0, 1 / np.maximum(np.abs(errors), 1e-9)))
+        residuals = np.concatenate([errors * trust, (values - prior) / width])
+        slope = np.concatenate([-(mfu * trust / ROW_POINTS)[:, None] * table[:, 1:], np.diag(values / width)])
         change = np.linalg.lstsq(slope, -residuals, rcond=None)[0]
         logs = np.minimum(logs + np.clip(change, -0.3, 0.3), 0.0)  # shares are at most 1
     return Numbers(**dict(zip(_NAMES, map(float, np.exp(logs)), strict=True)))

@@ -26,7 +26,7 @@ class Network:
 
     Args:
         nvlink_bps, nic_bps: bytes/s of a rank and direction, times the share that collectives reach.
-        slowdown: of what leaves a server, over a fabric without collisions.
+        slowdown: of rings that leave a server, over a fabric without collisions.
     """
 
     plan: Plan
@@ -58,7 +58,7 @@ class Network:
         stride = self.plan.job.parallel.tp * self.plan.group_size
         if stride * 2 <= self.plan.cluster.gpus_per_server:
             return _NVLINK_HOP_S + num_bytes / self.nvlink_bps
-        return _NIC_HOP_S + num_bytes / self.nic_bps * self.slowdown
+        return _NIC_HOP_S + num_bytes / self.nic_bps
 
     def _ring(self, num_bytes: float, ranks: int, stride: int, times: int = 1) -> float:
         """Seconds of `times` ring all-gathers of `num_bytes` in all, over ranks that are `stride` apart."""
@@ -83,9 +83,10 @@ def fabric_slowdown(config: Config, seed: int = 0) -> float:
     from topology.fabric.clos import Clos
     from topology.rates.contention import uncongested
     from topology.rates.max_min import completion_s
+    from topology.traffic.job import Kind
     from topology.traffic.step import run_step, slot_flows
 
-    flows = slot_flows(config.job, config.cluster)
+    flows = slot_flows(config.job, config.cluster).select(Kind.DP_REDUCE_SCATTER, Kind.DP_ALL_GATHER)
     if not len(flows):
         return 1.0
     fabric = Clos.build(config.cluster)

@@ -16,7 +16,7 @@ from typing import Any
 from bench.estimate.devices import NUMBERS, Numbers, device_of
 from bench.estimate.network import fabric_slowdown
 from bench.estimate.plan import Plan
-from bench.estimate.step import StepEstimate, estimate_step
+from bench.estimate.step import StepEstimate, estimate_step, pipeline_ratio, quick_step_s
 from netlayer.config.tree import (
     BatchConfig,
     ClusterConfig,
@@ -138,14 +138,18 @@ def calibrate() -> Numbers:
     """Return Ampere's numbers with GEMMs such that the smallest row of Megatron-LM takes its seconds."""
     batch, gpus, seconds, _ = TABLE_2[0]
     plan, base = plan_of(SYSTEMS[0], "175b", gpus, batch), NUMBERS["Ampere"]
-    low, high = 0.2, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        if estimate_step(plan, replace(base, gemm=middle)).step_s > seconds:
-            low = middle
-        else:
-            high = middle
-    return replace(base, gemm=(low + high) / 2)
+    numbers = base
+    for _ in range(2):  # the schedule's ratio to its closed form is taken where the first round ended
+        ratio = pipeline_ratio(plan, numbers)
+        low, high = 0.2, 1.0
+        for _ in range(30):
+            middle = (low + high) / 2
+            if quick_step_s(plan, replace(base, gemm=middle), ratio) > seconds:
+                low = middle
+            else:
+                high = middle
+        numbers = replace(base, gemm=(low + high) / 2)
+    return numbers
 
 
 def plan_of(system: str, preset: str, gpus: int, batch: int) -> Plan:
@@ -203,10 +207,10 @@ def cluster_of(gpus: int) -> ClusterConfig:
 
 
 def slowdown_of(gpus: int) -> float:
-    """Return by how much collisions on the fabric slow the rings of data parallelism: mean of three seeds."""
+    """Return by how much collisions on the fabric slow the rings of data parallelism."""
     job = variant(gpus, gpus, {}).job
     config = Config.model_construct(cluster=cluster_of(gpus), job=job)
-    return sum(fabric_slowdown(config, seed) for seed in range(3)) / 3
+    return fabric_slowdown(config)
 
 
 def mfu_of(plan: Plan, estimate: StepEstimate, *, is_windowed: bool) -> float:

@@ -143,7 +143,7 @@ class Plan:
         return tuple(facts)
 
 
-def check(plan: Plan) -> Plan:
+def check_plan(plan: Plan) -> Plan:
     """Return the plan, if it is possible.
 
     Raises:
