@@ -105,7 +105,7 @@ def fit_ours(rows: Sequence[Row]) -> Predict:
     numbers = dict(NUMBERS)
     for generation in {row.plan.device.generation for row in rows}:
         own = [row for row in rows if row.plan.device.generation == generation]
-        numbers[generation] = fit(own, PRIOR)
+        numbers[generation] = fit(own)
 
     def predict(plan: Plan) -> float:
         return quick_step_s(plan, numbers[plan.device.generation], pipeline_ratio(plan, PRIOR))

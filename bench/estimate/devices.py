@@ -91,7 +91,7 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}
 
 NUMBERS: Mapping[str, Numbers] = {
     # Fitted by `netlayer estimate arena` to its public rows of H100 and H200 cards.
-    "Hopper": Numbers(gemm=0.70, gemm_fp8=0.60, attention=0.55, memory=0.75, links=0.75, spread=0.008),
+    "Hopper": Numbers(gemm=0.689, gemm_fp8=0.642, attention=0.467, memory=0.796, links=0.841, spread=0.0139),
     # Not fitted here: published figures of A100.
     "Ampere": Numbers(gemm=0.78, gemm_fp8=1.0, attention=0.60, memory=0.80, links=0.75, spread=0.008),
 }

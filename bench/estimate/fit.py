@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.estimate.devices import Numbers
+from bench.estimate.devices import NUMBERS, Numbers
 from bench.estimate.plan import Plan
 from bench.estimate.rows import Row
 from bench.estimate.step import pipeline_ratio, quick_step_s
@@ -32,6 +32,8 @@ ROW_POINTS = 1.5
 _NAMES = tuple(field.name for field in dataclasses.fields(Numbers))
 _ROUNDS = 12
 _STEP = 0.01
+_NEAR = 0.2
+"""Change of a number's logarithm below which slopes are taken once; the spread's are nearly the same anywhere."""
 
 
 def ends_of_series(rows: Sequence[Row]) -> list[Row]:
@@ -48,10 +50,12 @@ def ends_of_series(rows: Sequence[Row]) -> list[Row]:
     return ends
 
 
-def fit(rows: Sequence[Row], start: Numbers = PRIOR) -> Numbers:
-    """Fit the six numbers: the logarithm of each row's time is taken as linear in theirs, around two points.
+def fit(rows: Sequence[Row], start: Numbers | None = None) -> Numbers:
+    """Fit the six numbers: the logarithm of each row's time is taken as linear in theirs, around a point.
 
-    The first is `start`, whose slopes are kept for other fits of the same rows; the second is where the first one led.
+    That is `start`, by default the generation's numbers in `devices`, whose slopes are kept for other fits of the same
+    rows; where it leads far from there, around that too. The point says where time is linearised, not where the fit
+    ends: that say the rows and the prior.
     Of a series (one layout at several scales) its smallest and its largest row are taken, and rows of one family and
     precision weigh together as the square root of their number, so that a source that prints many scales does not
     outvote the others.
@@ -62,10 +66,11 @@ def fit(rows: Sequence[Row], start: Numbers = PRIOR) -> Numbers:
     if not rows:
         raise ValueError("rows: none to fit to")
     chosen = ends_of_series(rows)
-    first = np.stack([_first_slopes(row.plan, start) for row in chosen])
-    numbers = _solve(chosen, start, first)
-    second = np.stack([slopes(row.plan, numbers) for row in chosen])
-    return _solve(chosen, numbers, second)
+    start = start or NUMBERS[rows[0].plan.device.generation]
+    numbers = _solve(chosen, start, np.stack([_first_slopes(row.plan, start) for row in chosen]))
+    if np.abs(np.log(numbers.values()) - np.log(start.values()))[:-1].max() < _NEAR:
+        return numbers
+    return _solve(chosen, numbers, np.stack([slopes(row.plan, numbers) for row in chosen]))
 
 
 def slopes(plan: Plan, numbers: Numbers) -> NDArray[np.float64]:

@@ -21,16 +21,18 @@ from netlayer.workload.model_size import block_elements, qkv_width, table_elemen
 POINTWISE = {"fused": 1.0, "compiled": 1.2, "eager": 2.2}
 """Time of norms and activations over that of fused kernels: geometric means of the rows of ours, Inductor's and torch's
 own in reports/trainer_h200_202611.operators.txt."""
-PREVIOUS = {"Hopper": 1.6, "Ampere": 2.0}
-"""Time of the attention of the generation before over this one's, forward and backward, at long sequences:
-FlashAttention-2 over -3 on H100 (arXiv 2407.08608, figures 5 and 6: 1.5 to 2.0 forward, 1.5 to 1.75 backward; cuDNN is
-about as fast as the latter), -1 over -2 on A100 (arXiv 2307.08691: about 2)."""
-EPILOGUE = 1.0
-"""Share of a GEMM's writes that lies under no product: tiles are written when they are done."""
+PREVIOUS = {"Hopper": 1.87, "Ampere": 2.0}
+"""Time of attention made for the generation before over this one's, forward and backward: FlashAttention-2 over cuDNN's
+on an H200 of ours (reports/trainer_h200_202611.operators.txt: 2,032 and 1,089 us; over FlashAttention-3 on H100 1.5 to
+2.0, arXiv 2407.08608), -1 over -2 on A100 (about 2, arXiv 2307.08691)."""
+ENDS = 2.0
+"""Times that a GEMM's outputs pass the memory while no product runs: they are written when a tile is done, and about as
+many bytes of its operands are read before its first product. It makes short inner dimensions slower."""
 BORROWED = 16 / 132
 """Share of an H100's multiprocessors that NCCL's usual 16 channels hold: GEMMs slow by it while exchanges run."""
-REDUCE_PARTS = 4
-"""Parts in which a reduce-scatter follows its GEMM (Transformer Engine's default); the last lies under nothing."""
+PARTS = 4
+"""Parts of a GEMM that an exchange follows or precedes (Transformer Engine's default for reduce-scatters, whose last
+part lies under nothing)."""
 _FORWARDS_OF_ATTENTION = 2.5
 """Products of fused attention's backward over its forward's: five to two, for it computes the scores again."""
 
@@ -131,7 +133,7 @@ class Operators:
         h, f, a, g = model.hidden, model.ffn_hidden, model.attention_width, model.kv_width
         gemm = tokens * linear_flops(model)[is_mlp] / tp / self._narrow
         inputs, outputs = self._widths(is_mlp)
-        writes = EPILOGUE * 2 * tokens / self._bandwidth
+        writes = ENDS * 2 * tokens / self._bandwidth
         attention = 0.0 if is_mlp else tokens * self._keys_flops(window) / tp / self._attention
         scale = POINTWISE[plan.kernels] / self._bandwidth
         has_norm = not (model.parallel_block and is_mlp)
@@ -267,7 +269,7 @@ class Operators:
             return (gather + scatter, gather), (0.0, gather + scatter)
         under = gemm * (1 - 1 / tp)
         late_gather = max(0.0, gather - under)
-        tail = scatter / REDUCE_PARTS
+        tail = scatter / PARTS
         late_scatter = tail + max(0.0, scatter - tail - under)
         exposed = late_gather + late_scatter, late_gather + max(0.0, gather + scatter - 2 * gemm)
         all_of_it = gather + scatter, 2 * gather + scatter
