@@ -37,6 +37,9 @@ _COMMANDS = {
         "trainer.commands.checkpoint:checkpoint",
         "Checkpoints: list, verify, rewrite; Hugging Face's and others' both ways.",
     ),
+    "estimate": Lazy(
+        "bench.estimate.command:estimate", "Predict a job's step on GPUs that are not there; find layouts."
+    ),
     "data": Lazy("trainer.commands.data:data", "Token datasets on disk: prepare, inspect, Megatron's files both ways."),
     "nic": Lazy("congestion.nic.cli:nic", "RDMA NICs: inventory, configuration, timers, packets, counters."),
     "observe": Lazy("netlayer.observe.command:observe", "A job that stands still: which rank is to blame."),
