@@ -293,7 +293,7 @@ def _is_alive(pid: int) -> bool:
 
 def run_faulty(context: RankContext, plan: Plan, fault: Fault) -> None:
     """Run a rank like `netlayer train`, with the fault injected; for a `pause`, also with long phases."""
-    from trainer.checkpoint import save_load as checkpoint
+    from trainer.checkpoint.save import Saver
     from trainer.loop import Launched, Trainer
     from trainer.worker import run_rank
 
@@ -310,7 +310,8 @@ def run_faulty(context: RankContext, plan: Plan, fault: Fault) -> None:
     if fault.kind == "pause":
         late = context.env.rank == (fault.rank + 1) % context.env.world_size
         Trainer._evaluate = _delayed(Trainer._evaluate, late)  # type: ignore[method-assign]
-        checkpoint.save = _delayed(checkpoint.save, context.env.rank == 0)
+        # Whether it writes beside the training or not, all ranks wait for a slow begin.
+        Saver.begin = _delayed(Saver.begin, context.env.rank == 0)  # type: ignore[method-assign]
     run_rank(context, plan)
 
 

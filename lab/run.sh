@@ -48,10 +48,14 @@ qemu() {
   local tree=$lab/qemu
   cat "$lab/root.cpio" "$lab/modules.cpio" > "$out/initrd"
   share() { echo "-virtfs local,path=$2,mount_tag=$1,security_model=none,id=$1$3"; }
+  # -icount: the guest's clock counts its instructions, a nanosecond each, and the host's time only while it idles. So a
+  # loaded host makes it slow, but never late: by the host's clock ACKs miss their timers, and what is then sent again
+  # fills the queues of a slow NIC. It needs one CPU, as User-Mode Linux has; on two, a right WRITE was once refused.
+  # No AVX: Debian 12's QEMU 7.2 emulates some of it wrongly: numpy's argsort left arrays unsorted, and captures fell apart.
   # shellcheck disable=SC2046  # paths without spaces, as checked above
   QEMU_MODULE_DIR=$tree/usr/lib/x86_64-linux-gnu/qemu exec "$tree/lib64/ld-linux-x86-64.so.2" --library-path "$tree/lib/x86_64-linux-gnu:$tree/usr/lib/x86_64-linux-gnu" \
-    "$tree/usr/bin/qemu-system-x86_64" -L "$tree/usr/share/qemu" -L "$tree/usr/share/seabios" -accel tcg,thread=multi -cpu max \
-    -smp 2 -m 1536 -nic none -display none -monitor none -serial stdio -no-reboot -kernel "$lab/vmlinuz" -initrd "$out/initrd" \
+    "$tree/usr/bin/qemu-system-x86_64" -L "$tree/usr/share/qemu" -L "$tree/usr/share/seabios" -accel tcg,thread=single -icount shift=0 -cpu max,-avx,-avx2,-fma,-f16c \
+    -smp 1 -m 1536 -nic none -display none -monitor none -serial stdio -no-reboot -kernel "$lab/vmlinuz" -initrd "$out/initrd" \
     -append 'console=ttyS0 quiet panic=-1' $(share repository "$repository" ,readonly=on) $(share python "$lab/python" ,readonly=on) $(share out "$out" '')
 }
 

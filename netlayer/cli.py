@@ -33,6 +33,13 @@ _COMMANDS = {
     "accept": Lazy("bench.accept.cli:accept", "Acceptance: which node, GPU or link is bad: measured, or from logs."),
     "arena": Lazy("congestion.commands.arena:arena", "Congestion: all control laws on a frozen suite, one table."),
     "bench": Lazy("bench.group:bench", "Records of benches: compare two of them."),
+    "checkpoint": Lazy(
+        "trainer.commands.checkpoint:checkpoint",
+        "Checkpoints: list, verify, rewrite; Hugging Face's and others' both ways.",
+    ),
+    "estimate": Lazy(
+        "bench.estimate.command:estimate", "Predict a job's step on GPUs that are not there; find layouts."
+    ),
     "data": Lazy("trainer.commands.data:data", "Token datasets on disk: prepare, inspect, Megatron's files both ways."),
     "nic": Lazy("congestion.nic.cli:nic", "RDMA NICs: inventory, configuration, timers, packets, counters."),
     "observe": Lazy("netlayer.observe.command:observe", "A job that stands still: which rank is to blame."),
@@ -58,6 +65,7 @@ _EXTRAS = {
     "pandas": "simulator,report",
     "prometheus_client": "train",
     "pyarrow": "simulator",
+    "safetensors": "train",
     "scapy": "rdma",
     "tokenizers": "train",
     "vl_convert": "report",

@@ -25,7 +25,7 @@ from netlayer.errors import ConfigError
 from netlayer.store.meeting import SCHEMES, check_url
 from netlayer.store.redis_store import DEFAULT_TIMEOUT, RedisStore
 
-__all__ = ["SCHEMES", "open_store", "take_back"]
+__all__ = ["SCHEMES", "open_store", "server_of", "take_back"]
 
 _OURS = ("rank", "world_size", "run")  # what is left of the query is for the connection
 _opened: Counter[tuple[str, str]] = Counter()  # by server and run
@@ -67,6 +67,11 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
     """The handler that torch calls: rank and world size of `init_process_group` stand in the query."""
     yield open_store(url, timeout)
     raise RuntimeError("a redis:// rendezvous cannot be repeated; start the process again")
+
+
+def server_of(url: str) -> str:
+    """Return the address of the server alone, of an address with a run."""
+    return _place(url)[0]
 
 
 def _place(url: str) -> tuple[str, str]:

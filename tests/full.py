@@ -118,6 +118,16 @@ COMMANDS: tuple[Command, ...] = (
         why="a made-up hang, in a folder of its own",
         exit_codes=(1,),
     ),
+    Command(".venv/bin/netlayer train examples/laptop.toml --set optimizer.steps=20 --out runs/observed"),
+    Command(
+        ".venv/bin/netlayer observe query runs/observed "
+        '"select rank, segment, count(*) as n, round(avg(end_ns - start_ns) / 1e6, 3) as ms from events '
+        "where kind = 'segment' group by all order by rank, ms desc\""
+    ),
+    _only_parsed(
+        ".venv/bin/netlayer observe collect redis://10.0.0.1:6379 --run tiny-gpt --out events",
+        "collects until it is ended, from a server that is not there",
+    ),
     Command(".venv/bin/netlayer accept judge tests/bench/logs/nccl_node*.txt", exit_codes=(1,)),
     Command(
         ".venv/bin/netlayer accept judge --nvls off logs/ --html verdict.html --junit verdict.xml", exit_codes=(1,)

@@ -3,11 +3,19 @@
 A rank copies the rows of its data-parallel place, tokens on the first pipeline stage and targets on the last; a stage
 between reads none, unless documents are packed, whose borders its attention needs. A thread does it one step ahead: the
 rows of step n + 1 leave the ring while step n computes and its gradients travel; on a GPU they pass through pinned
-memory, on a stream of their own.
+memory, on a stream of their own. Held-out batches come from the loader too: an evaluation always has the same ones.
+
+[Note: lifetimes on a GPU] Rows are copied by the host into pinned memory, so that their slot is free at once; by the
+copy engine to the device, in order on the stream of copies; and the stream that computes waits for the event after
+them. Pinned memory goes back to torch's cache, which gives it out again once the copy is done. Device memory is of the
+copies' stream: `record_stream` keeps it from the next copy until the step has read it. Where a step is a CUDA graph,
+its inputs are copied, in order, to where the graph reads them; while one is captured the thread's own calls do not
+count, for the capture is of its thread alone (`capture_on_cuda`).
 
 [Note: targets that do not count] A loss is the mean over the targets that count in the whole batch, on all ranks: a
 mean of means would weigh a target by who else is in its micro-batch, and losses would depend on the layout. So each
-rank's sum is divided by its rows, and multiplied by rows / targets of the batch, which one small all-reduce says.
+rank's sum is divided by its rows, and multiplied by rows / targets of the batch, which one small all-reduce says. It
+runs under the forward pass of the first micro-batch: no step begins with a wait for the other ranks.
 
 Shapes: N samples, B sequences of a micro-batch, T positions.
 """
@@ -15,10 +23,11 @@ Shapes: N samples, B sequences of a micro-batch, T positions.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,15 +42,16 @@ from netlayer.config.tree import JobConfig
 from netlayer.errors import NetlayerError
 from trainer.checkpoint.meta import Meta
 from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
-from trainer.data.loader import Loader, LoaderPlan
+from trainer.data.loader import EvaluationPlan, Loader, LoaderPlan
 from trainer.data.mixture import TEXT, Mixture, batch_plan, evaluation_specs, sampler_spec
 from trainer.data.prepare import Corpus
-from trainer.data.ring import Ring, raise_failure, wait_until
+from trainer.data.ring import Ring, RingShape, raise_failure
 from trainer.data.sampler import Rows, Sampler
 from trainer.model.packed import NO_TARGET, Packed
 from trainer.parallel import Batches, MicroBatch, PackedBatch, ParallelModel
 from trainer.ramps import batch_size
 
+_DTYPES = {"int32": torch.int32, "uint8": torch.uint8}  # of `Rows`
 _AHEAD = 1  # steps in the queue; one more is in the reader's hands
 
 
@@ -119,9 +129,10 @@ class SampleFeed:
         self._needs = model.is_first or model.is_last or self._packs
         self._sampler: Sampler | None = None
         self._held_out: dict[str, Sampler] = {}
-        self._ring: Ring | None = None
+        self._rings: list[Ring] = []  # of steps, and of held-out batches
         self._loader: Loader | None = None
         self._reader: _Reader | None = None
+        self._evaluation: _EvaluationReader | None = None
 
     def open(self, seed: int, steps_done: int, resumed: Meta | None) -> None:
         if self._sampler is not None:
@@ -132,7 +143,13 @@ class SampleFeed:
         self._next = steps_done + 1
         if self._job.data.loader and self._next <= self._job.optimizer.steps:
             try:
-                self._open_loader(LoaderPlan(spec, self._plan, self._dps(), self._job.optimizer.steps))
+                evaluation = EvaluationPlan(
+                    evaluation_specs(self._job, self._corpus),
+                    self._job.evaluation.global_batches,
+                    self._plan.most_samples,
+                    self._job.parallel.dp,
+                )
+                self._open_loader(LoaderPlan(spec, self._plan, self._dps(), self._job.optimizer.steps, evaluation))
             except BaseException:
                 self.close()  # a ring that has a name loses it
                 raise
@@ -150,6 +167,11 @@ class SampleFeed:
         return self._cut(_tensors(self._sampler.read(samples), self._device))
 
     def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
+        if self._evaluation is not None and global_batches == self._job.evaluation.global_batches:
+            for name, batch in self._evaluation.sets():
+                yield name, self._cut(batch)
+            return
+        # A short one at a stop, or no loader: each rank reads its own.
         if not self._held_out:
             specs = evaluation_specs(self._job, self._corpus)
             self._held_out = {name: spec.open() for name, spec in specs.items()}
@@ -166,18 +188,20 @@ class SampleFeed:
     @property
     def bytes_read(self) -> int:
         """Bytes of the datasets' files that this machine's loader has read so far; of this rank alone without one."""
-        if self._ring is not None:
-            return self._ring.bytes_read
-        return 0 if self._sampler is None else self._sampler.bytes_read
+        if self._rings:
+            return sum(ring.bytes_read for ring in self._rings)
+        samplers = [*([] if self._sampler is None else [self._sampler]), *self._held_out.values()]
+        return sum(sampler.bytes_read for sampler in samplers)
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
         if self._loader is not None:
             self._loader.close()
-        if self._ring is not None:
-            self._ring.close()
-        self._reader = self._loader = self._ring = None
+        for ring in self._rings:
+            ring.close()
+        self._reader = self._loader = self._evaluation = None
+        self._rings = []
 
     def _dps(self) -> list[int]:
         """Agree on who reads on this machine; every rank calls it. Its data-parallel ranks, rising."""
@@ -195,30 +219,40 @@ class SampleFeed:
         rank, is_reader = self._model.world.rank, self._needs
         is_owner = is_reader and rank == self._readers[0]
         assert self._sampler is not None
-        shape = plan.shape(
-            self._job.data.read_ahead,
-            len(self._readers),
-            has_segments=self._sampler.has_segments,
-            has_mask=self._sampler.has_mask,
-        )
-        folder = self._job.data.ring_folder
+        num_slots, num_readers = self._job.data.read_ahead, len(self._readers)
+        has_segments, has_mask = self._sampler.has_segments, self._sampler.has_mask
+        shapes = [
+            plan.shape(num_slots, num_readers, has_segments=has_segments, has_mask=has_mask),
+            plan.evaluation_shape(num_slots, num_readers),
+        ]
         with _agreed() as problems:
             if is_owner:
                 with problems:
-                    self._ring = Ring.create(shape, Path(folder).expanduser() if folder else None)
-        offer = None if self._ring is None else (self._ring.address, self._ring.token)
-        offers = _gather(offer)
+                    self._create_rings(shapes)
+        offers = _gather([(ring.address, ring.token) for ring in self._rings])
         with _agreed() as problems:
             if is_reader and not is_owner:
                 with problems:
-                    self._ring = Ring.attach(offers[self._readers[0]][0], shape, offers[self._readers[0]][1])
-        if self._ring is None:
+                    for shape, (address, token) in zip(shapes, offers[self._readers[0]], strict=True):
+                        self._rings.append(Ring.attach(address, shape, token))
+        if not self._rings:
             return
-        # All have it open: nothing that is killed from here leaves a name.
-        self._ring.unlink()
+        # All have them open: nothing that is killed from here leaves a name.
+        for ring in self._rings:
+            ring.unlink()
+        ring, held_out = self._rings
+        held_out.share_wakeup(ring)
         if is_owner:
-            self._loader = Loader(plan, self._ring)
-        self._reader = _Reader(self._ring, self._readers.index(rank), plan, self._dp, self._device, self._loader)
+            self._loader = Loader(plan, ring, held_out)
+        number = self._readers.index(rank)
+        self._reader = _Reader(ring, number, plan, self._dp, self._device, self._loader)
+        self._evaluation = _EvaluationReader(held_out, number, plan, self._dp, self._device, self._loader)
+
+    def _create_rings(self, shapes: Sequence[RingShape]) -> None:
+        folder = self._job.data.ring_folder
+        for shape in shapes:
+            # One after the other: the second one's room is what the first has left.
+            self._rings.append(Ring.create(shape, Path(folder).expanduser() if folder else None))
 
     def _cut(self, batch: _Batch | None, num_samples: int = 0) -> Batches:
         """Cut a rank's samples into micro-batches."""
@@ -241,19 +275,42 @@ class SampleFeed:
             batches.append((tokens_BT, targets_BT, Packed(segments_BT, scale)))
         return batches
 
-    def _scale(self, batch: _Batch | None) -> Tensor | None:
-        """Return rows / targets of the whole batch: [Note: targets that do not count]; None where all count."""
+    def _scale(self, batch: _Batch | None) -> Callable[[], Tensor] | None:
+        """Start to add up what `loss_scale` needs; None where all targets count."""
         if not self._job.data.masks:
             return None
-        model = self._model
-        counts = model.zero().new_zeros(2)
-        if batch is not None and model.is_last and model.place.tp == 0:
-            mask = batch.mask
-            number = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
-            counts[0] = number
-            counts[1] = number if mask is None else mask.sum()
-        model.world.all_reduce(counts)
+        if batch is None:
+            return loss_scale(self._model, 0, 0)
+        number = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
+        return loss_scale(self._model, number, number if batch.mask is None else batch.mask.sum())
+
+
+def loss_scale(model: ParallelModel, number: int, num_targets: int | Tensor) -> Callable[[], Tensor]:
+    """Return a call that gives rows / targets of the whole batch: [Note: targets that do not count].
+
+    The ranks begin to add up now, and the call waits for it. Every rank calls this.
+
+    Args:
+        number: of this rank's targets; `num_targets` of them count.
+    """
+    counts = model.zero().new_zeros(2)
+    if model.is_last and model.place.tp == 0:
+        counts[0], counts[1] = number, num_targets
+    flight = model.world.start_all_reduce(counts)
+    if not model.is_last:
+        # It has no loss to scale: what it computes waits for nothing.
+        stream = model.world.stream
+        with torch.cuda.stream(stream):
+            flight.wait()
+        if stream is not None:
+            counts.record_stream(stream)  # nobody holds them any more, and the sum may still be under way
+
+    @functools.cache
+    def scale() -> Tensor:
+        flight.wait()
         return counts[0] / counts[1].clamp(min=1)
+
+    return scale
 
 
 class _Batch:
@@ -267,13 +324,12 @@ class _Batch:
 
 
 def _tensors(rows: Rows, device: torch.device) -> _Batch:
-    """Copy rows to the device; on a GPU the host does not wait, on this stream."""
+    """Copy rows to the device; on a GPU the host does not wait, on this stream: [Note: lifetimes on a GPU]."""
 
     def tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-        own = torch.from_numpy(np.array(array))  # a copy: the rows are another step's soon
-        if device.type == "cuda":
-            own = own.pin_memory().to(device, non_blocking=True)
-        return own.to(dtype)
+        own = torch.empty(array.shape, dtype=_DTYPES[array.dtype.name], pin_memory=device.type == "cuda")
+        own.numpy()[:] = array  # a copy: the rows are another step's soon
+        return own.to(device, non_blocking=True).to(dtype)
 
     segments = None if rows.segments is None else tensor(rows.segments, torch.int32)
     mask = None if rows.mask is None else tensor(rows.mask, torch.bool)
@@ -320,6 +376,7 @@ class _Reader:
 
     def close(self) -> None:
         self._is_closed.set()
+        self._ring.reader_wakeup.wake()
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):  # it may wait for room in the queue
                 self._batches.get_nowait()
@@ -328,19 +385,19 @@ class _Reader:
     def _run(self) -> None:
         try:
             for step in range(self._plan.batches.first_step, self._plan.last_step + 1):
-                wait_until(partial(self._ring.holds, step), self._look_after)
+                self._ring.wait(step, self._look_after)
                 self._batches.put(self._copy(step))
         except _Closed:
-            pass
+            return
         except Exception as exc:  # noqa: BLE001 - raised where the step is asked for
             self._batches.put(exc)
+        # To Linux the parent of a loader is the thread that has started it, maybe this one, and it dies with that.
+        self._is_closed.wait()
 
     def _look_after(self) -> None:
         if self._is_closed.is_set():
             raise _Closed
-        raise_failure(self._ring.error)
-        if self._loader is not None:
-            self._loader.check()
+        _look_after(self._ring, self._loader)
 
     def _copy(self, step: int) -> tuple[int, _Batch, torch.cuda.Event | None]:
         place, copies = self._plan.rows(step, self._dp), list[_Batch]()
@@ -357,6 +414,52 @@ class _Reader:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         return step, copies[0], copied
+
+
+class _EvaluationReader:
+    """Takes a rank's rows of evaluations out of their ring; arguments as of `_Reader`."""
+
+    def __init__(
+        self, ring: Ring, reader: int, plan: LoaderPlan, dp: int, device: torch.device, loader: Loader | None
+    ) -> None:
+        assert plan.evaluation is not None
+        self._ring, self._number, self._plan = ring, reader, plan.evaluation
+        self._rows, self._device, self._loader = plan.evaluation_rows(dp), device, loader
+        self._next = 1
+
+    def sets(self) -> Iterator[tuple[str, _Batch]]:
+        """Yield each evaluation set's name and this rank's rows of it, in the order of its samples."""
+        first, count = self._next, self._plan.num_items
+        # Where the last evaluation was interrupted, the ring holds its rest.
+        first += -(first - 1) % count
+        self._ring.skip(first - 1, self._number)
+        for name in self._plan.sets:
+            batches = [self._take(first + number) for number in range(self._plan.global_batches)]
+            first += self._plan.global_batches
+            yield name, _joined(batches)
+
+    def _take(self, item: int) -> _Batch:
+        self._next = item + 1
+        self._ring.wait(item, partial(_look_after, self._ring, self._loader))
+        batches: list[_Batch] = []
+        self._ring.take(item, self._number, lambda rows: batches.append(_tensors(rows.part(self._rows), self._device)))
+        return batches[0]
+
+
+def _look_after(ring: Ring, loader: Loader | None) -> None:
+    """Raise what the loader has said, or start it again where it has died."""
+    raise_failure(ring.error)
+    if loader is not None:
+        loader.check()
+
+
+def _joined(batches: Sequence[_Batch]) -> _Batch:
+    first = batches[0]
+    return _Batch(
+        torch.cat([each.tokens for each in batches]),
+        None if first.segments is None else torch.cat([each.segments for each in batches if each.segments is not None]),
+        None if first.mask is None else torch.cat([each.mask for each in batches if each.mask is not None]),
+    )
 
 
 def machine_key(ring_folder: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from netlayer.errors import FULL_DISK, ConfigError
 from netlayer.results import sync_folder, utc_now, writing
-from trainer.checkpoint.meta import checkpoints_in, step_of
+from trainer.checkpoint.names import META, checkpoints_in, step_of
 
 METRICS, VALIDATION, RESTARTS = "metrics.jsonl", "validation.jsonl", "restarts.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -45,11 +45,12 @@ class Restart:
     is_evaluated: bool
 
 
-def resume_history(out: Path, step: int, resume: Path | None) -> Restart:
+def resume_history(out: Path, step: int, resume: Path | None, checkpoints: Path | None = None) -> Restart:
     """Make the history in `out` end with `step`, and note what is replaced.
 
     Args:
         resume: the checkpoint; None: the run starts with its first step again.
+        checkpoints: folder of the run's; None: the one in `out`.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -60,7 +61,7 @@ def resume_history(out: Path, step: int, resume: Path | None) -> Restart:
         # The first thing of a resumed run is the evaluation of its checkpoint: its row is taken again too.
         steps, steps_after = _split(out / METRICS, step)
         evaluations, evaluations_after = _split(out / VALIDATION, step - 1)
-        aside = [path for path in checkpoints_in(out / CHECKPOINTS) if step_of(path) > step]
+        aside = [path for path in checkpoints_in(checkpoints or out / CHECKPOINTS) if step_of(path) > step]
         line = {
             "utc": utc_now(),
             "resumed_step": step,
@@ -71,6 +72,9 @@ def resume_history(out: Path, step: int, resume: Path | None) -> Restart:
         _replace_durably(out / METRICS, steps)
         _replace_durably(out / VALIDATION, evaluations)
         for path in aside:
+            if not isinstance(path, Path):  # an object store renames no folder: without this file it is no checkpoint
+                (path / META).rename(path / f"{META}{REPLACED}")
+                continue
             path.replace(_unused(path.with_name(path.name + REPLACED)))
         sync_folder(out)
     last = steps[-1]["step"] if steps else None

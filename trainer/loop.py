@@ -13,11 +13,12 @@ numbers, so all of them stop at the same step.
 [Note: good checkpoints] The numbers of a step are those of the parameters before its update, which may break them. So a
 checkpoint, of which every element is finite, is verified by the step after it, whose loss and gradient are finite;
 where none follows, by a held-out loss. Older ones are deleted only then, and a job resumes from a verified one unless
-it is given another.
+it is given another. One that is written beside the training is not written before.
 
-[Note: time beside steps] Evaluations and checkpoints are no step's time: a step is timed from the end of the one before
-only where nothing came between. Their seconds stand in the row of the step that they follow (`eval_s`, `checkpoint_s`),
-which is handed over when they are done, or have failed.
+[Note: time beside steps] Evaluations and checkpoints for which the training waits are no step's time: a step is timed
+from the end of the one before only where nothing came between. Their seconds stand in the row of the step that they
+follow (`eval_s`, `checkpoint_s`), which is handed over when they are done, or have failed. One beside the training is a
+part of its step: what that costs is `checkpoint_stall_s`, and `checkpoint_save_s` is what it took, where that is known.
 """
 
 from __future__ import annotations
@@ -34,18 +35,21 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
+from collectives.watch.monitor import Monitor
 from collectives.watch.recorder import Recorder, StepComm
 from collectives.watch.watchdog import Watch
 from netlayer.config.tree import EvaluationConfig, JobConfig
-from netlayer.errors import CheckFailed, NetlayerError
+from netlayer.errors import CheckFailed, ConfigError, NetlayerError
 from netlayer.rendezvous import Groups
+from netlayer.units import format_size
 from netlayer.workload.flops import step_flops, utilisation
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
 from netlayer.workload.peaks import peak_flops
-from trainer.checkpoint import save_load as checkpoint
+from trainer.checkpoint import restore
+from trainer.checkpoint import save as checkpoint
 from trainer.checkpoint.meta import Meta
+from trainer.checkpoint.names import PENDING
 from trainer.data.mixture import TEXT, Mixture
 from trainer.data.prepare import Corpus
 from trainer.feed import open_feed
@@ -61,6 +65,13 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 _MOST_NAMED = 8  # ranks of an error
+_PHASES = {
+    "saves a checkpoint": "checkpoint",
+    "moves a checkpoint": "checkpoint",
+    "loads a checkpoint": "checkpoint",
+    "evaluates": "evaluation",
+}
+"""Classes of the slow blocks' segments; of garbage collections the monitor hears from Python."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,7 @@ class Launched:
         memory_bytes: peak on a GPU, what is resident on a CPU.
         is_replayed: as a CUDA graph, of whose collectives the recorder knows nothing.
         data_wait_s: for which the host waited for the step's batches; None: the rank has drawn them from a text.
+        save_epoch: stage of a save that its numbers speak of (`Saver.epoch`).
     """
 
     step: int
@@ -99,6 +111,7 @@ class Launched:
     memory_bytes: int
     is_replayed: bool
     data_wait_s: float | None = None
+    save_epoch: int = 0
 
 
 class Trainer:
@@ -112,6 +125,7 @@ class Trainer:
         groups: of `open_world`; None: one rank alone.
         stop: says when somebody wants the training to end; None: nobody will.
         watch: says who holds up the others; None: nobody does.
+        monitor: takes the events of this rank; None: they are not kept.
     """
 
     def __init__(
@@ -123,14 +137,17 @@ class Trainer:
         groups: Groups | None = None,
         stop: StopRequest | None = None,
         watch: Watch | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.job, self.seed, self.place, self.stop = job, seed, place, stop or StopRequest()
-        self.watch = watch
+        self.watch, self.monitor = watch, monitor
         # Read now: a cache of corpora may drop this one while its run trains on.
         self.text = checkpoint.Text.of(corpus) if isinstance(corpus, Corpus) else None
         self.num_parameters = num_parameters(job.model)
         # Each `Launched` holds its own step: the recorder needs to keep no more.
         self.recorder = Recorder(place.device, num_kept=1)
+        if monitor is not None:
+            monitor.follow(self.recorder)
         self.model = ParallelModel(job, seed, place.rank, place.device, groups, self.recorder, watch)
         self.feed = open_feed(job, corpus, self.model)
         self._resumed: Meta | None = None
@@ -148,21 +165,39 @@ class Trainer:
         self.steps_done = 0
         self._before: StepComm | None = None
         self._pending: Path | None = None
+        self._saver: checkpoint.Saver | None = None
+        self._stalls: dict[int, float] = {}  # by step: seconds that a save beside the training has cost
         self._untouched: Path | None = None  # the checkpoint whose parameters these still are
         self.peak = peak_flops(place.device_name, job.model.dtype)
 
-    def phase(self, phrase: str) -> contextlib.AbstractContextManager[None]:
-        """Mark the block as slow on this rank, so that the watch lets the others wait for it: see `Watch.phase`."""
-        return contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
+    @contextlib.contextmanager
+    def phase(self, phrase: str) -> Iterator[None]:
+        """Mark the block as slow on this rank: the watch lets the others wait for it, and the monitor times it."""
+        watched = contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
+        with watched, self._timed(_PHASES.get(phrase), phrase):
+            yield
 
-    def resume(self, meta: Meta) -> None:
+    def _timed(self, segment: str | None, name: str) -> contextlib.AbstractContextManager[None]:
+        """Have the monitor time the block by the host's clock; None: not this one."""
+        if self.monitor is None or segment is None:
+            return contextlib.nullcontext()
+        return self.monitor.segment(segment, name, on_host=True)
+
+    def resume(self, meta: Meta, *, model_only: bool = False) -> None:
         """Go on from a checkpoint: the next step is the one after it, with the samples that it would have had.
+
+        Args:
+            model_only: take its parameters alone: the next step is the first one, with new moments.
 
         Raises:
             ConfigError: it is of another model, or damaged.
         """
-        checkpoint.load(meta, self.model, self.optimizer)
-        self.steps_done, self._untouched, self._resumed = meta.step, meta.path, meta
+        model_only = model_only or meta.is_fresh
+        restore.load(meta, self.model, self.optimizer, model_only=model_only)
+        self._untouched = meta.path
+        if model_only:
+            return
+        self.steps_done, self._resumed = meta.step, meta
         # With another text the samples are others in any case, and the user's seed may draw them.
         self.seed = self.seed if self.job.checkpoint.allow_dataset_change else meta.seed
 
@@ -177,7 +212,68 @@ class Trainer:
             with self.phase("opens the data"):
                 self.feed.open(self.seed, self.steps_done, self._resumed)
 
-    def save(self, folder: Path) -> Path:
+    def open_saver(self, folder: Path | str) -> str:
+        """Make ready for saves into `folder`; every rank calls it, before the first step, or none does.
+
+        Returns:
+            A line for the user where saves will not run beside the training, as the job asks for; else nothing.
+        """
+        beside = self.job.checkpoint.asynchronous and self.job.checkpoint.every_steps > 0
+        with self.phase("makes ready for checkpoints"):
+            self._saver, line = checkpoint.open_saver(self.model, self.optimizer, folder, self.text, beside=beside)
+        return line
+
+    @property
+    def saves_beside(self) -> bool:
+        """Whether saves run beside the training."""
+        return self._saver is not None and self._saver.is_beside
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way beside the training."""
+        return self._saver is not None and self._saver.stage != "idle"
+
+    def start_save(self, step: int) -> None:
+        """Start to save the state after `step`, which was launched last; every rank calls it, with no save under way.
+
+        What it costs is added to the row of the step, where that is not read yet.
+        """
+        assert self._saver is not None
+        begin_s = time.perf_counter()
+        with self.phase("saves a checkpoint"):
+            self.open_feed()  # it knows how many samples that were
+            self._saver.begin(step, self.seed, self.feed.state(step))
+        self._stalls[step] = self._stalls.get(step, 0.0) + time.perf_counter() - begin_s
+
+    def finish_save(self, *, is_verified: bool = False) -> Path | None:
+        """Wait for the save that is under way, and return its path; None: there is none, or it has failed.
+
+        Raises:
+            CheckFailed: what it would hold is not finite; on all ranks alike.
+        """
+        if self._saver is None:
+            return None
+        self.skip()
+        with self.phase("waits for storage"), self._told_where_lost():
+            return self._saver.finish(is_verified=is_verified)
+
+    def end_saves(self) -> None:
+        """Finish a save whose parameters a step has shown to be sound, and give up another; training has failed.
+
+        Every rank calls it, for all have failed alike.
+        """
+        if self._saver is not None:
+            with self.phase("waits for storage"), contextlib.suppress(ConfigError, CheckFailed):
+                self._saver.end()
+
+    def outcomes(self) -> list[checkpoint.Published | checkpoint.Failed]:
+        """Return what became of saves beside the training since the last call."""
+        if self._saver is None:
+            return []
+        outcomes, self._saver.outcomes = self._saver.outcomes, []
+        return outcomes
+
+    def save(self, folder: Path | str) -> Path:
         """Write a checkpoint of the steps that were read so far; every rank calls it, with no step under way.
 
         It is pending until the next step is read, or `commit` is called.
@@ -188,15 +284,25 @@ class Trainer:
             ConfigError: it cannot be written for another reason.
         """
         self.skip()
-        with self.phase("saves a checkpoint"):
-            # Every element: a checkpoint that is not finite would look good until somebody resumes from it.
-            self._check_state()
+        with self.phase("saves a checkpoint"), self._told_where_lost():
             self.open_feed()  # it knows how many samples that were
             data = self.feed.state(self.steps_done)
-            path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text, data)
+            if self._saver is not None:
+                path = self._saver.save(self.steps_done, self.seed, data)
+            else:
+                path = checkpoint.save(self.model, self.optimizer, self.steps_done, self.seed, folder, self.text, data)
         # Until a step or a held-out loss has shown that its parameters are sound: [Note: good checkpoints].
-        self._pending = path
+        self._pending = path if path.name.endswith(PENDING) else None
         return path
+
+    @contextlib.contextmanager
+    def _told_where_lost(self) -> Iterator[None]:
+        """Save in the block; where the state is not finite, the error names the ranks."""
+        try:
+            yield
+        except checkpoint.StateLost as exc:
+            where = _first_ones([self._describe(rank) for rank in exc.ranks])
+            raise CheckFailed(f"{exc} in the shard of {where}; lower job.optimizer.lr") from exc
 
     def commit(self) -> Path | None:
         """Make the pending checkpoint, if there is one, a good one: [Note: good checkpoints]. Return its new path."""
@@ -209,7 +315,8 @@ class Trainer:
         # A rename on a file system that all see: once is enough.
         if self.place.rank == 0:
             with self.phase("moves a checkpoint"):
-                checkpoint.commit(path, self.job.checkpoint.keep)
+                keep = self.job.checkpoint.keep, self.job.checkpoint.keep_every_steps
+                checkpoint.commit(path, *keep)
             logger.info("checkpoint: %s", good)
         return good
 
@@ -219,6 +326,8 @@ class Trainer:
 
     def close(self) -> None:
         """End the training; every rank calls it, with no step under way. Process groups stay."""
+        if self._saver is not None:
+            self._saver.close()
         self.feed.close()
         self.steps.close()
         self.model.close()
@@ -241,17 +350,21 @@ class Trainer:
         self.steps.begin(step)
         lr = learning_rate(self.job.optimizer, step)
         begin_s = time.perf_counter()
-        batches = self._training_batches(step)
+        with self._timed("data", "batches of the step"):
+            batches = self._training_batches(step)
         data_wait_s = time.perf_counter() - begin_s if self.job.data.counts_samples else None
+        if self._saver is not None and self.job.loop.cuda_graph:
+            self._saver.order_updates()  # a graph has no hook before its update
         stepped = self.steps.run(step, batches, lr)
         assert stepped.grad_norm is not None
         # Copied to the host after the step, so that reading them later does not wait for the step after.
-        notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked)
+        save_epoch, save = (self._saver.epoch, self._saver.own_state()) if self._saver else (0, (0.0, 0.0, None))
+        notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked, save)
         # `skip` may have cleared it: then something came between, and this step is timed from its own begin.
         comm, before = self.recorder.end_step(), self._before
         self._before = comm
         memory_bytes = _memory_bytes(self.place.device)
-        return Launched(step, lr, notes, comm, before, memory_bytes, stepped.is_replayed, data_wait_s)
+        return Launched(step, lr, notes, comm, before, memory_bytes, stepped.is_replayed, data_wait_s, save_epoch)
 
     def read(self, launched: Launched) -> tuple[Row, bool]:
         """Return the row of a step, and whether a rank was asked to stop; waits for the step, and for it alone.
@@ -261,10 +374,20 @@ class Trainer:
         """
         notes = launched.notes.read()
         # First: only a step whose numbers are finite makes the checkpoint before it a good one.
-        self._check_finite(launched.step, notes)
+        try:
+            self._check_finite(launched.step, notes)
+        except CheckFailed as exc:
+            if self.monitor is not None:
+                self.monitor.mark("nan", str(exc), step=launched.step)
+            raise
         self.steps_done, self._untouched = launched.step, None
         self.commit()
-        return self._row(launched, notes), notes.num_asked > 0
+        row = self._row(launched, notes)
+        if self._saver is not None:
+            row["checkpoint_stall_s"] += self._stalls.pop(launched.step, 0.0) + self._saver.waited_s()
+            with self._told_where_lost():
+                self._saver.advance(launched.save_epoch, notes)
+        return row, notes.num_asked > 0
 
     def evaluate(self, global_batches: int) -> float:
         """Mean loss of `global_batches * global_batch_size` windows spread evenly over the held-out text: always the
@@ -310,19 +433,6 @@ class Trainer:
             where = _first_ones([f"{loss} on {self._describe(rank)}" for rank, loss in lost])
             raise CheckFailed(f"step {step}: the {name} is {where}; {remedy}")
 
-    def _check_state(self) -> None:
-        """Check every element of the state: a held-out loss sees no moments, and of the token table few rows."""
-        state = [value for each in self.optimizer.each for value in each.state.values()]
-        tensors: list[Tensor] = [slot.piece for slot in self.model.slots]
-        tensors += [tensor for values in state for tensor in values.values() if isinstance(tensor, Tensor)]
-        num_lost = sum(((~tensor.detach().isfinite()).sum() for tensor in tensors), self.model.zero())
-        # All ranks hear of it, so that all raise: one alone would leave the others in the next collective.
-        lost = [rank for rank, count in enumerate(every_ranks(self.model, float(num_lost))) if count]
-        if lost:
-            where = _first_ones([self._describe(rank) for rank in lost])
-            rule = f"parameters or moments of the optimiser are not finite in the shard of {where}"
-            raise CheckFailed(f"step {self.steps_done}: {rule}; lower job.optimizer.lr")
-
     def _check_finite(self, step: int, notes: Notes) -> None:
         layout, remedy = self.job.parallel.layout, "lower job.optimizer.lr, or look at this step's data"
         self._check_losses(step, "loss", notes.losses, remedy)
@@ -358,6 +468,8 @@ class Trainer:
             "mfu_causal": utilisation(flops.causal, seconds, self.peak, ranks),
             "eval_s": 0.0,
             "checkpoint_s": 0.0,
+            "checkpoint_stall_s": 0.0,
+            "checkpoint_save_s": 0.0,
             "checkpoint_failures": 0,
         }
         if launched.data_wait_s is not None:
@@ -370,7 +482,7 @@ def run(
     evaluation: EvaluationConfig,
     on_step: Callable[[Row], None],
     on_evaluation: Callable[[Row], None],
-    checkpoints: Path | None = None,
+    checkpoints: Path | str | None = None,
     on_comm: Callable[[StepComm], bool] = lambda _comm: False,
     on_warning: Callable[[str], None] = lambda _line: None,
 ) -> Stop | None:
@@ -380,7 +492,7 @@ def run(
     whichever comes first. Only where nothing follows, at the end or a stop, does it end the run.
 
     Args:
-        checkpoints: folder for those that the job asks for, and for one where the training is asked to stop.
+        checkpoints: folder, or URL, for those that the job asks for, and for one where the training is asked to stop.
         on_comm: gets what the recorder has of each step, with its row; says whether it took time that is no step's.
         on_warning: gets a line that the user is to see; on all ranks alike.
 
@@ -397,6 +509,7 @@ def run(
     def read_one() -> tuple[Row, bool]:
         launched = under_way.pop(0)
         row, is_asked = trainer.read(launched)
+        between.note_saves(row)
         # Writing a trace takes time that is no step's.
         if on_comm(launched.comm):
             trainer.skip()
@@ -407,8 +520,9 @@ def run(
             on_step(row)
 
     stopped = None
+    between.open()
     trainer.open_feed()  # first: it reads while the starting point is evaluated
-    with _collected(trainer.job.loop.gc_interval) as collect:
+    with _saves_ended(trainer), _collected(trainer.job.loop.gc_interval) as collect:
         # Also of a resumed run: it shows what the training starts from.
         between.evaluate(trainer.steps_done)
         for step in range(trainer.steps_done + 1, between.last + 1):
@@ -420,13 +534,20 @@ def run(
             if len(under_way) > 1:
                 row, is_asked = read_one()
                 hand_over(row)
+            is_saved_beside = between.saves_beside(step) and not is_asked
+            # A save before this one is finished first, and this step's numbers show that it is sound.
+            waits = is_saved_beside and trainer.is_saving
+            if is_saved_beside and not waits:
+                trainer.start_save(step)  # of what this step will have made of the parameters
             # Leave this step's numbers for later, and the device busy, unless something below needs them.
-            if not (is_asked or between.saves(step) or between.evaluates(step)):
+            if not (is_asked or waits or between.saves_now(step) or between.evaluates(step)):
                 continue
             row, is_asked_now = read_one()
             # A request at the last step changes nothing: the run ends, with all that is due then.
             stops = (is_asked or is_asked_now) and step < between.last
             with _handed_over_after(row, hand_over):
+                if waits and not stops:
+                    between.save_after_another(step, row)
                 path = between.run(step, row, stops=stops)
             if stops:
                 stopped = Stop(step, path)
@@ -443,7 +564,7 @@ class _BetweenSteps:
         trainer: Trainer,
         evaluation: EvaluationConfig,
         on_evaluation: Callable[[Row], None],
-        checkpoints: Path | None,
+        checkpoints: Path | str | None,
         on_warning: Callable[[str], None],
     ) -> None:
         self._trainer, self._evaluation, self._on_evaluation = trainer, evaluation, on_evaluation
@@ -452,6 +573,11 @@ class _BetweenSteps:
         self._save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
         self._retry_due = False
         """Whether the last checkpoint that was due found no room."""
+
+    def open(self) -> None:
+        """Make ready for checkpoints."""
+        if self._checkpoints is not None and (line := self._trainer.open_saver(self._checkpoints)):
+            self._on_warning(line)
 
     def evaluates(self, step: int) -> bool:
         return step % self._evaluation.every_steps == 0 or step == self.last
@@ -462,6 +588,14 @@ class _BetweenSteps:
         # One that found no room is tried again after an evaluation, when nothing is under way anyway.
         return step % self._save_every == 0 or step == self.last or (self._retry_due and self.evaluates(step))
 
+    def saves_beside(self, step: int) -> bool:
+        """Whether a save is due that runs beside the training: not the last one, which has nothing to run beside."""
+        return self.saves(step) and self._trainer.saves_beside and step < self.last
+
+    def saves_now(self, step: int) -> bool:
+        """Whether a save is due for which the training waits."""
+        return self.saves(step) and not self.saves_beside(step)
+
     def evaluate(self, step: int) -> None:
         with _timed() as seconds:
             loss = self._trainer.evaluate(self._evaluation.global_batches)
@@ -469,6 +603,28 @@ class _BetweenSteps:
         row |= {f"validation_loss_{name}": each for name, each in self._trainer.held_out_losses.items()}
         with self._trainer.phase("writes a row"):
             self._on_evaluation(row)
+
+    def note_saves(self, row: Row) -> None:
+        """Put what became of saves beside the training into a row, and say it."""
+        for outcome in self._trainer.outcomes():
+            if isinstance(outcome, checkpoint.Published):
+                self._retry_due = False
+                row["checkpoint_save_s"] += outcome.seconds
+                if self._trainer.place.rank == 0:
+                    size = format_size(outcome.num_bytes)
+                    logger.info("checkpoint: %s, %s in %.1f s", outcome.path, size, outcome.seconds)
+            else:
+                self._note_failure(outcome.step, row, outcome.error)
+
+    def save_after_another(self, step: int, row: Row) -> None:
+        """Save beside the training after `step`, once storage is through with the save before it."""
+        with _timed(row, "checkpoint_stall_s") as seconds:
+            self._trainer.finish_save()
+        self.note_saves(row)
+        rule = "storage had not finished the checkpoint before it; raise job.checkpoint.every_steps, or write elsewhere"
+        self._on_warning(f"step {step}: training waited {sum(seconds):.1f} s to save a checkpoint, for {rule}")
+        with _timed(row, "checkpoint_stall_s"):
+            self._trainer.start_save(step)
 
     def run(self, step: int, row: Row, *, stops: bool) -> Path | None:
         """Evaluate and save where that is due after a step; return the last checkpoint where the run ends here.
@@ -480,40 +636,57 @@ class _BetweenSteps:
         if self.evaluates(step) and not stops:
             with _timed(row, "eval_s"):
                 self.evaluate(step)
-        if self._checkpoints is None or not (self.saves(step) or stops):
+        if self._checkpoints is None or not (self.saves_now(step) or stops):
             return None
         ends = stops or step == self.last
         try:
-            with _timed(row, "checkpoint_s"):
-                self._trainer.save(self._checkpoints)
+            with _timed(row, "checkpoint_s", "checkpoint_stall_s"):
+                self._trainer.save(self._checkpoints)  # once the one before is there
             self._retry_due = False
         except checkpoint.NoRoom as exc:
-            row["checkpoint_failures"] += 1
             if ends:
+                row["checkpoint_failures"] += 1
                 raise
-            # Training is worth more than a checkpoint that may fit later.
-            self._retry_due = True
-            self._on_warning(f"no checkpoint of step {step}, training goes on: {exc}")
+            self._note_failure(step, row, exc)
+        finally:
+            self.note_saves(row)
         if not ends:
             return None
         if stops:
             with _timed(row, "eval_s"):
                 # A short one, for somebody waits: it shows that the parameters which were saved are sound.
                 self._trainer.evaluate(1)
-        with _timed(row, "checkpoint_s"):
+        with _timed(row, "checkpoint_s", "checkpoint_stall_s"):
             return self._trainer.commit()
+
+    def _note_failure(self, step: int, row: Row, error: ConfigError) -> None:
+        """Say that there is no checkpoint: training is worth more than one that may fit later."""
+        row["checkpoint_failures"] += 1
+        self._retry_due = True
+        self._on_warning(f"no checkpoint of step {step}, training goes on: {error}")
 
 
 @contextlib.contextmanager
-def _timed(row: Row | None = None, column: str = "") -> Iterator[list[float]]:
-    """Measure the seconds of the block, into the list that it gets, and add them to a column of the row."""
+def _saves_ended(trainer: Trainer) -> Iterator[None]:
+    """Train in the block; where all ranks fail alike, what was sound and is half written is finished first."""
+    try:
+        yield
+    except CheckFailed:
+        trainer.end_saves()
+        raise
+
+
+@contextlib.contextmanager
+def _timed(row: Row | None = None, *columns: str) -> Iterator[list[float]]:
+    """Measure the seconds of the block, into the list that it gets, and add them to columns of the row."""
     seconds: list[float] = []
     start = time.perf_counter()
     try:
         yield seconds
     finally:
         seconds.append(time.perf_counter() - start)
-        if row is not None:
+        for column in columns:
+            assert row is not None
             row[column] += seconds[0]
 
 

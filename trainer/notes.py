@@ -24,12 +24,17 @@ class Notes:
     Args:
         losses: of each data-parallel rank.
         num_asked: how many ranks had been asked to stop when they launched the step's end.
+        num_done, num_failed: how many ranks were through with their stage of a save then, and how many had failed.
+        num_lost: on how many ranks the state that is saved is not finite.
         grad_norm: of all gradients, before clipping.
         own_square: this rank's part of its square.
     """
 
     losses: list[float]
     num_asked: int
+    num_done: int
+    num_failed: int
+    num_lost: int
     grad_norm: float
     own_square: float
 
@@ -46,10 +51,22 @@ class NotesInFlight:
         loss: of this data-parallel rank, on the device; zero but on the last stage.
         grad_norm: as `ParallelModel.grad_norm` gave it.
         is_asked: whether this rank was asked to stop.
+        save: what `Saver.own_state` gave.
     """
 
-    def __init__(self, model: ParallelModel, loss: Tensor, grad_norm: Tensor, is_asked: bool) -> None:
-        shared = torch.cat([spread_losses(model, loss), loss.new_full((1,), float(is_asked))])
+    def __init__(
+        self,
+        model: ParallelModel,
+        loss: Tensor,
+        grad_norm: Tensor,
+        is_asked: bool,
+        save: tuple[float, float, Tensor | None] = (0.0, 0.0, None),
+    ) -> None:
+        is_done, has_failed, lost = save
+        # Filled on the device, one by one: a copy of a list would make the host wait for the step.
+        flags = [loss.new_full((1,), value) for value in (float(is_asked), is_done, has_failed)]
+        lost = loss.new_zeros(1) if lost is None else lost.to(loss.dtype).view(1)
+        shared = torch.cat([spread_losses(model, loss), *flags, lost])
         model.world.all_reduce(shared)
         own = torch.stack([grad_norm, model.own_square]).to(shared)
         self._numbers, self._arrived = _to_host(torch.cat([shared, own]))
@@ -58,8 +75,9 @@ class NotesInFlight:
         """Waits for the device where it is not there yet."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        *losses, num_asked, grad_norm, own_square = self._numbers.tolist()
-        return Notes(losses, round(num_asked), grad_norm, own_square)
+        *losses, num_asked, num_done, num_failed, num_lost, grad_norm, own_square = self._numbers.tolist()
+        asked, done, failed, lost = (round(each) for each in (num_asked, num_done, num_failed, num_lost))
+        return Notes(losses, asked, done, failed, lost, grad_norm, own_square)
 
 
 def spread_losses(model: ParallelModel, loss: Tensor) -> Tensor:

@@ -163,11 +163,18 @@ class ParallelModel:
         for index, batch in enumerate(batches):
             # Only the last pass is reduced: the others add up on this rank.
             with contextlib.nullcontext() if index == len(batches) - 1 else chunk.no_sync():
-                loss = _loss(chunk, *batch) / len(batches)
-                (loss / self.layout.dp).backward()  # type: ignore[no-untyped-call]  # gradients are sums over ranks
+                with self._computing("forward", index):
+                    loss = _loss(chunk, *batch) / len(batches)
+                with self._computing("backward", index):
+                    (loss / self.layout.dp).backward()  # type: ignore[no-untyped-call]  # gradients are sums over ranks
             # Added on the device: a number for the host would make it wait in every micro-batch.
             total += loss.detach()
         return total
+
+    def _computing(self, name: str, micro_batch: int) -> contextlib.AbstractContextManager[None]:
+        if self.recorder is None:
+            return contextlib.nullcontext()
+        return self.recorder.computing(name, micro_batch=micro_batch, chunk=0)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:

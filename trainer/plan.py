@@ -23,7 +23,8 @@ from netlayer.launch.rank import RankEnv
 from netlayer.nccl.environment import Choice, for_ranks
 from netlayer.workload.fit import check_room, in_room, with_overlap
 from netlayer.workload.memory import estimate, gib
-from trainer.checkpoint.meta import TOKENIZER, check_model, check_same_text, find, resume_notes, seed_of
+from trainer.checkpoint.meta import check_model, check_same_text, find, resume_notes, seed_of
+from trainer.checkpoint.names import TOKENIZER
 from trainer.checkpoint.resume import check_steps_left, start_of
 from trainer.data.mixture import Mixture, check_samples, prepare_mixture
 from trainer.data.prepare import Corpus, OnStage, check_enough, prepare_corpus
@@ -184,15 +185,19 @@ def draft(
     backend = environ.choose_backend(job.launch.backend, here, env)
     check_supported(job, ranks)
     memory = check_memory(job, here, backend)
-    start = start_of(resume, out, os.environ)
+    start = start_of(resume, out, os.environ, job.checkpoint.folder)
     notes, path, steps_done = list(start.notes), None, 0
     if start.meta:
         path, steps_done = start.meta.path, start.meta.step
-        # The default seed is no wish of the user's, and gives way to the checkpoint's without a word.
-        seed = seed_of(start.meta, None if is_default_seed else seed, job)
         check_model(start.meta, job)
-        notes += resume_notes(start.meta, job)
-    is_done = not check_steps_left(start, job)
+        if job.checkpoint.model_only and not start.continues:
+            steps_done = 0
+            notes.append(f"takes the parameters of {path}, after step {start.meta.step:,}, and begins with step 1")
+        else:
+            # The default seed is no wish of the user's, and gives way to the checkpoint's without a word.
+            seed = seed_of(start.meta, None if is_default_seed else seed, job)
+            notes += resume_notes(start.meta, job)
+    is_done = bool(steps_done) and not check_steps_left(start, job)
     if is_done:
         notes = [f"{path} has taken all {steps_done:,} steps of the job: nothing to do"]
     steps = range(0)
@@ -204,7 +209,8 @@ def draft(
             # What an earlier start has traced stays as it is: the range shrinks to what is still to come.
             steps = range(steps_done + 1, max(steps.stop, steps_done + 1))
     # Without it rank 0 names a folder of its own, which the other ranks do not know.
-    if env is not None and job.checkpoint.every_steps and out is None and not is_done:
+    has_folder = out is not None or job.checkpoint.folder
+    if env is not None and job.checkpoint.every_steps and not has_folder and not is_done:
         rule = f"is needed for checkpoints: {env.launcher} started ranks that write to one folder"
         raise ConfigError("--out", None, rule, "give a folder that all of them see")
     return Draft(
@@ -269,7 +275,7 @@ def prepare_data(
     check_supported(job, ranks)
     before = find(resume) if resume else None
     mixture = prepare_mixture(job)
-    check_samples(job, mixture, before)
+    check_samples(job, mixture, None if job.checkpoint.model_only else before)
     return mixture
 
 
@@ -302,9 +308,8 @@ def prepare(
         if before and (job.checkpoint.allow_dataset_change or TOKENIZER in before.digests)
         else None
     )
-    tokenizer_file = (
-        brought if job.checkpoint.allow_dataset_change else None
-    )  # else the text brings the same, and it is but read
+    # Else the text brings the same, and it is but read.
+    tokenizer_file = brought if job.checkpoint.allow_dataset_change or (before and before.is_fresh) else None
     # A shared home may be read-only or full on this machine: the run itself can still go on.
     try:
         corpus = prepare_corpus(*text, cache_folder(), on_stage, tokenizer_file)
@@ -321,5 +326,5 @@ def prepare(
         check_same_text(before, corpus.identity, job)
     # Only now: how many tokens there are depends on the tokenizer.
     check_enough(corpus.facts, job.data.folder, job.batch.global_batch_size, job.model.seq_len)
-    check_samples(job, corpus, before)
+    check_samples(job, corpus, None if job.checkpoint.model_only else before)
     return corpus

@@ -16,10 +16,9 @@ from netlayer.config.tree import ModelConfig, build_section
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.workload.model_size import num_parameters, qkv_width, up_width
 from trainer.checkpoint.meta import Meta
-from trainer.checkpoint.save_load import PARAMETER, Files
+from trainer.checkpoint.reader import open_found
 from trainer.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from trainer.model.gpt import GPT, build_model
-from trainer.model.linears import parts
 
 _UNFINISHED = "\ufffd"  # what a character shows as whose last bytes are still to come
 
@@ -50,11 +49,14 @@ class Sampler:
 
         Raises:
             CheckFailed: the model's answer is no number.
+            ConfigError: there is no prompt, and the tokenizer of an imported model no token that begins a document.
         """
-        end = self.tokenizer.token_to_id(END_OF_DOCUMENT)
-        if end is None:
-            raise ValueError(f"the tokenizer has no {END_OF_DOCUMENT}")
-        prompt_ids = [end, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
+        end = self.tokenizer.token_to_id(END_OF_DOCUMENT)  # None: it never ends early
+        prompt_ids = [] if end is None else [end]
+        prompt_ids += self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        if not prompt_ids:
+            rule = f"is needed: the tokenizer of {self.path} has no {END_OF_DOCUMENT} to begin with"
+            raise ConfigError("--prompt", None, rule, "give the text to resume from")
         yield prompt
         drawn: list[int] = []
         sent = ""
@@ -138,10 +140,11 @@ def _load(meta: Meta, config: ModelConfig, device: torch.device) -> GPT:
     """Load one parameter after the other: there are no two copies of the model at any time."""
     dtype = getattr(torch, config.dtype)
     model = build_model(config, 0, torch.device("meta")).to(dtype).to_empty(device=device)
-    whole = Files(meta, None).by_name(PARAMETER, parts(model))
-    with torch.no_grad():
+    with torch.no_grad(), open_found(meta) as checkpoint:
         for name, parameter in model.named_parameters():
-            parameter.copy_(whole(name))
+            if name not in checkpoint:
+                raise ConfigError(meta.field, meta.path, f"lacks {name}", "give an older checkpoint")
+            parameter.copy_(checkpoint.read(name))
     return model.eval()
 
 

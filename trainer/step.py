@@ -74,8 +74,7 @@ class Steps:
         """Let go of what was captured, before process groups end: NCCL's end waits for graphs that hold its calls."""
 
     def _launch(self, batches: Batches) -> Stepped:
-        with self._computing("forward and backward") if self.model.pipeline is None else contextlib.nullcontext():
-            loss = self.model.accumulate(batches)
+        loss = self.model.accumulate(batches)
         # Norm and optimiser work on the first gradients while the last ones are still reduced.
         self.model.finish_gradients(waits=False)
         grad_norm = None
@@ -152,7 +151,8 @@ class GraphedSteps(Steps):
         if self._replay is None:
             self._replay = self._captured_step(step)
         track = self.model.world.track  # its collectives are in the graph, where the watch does not see them
-        with contextlib.nullcontext() if track is None else track.around("replay", 0, "of a step's CUDA graph"):
+        watched = contextlib.nullcontext() if track is None else track.around("replay", 0, "of a step's CUDA graph")
+        with watched, self._computing("replay"):
             self._replay()
         for chunk in self.model.chunks:
             # The replay has stepped them, which no version shows.

@@ -22,16 +22,19 @@ import torch
 import torch.distributed as dist
 
 from collectives.watch.hang import HangLimits
+from collectives.watch.monitor import Monitor
 from collectives.watch.watchdog import Watch
 from netlayer.config.tree import JobConfig
 from netlayer.environ import has_own_gpu, more_in_sight
-from netlayer.errors import CollectiveFailed, ConfigError, HardwareMissing, RanksMissing
+from netlayer.errors import CollectiveFailed, ConfigError, HardwareMissing, NetlayerError, RanksMissing
 from netlayer.launch.rank import RankContext
 from netlayer.rendezvous import Groups, open_world
 from trainer.checkpoint.meta import Meta, find
+from trainer.checkpoint.resume import own_folder
 from trainer.history import CHECKPOINTS, METRICS, VALIDATION, RowFile, resume_history
 from trainer.loop import RankInfo, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
+from trainer.observe import monitored
 from trainer.parallel import further_groups
 from trainer.plan import Plan
 from trainer.stop import StopRequest, listening
@@ -47,9 +50,11 @@ _OF_A_HOST: Any = {
     "store": True,
     "launch": True,
     "metrics": True,
+    "observe": {"folder", "url"},
     "nccl": {"hca", "gid_index"},
 }
 
+_LAST_EVENTS_S = 0.5  # before a rank ends because of another
 _NOTE_EVERY_S = 600.0  # well within the hour for which a cache of corpora takes it
 
 
@@ -70,20 +75,28 @@ def _train(context: RankContext, plan: Plan, stop: StopRequest) -> Outcome:
     place, groups = meet(context, plan)
     # Before the model is built, which draws its initial values.
     _be_deterministic(place, plan.seed)
-    with _watched(context, plan.job) as watch:
-        return _train_watched(context, plan, stop, place, groups, watch)
+    steps_done = 0 if plan.resume is None else find(plan.resume).step
+    with monitored(context, plan, place, steps_done) as monitor, _watched(context, plan.job, monitor) as watch:
+        return _train_watched(context, plan, stop, place, groups, watch, monitor)
 
 
 @contextlib.contextmanager
-def _watched(context: RankContext, job: JobConfig) -> Iterator[Watch | None]:
+def _watched(context: RankContext, job: JobConfig, monitor: Monitor | None) -> Iterator[Watch | None]:
     """Watch for ranks that hold up the others until the block ends; None where the job has no watch."""
     if not job.watch.enabled or context.env.world_size == 1:
         yield None
         return
+
+    def fail(error: NetlayerError) -> None:
+        if monitor is not None:  # the process ends at once: what it has recorded would be lost
+            monitor.mark("failure", str(error))
+            monitor.flush(_LAST_EVENTS_S)
+        context.fail(error)
+
     watch = Watch(
         timeout=timedelta(seconds=job.parallel.distributed_timeout_s),
         layout=job.parallel.layout,
-        on_failure=context.fail,
+        on_failure=fail,
         hang=HangLimits(job.watch.timeout_s, job.watch.floor_s),
     )
     try:
@@ -103,13 +116,20 @@ def _watched(context: RankContext, job: JobConfig) -> Iterator[Watch | None]:
 
 
 def _train_watched(
-    context: RankContext, plan: Plan, stop: StopRequest, place: RankInfo, groups: Groups, watch: Watch | None
+    context: RankContext,
+    plan: Plan,
+    stop: StopRequest,
+    place: RankInfo,
+    groups: Groups,
+    watch: Watch | None,
+    monitor: Monitor | None,
 ) -> Outcome:
     """Train as one rank under its watch: load the checkpoint, run the loop, report rows, and return the outcome."""
-    trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch)
+    trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch, monitor)
     if plan.resume is not None:
         with trainer.phase("loads a checkpoint"):
-            trainer.resume(find(plan.resume))
+            # A start that goes on in its folder goes on with all of it: what it had taken the parameters from is past.
+            trainer.resume(find(plan.resume), model_only=plan.job.checkpoint.model_only and not plan.continues)
     if place.rank == 0:
         windows = ", parameters and gradients in NCCL's windows" if trainer.model.has_windows else ""
         if trainer.model.has_peer_reduce:
@@ -117,7 +137,8 @@ def _train_watched(
         facts = trainer.num_parameters, place.world_size, place.device_name, windows
         logger.info("%d parameters, %d ranks on %s%s", *facts)
     tracer = StepTracer(plan.trace, plan.out / TRACE, plan.job.parallel.layout, place.rank)
-    checkpoints = plan.out / CHECKPOINTS if plan.is_shared else None
+    own = plan.out / CHECKPOINTS if plan.is_shared else None
+    checkpoints = plan.job.checkpoint.folder or own
     with _Rows(context, plan, trainer.steps_done) as rows:
         calls = rows.add_step, rows.add_evaluation, checkpoints, tracer.add, rows.warn
         ended = run(trainer, plan.job.evaluation, *calls)
@@ -239,7 +260,9 @@ class _Rows:
         if self._is_first:
             job, out = self._plan.job, self._plan.out
             # Only here: every rank has read the checkpoint, and it is whole.
-            restart = resume_history(out, self._steps_before, self._plan.resume) if self._plan.continues else None
+            folder = own_folder(out, job.checkpoint.folder)
+            arguments = out, self._steps_before, self._plan.resume, folder
+            restart = resume_history(*arguments) if self._plan.continues else None
             with contextlib.ExitStack() as files:
                 earlier = (restart.count, self._steps_before) if restart else (0, 0)
                 evaluated = restart is not None and restart.is_evaluated
@@ -270,7 +293,7 @@ class _Rows:
             self._first_s = self._first_s or time.monotonic()
             self.steps.append(row)
             # A run that resumes from a checkpoint finds the rows before it, after a power cut too.
-            self._metrics.add(row, durably=row["checkpoint_s"] > 0)
+            self._metrics.add(row, durably=row["checkpoint_s"] > 0 or row.get("checkpoint_stall_s", 0) > 0)
             self._tell("training", row)
 
     def add_evaluation(self, row: Row) -> None:

@@ -95,7 +95,7 @@ def _take_turn(
     system = entry.build(order.seed, place.rank, device, groups)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    batches = _batches(entry.job, order.seed, device)
+    batches = make_batches(entry.job, order.seed, device)
     context.report(_measure(run, entry, system, batches, order, left_gib, device, control))
     if run == order.last_run and order.profiles is not None:
         context.report(_profile(entry.name, system, batches, order))
@@ -177,7 +177,7 @@ def _mean_losses(losses: list[float], job: JobConfig, control: Control) -> list[
     return [sum(values) / len(values) for values in zip(*last, strict=True)]
 
 
-def _batches(job: JobConfig, seed: int, device: torch.device) -> list[MicroBatch]:
+def make_batches(job: JobConfig, seed: int, device: torch.device) -> list[MicroBatch]:
     """The same tokens for every system: what they are does not matter to the time."""
     layout = job.parallel.layout
     dp = layout.coordinates(dist.get_rank()).dp

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.peers import fsdp2, mcore, native3d
+from collectives.watch.recorder import Recorder
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.rendezvous import Groups
@@ -35,9 +36,17 @@ class System(Protocol):
 class Ours:
     """Our system: `trainer.parallel.ParallelModel`."""
 
-    def __init__(self, job: JobConfig, seed: int, rank: int, device: torch.device, groups: Groups) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        seed: int,
+        rank: int,
+        device: torch.device,
+        groups: Groups,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.job = job
-        self.model = ParallelModel(job, seed, rank, device, groups)
+        self.model = ParallelModel(job, seed, rank, device, groups, recorder)
         self.optimizer = self.model.optimizer(
             lambda chunk: build_optimizer(job.optimizer, chunk, step_in_backward=job.overlap.step_in_backward)
         )

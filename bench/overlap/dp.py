@@ -171,7 +171,7 @@ class Comparison:
                 comms.append(recorder.end_step())
 
         if recorder is not None:
-            recorder.align()  # or a step might do so, and wait for the device
+            recorder.align()  # or a step might do so
         steps = self.timer.measure(step, num_steps, self.settings.warmup)
         exposed = [comm.exposed_s for comm in comms[self.settings.warmup :]]
         timing.rounds.append(self.control.average(steps.seconds, 1))

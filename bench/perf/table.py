@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -251,7 +251,7 @@ def format_row(row: PerfRow, record: RunRecord) -> str:
     side = _side(row, record.arguments)
     if row.in_place:
         # The in-place side closes the line, so the line's one time stands there.
-        at = datetime.fromtimestamp(row.at_s, UTC)
+        at = datetime.fromtimestamp(row.at_s).astimezone()
         stamp = f"{at.strftime(_TIME_FORMAT):>21}" if record.arguments["timestamps"] else ""
         return f"{side}{stamp}\n"
     return f"{row.size_bytes:12d}  {row.count:12d}  {row.dtype:>8}  {row.op:>6}  {row.root:6d}{side}"

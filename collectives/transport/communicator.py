@@ -178,6 +178,8 @@ class Communicator(CommContext):
         super().__init__(device, recorder, track, stream)
         self.ranks = [self.rank] if group is None else dist.get_process_group_ranks(group)
         """Of the group, by their numbers in the world."""
+        if recorder is not None and group is not None:
+            recorder.groups.setdefault(name, self.ranks)
         self.ended: deque[dist.Work] = deque(maxlen=_KEPT)
         """[Note: works that ended]"""
         self._filled: tuple[torch.cuda.Event, Sequence[Tensor]] | None = None
@@ -331,11 +333,11 @@ class Communicator(CommContext):
 
         return self._launch("all_reduce", tensor, issue, is_recorded=is_recorded)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's values into every rank's `tensor` (contiguous), and wait."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Copy the values of rank `source` of the group into every rank's `tensor` (contiguous), and wait."""
 
         def issue(async_op: bool) -> dist.Work | None:
-            return _broadcast(tensor, group=self.group, group_src=0, async_op=async_op)
+            return _broadcast(tensor, group=self.group, group_src=source, async_op=async_op)
 
         self._launch("broadcast", tensor, issue).wait()
 

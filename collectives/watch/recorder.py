@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from collectives.clock import TimeBase, has_happened, is_before, seconds_between, take_mark, union
 
@@ -56,6 +56,7 @@ class Collective:
         lane: what runs one after the other with it: a stream on CUDA; the group where nothing else is said.
         labels: more about it, for a trace: peer, micro-batch, phase.
         flow: the same text on a send and on its receive, in all steps alike; "" where there is no such pair.
+        seq: number of it in its group and kind, from 1: equal on all ranks that launch the same ones.
         start, end: when it ran. On CUDA events on the lane's stream, from when it could start there. On the CPU the
             end is when it was noticed: by the wait for it, unless the lane watches its collectives.
     """
@@ -71,6 +72,7 @@ class Collective:
     lane: str = ""
     labels: Labels = field(default_factory=dict)
     flow: str = ""
+    seq: int = 0
     start: Mark | None = None
     end: Mark | None = None
 
@@ -91,7 +93,7 @@ class Span(NamedTuple):
     flow: str = ""
 
 
-class _Computation(NamedTuple):
+class Computation(NamedTuple):
     """Computation on the compute stream."""
 
     name: str
@@ -100,7 +102,7 @@ class _Computation(NamedTuple):
     end: Mark
 
 
-class _Wait(NamedTuple):
+class Wait(NamedTuple):
     """Wait of the compute stream for a collective."""
 
     collective: Collective
@@ -119,8 +121,8 @@ class StepComm:
     step: int
     collectives: list[Collective] = field(default_factory=list)
     _marks: list[Mark] = field(default_factory=list, repr=False)
-    _waits: list[_Wait] = field(default_factory=list, repr=False)
-    _computed: list[_Computation] = field(default_factory=list, repr=False)
+    _waits: list[Wait] = field(default_factory=list, repr=False)
+    _computed: list[Computation] = field(default_factory=list, repr=False)
     _earlier: Sequence[Collective] = field(default=(), repr=False)
     """Launched before the step, and not waited for by then."""
     _time_base: TimeBase | None = field(default=None, repr=False)
@@ -136,6 +138,21 @@ class StepComm:
     def counts(self) -> Counter[tuple[str, str]]:
         """Number of collectives launched in this step, by (group, kind)."""
         return _count(self.collectives)
+
+    @property
+    def marks(self) -> Sequence[Mark]:
+        """Begin and end of the step on the compute stream."""
+        return self._marks
+
+    @property
+    def computations(self) -> Sequence[Computation]:
+        """Return what was computed in it, with begins and ends."""
+        return self._computed
+
+    @property
+    def waits(self) -> Sequence[Wait]:
+        """Waits of the compute stream in it, or of the host on the CPU, whole: [Note: what is exposed]."""
+        return self._waits
 
     def ready(self) -> bool:
         """Whether reading a time would not wait."""
@@ -182,7 +199,7 @@ class StepComm:
                 spans.append(Span(one.kind, one.lane or one.group, ns(one.start), ns(end), labels, flow))
         return spans
 
-    def _idle_s(self, wait: _Wait) -> float:
+    def _idle_s(self, wait: Wait) -> float:
         """Seconds of a wait before its collective could start, and in which no other one was under way.
 
         The wait is over.
@@ -231,6 +248,16 @@ class _Busy:
         return self._before[last] + min(time_ns, end) - start
 
 
+class Observer(Protocol):
+    """Takes what a recorder has recorded, as it comes; its calls return at once."""
+
+    def add_step(self, comm: StepComm) -> None:
+        """A step that was closed; its last times, and ends of its collectives, may still be on their way."""
+
+    def add_collective(self, collective: Collective) -> None:
+        """A collective that was launched outside any step."""
+
+
 class Recorder:
     """Records the collectives of one rank; give None where a recorder is asked for to record nothing, at no cost.
 
@@ -242,6 +269,11 @@ class Recorder:
 
     def __init__(self, device: torch.device | str = "cpu", num_kept: int = 64) -> None:
         self.steps: deque[StepComm] = deque(maxlen=num_kept)
+        self.observer: Observer | None = None
+        """Gets every step and every collective outside of steps, too: `collectives.watch.monitor`."""
+        self.groups: dict[str, Sequence[int]] = {}
+        """Global ranks of the groups, by the names that collectives carry; who launches them notes it."""
+        self._numbers: Counter[tuple[str, str]] = Counter()
         self._by_events = str(device).startswith("cuda")
         self._counts: Counter[tuple[str, str]] = Counter()
         self._open: StepComm | None = None
@@ -255,7 +287,7 @@ class Recorder:
         return self._open.step if self._open else None
 
     def begin_step(self, step: int) -> None:
-        """Open a step. One that is still open (it raised) is dropped. On CUDA waits for the device once a minute.
+        """Open a step. One that is still open (it raised) is dropped. No stream is waited for.
 
         Raises:
             RuntimeError: the current stream is captured into a CUDA graph; so does `end_step`.
@@ -274,10 +306,12 @@ class Recorder:
         done, self._open = self._open, None
         done._marks.append(self._step_mark())
         self.steps.append(done)
+        if self.observer is not None:
+            self.observer.add_step(done)
         return done
 
     def align(self) -> TimeBase:
-        """Compare the device's clock with the host's now, for the steps to come; waits for the current stream."""
+        """Compare the device's clock with the host's now, for the steps to come; no stream is waited for."""
         self._time_base = TimeBase(self._by_events)
         return self._time_base
 
@@ -306,8 +340,10 @@ class Recorder:
 
         On CUDA it runs on `stream`; None: on the one that is current.
         """
-        collective = Collective(group, kind, num_bytes, self.step, lane=lane, labels=labels or {}, flow=flow)
         self._counts[group, kind] += 1
+        self._numbers[group, kind] += 1  # apart: `reset` leaves them, for they are compared between ranks
+        seq = self._numbers[group, kind]
+        collective = Collective(group, kind, num_bytes, self.step, lane=lane, labels=labels or {}, flow=flow, seq=seq)
         self._latest.append(collective)
         if self._open:
             self._open.collectives.append(collective)
@@ -317,6 +353,8 @@ class Recorder:
         if self._by_events:
             collective.end = take_mark(True, stream)
         collective.launch_end_ns = time.perf_counter_ns()
+        if self._open is None and self.observer is not None:
+            self.observer.add_collective(collective)
 
     @contextmanager
     def waiting(self, collective: Collective) -> Iterator[None]:
@@ -326,7 +364,7 @@ class Recorder:
             yield
         collective.wait_end_ns = time.perf_counter_ns()
         if self._open and len(marks) == 2:
-            self._open._waits.append(_Wait(collective, *marks))
+            self._open._waits.append(Wait(collective, *marks))
 
     @contextmanager
     def computing(self, name: str, **labels: Label) -> Iterator[None]:
@@ -334,7 +372,7 @@ class Recorder:
         with self._timing() as marks:
             yield
         if self._open and len(marks) == 2:
-            self._open._computed.append(_Computation(name, labels, *marks))
+            self._open._computed.append(Computation(name, labels, *marks))
 
     @contextmanager
     def _timing(self) -> Iterator[list[Mark]]:

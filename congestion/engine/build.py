@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from congestion.control import laws
 from congestion.engine import tables
 from congestion.engine.build_flows import (
-    LEAST_REMEMBERED,
     base_rtt,
     first_times,
     flap_rows,
     flow_classes,
     flow_rows,
     laws_by_class,
-    sent_times,
+    num_sent_times,
     waiting_flows,
 )
 from congestion.engine.build_paths import all_paths, next_hops
@@ -116,7 +115,7 @@ def build(
     port_kind = port["kind"]
     flow["base_rtt_ps"] = base_rtt(path[:: _num_paths(settings)], num_links, kind[port_kind])
     waiting_from, waiting = waiting_flows(flows)
-    many = sent_times(flow) if wants_rtt else 1
+    many = num_sent_times(int(flow["num_packets"].max()), len(flow)) if wants_rtt else 1
     # `many` is a power of two, so the place of a packet's time is its number & mask: no division a packet.
     run["sent_mask"] = many - 1 if wants_rtt else -1
     sent = np.zeros((len(flows), many), dtype=np.int64)
@@ -219,7 +218,7 @@ def _check_memory(fabric: Graph, flows: FlowSet, settings: Settings, wants_rtt: 
     longest = int(-(-flows.num_bytes.max() // settings.mtu_bytes))
     a_flow = tables.FLOW.itemsize + tables.RECEIVER.itemsize + _num_paths(settings) * tables.PATH.itemsize + 256
     # Times of 8 bytes a packet; and a bit a packet in each of `acked` and `received`, which is longest / 4 bytes.
-    a_flow += 8 * min(longest, LEAST_REMEMBERED) * wants_rtt + longest // 4 * settings.selective_repeat
+    a_flow += 8 * num_sent_times(longest, len(flows)) * wants_rtt + longest // 4 * settings.selective_repeat
     a_port = (
         tables.PORT.itemsize * (1 + settings.num_classes)
         + tables.ARRIVALS.itemsize

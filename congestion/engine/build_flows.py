@@ -14,7 +14,7 @@ from congestion.simulation.files import Flap, FlowSet
 from congestion.simulation.settings import Settings
 from topology.fabric.graph import Graph
 
-_MOST_REMEMBERED, LEAST_REMEMBERED = 1 << 26, 1 << 10  # times in all (512 MB), of a flow
+_MOST_REMEMBERED, _LEAST_REMEMBERED = 1 << 26, 1 << 10  # times in all (512 MB), of a flow
 
 
 def flow_rows(
@@ -49,9 +49,13 @@ def laws_by_class(settings: Settings, law: str) -> list[str]:
     return [settings.class_of(number).law or law for number in range(settings.num_classes)]
 
 
-def sent_times(flow: Rows) -> int:
-    """Number of packets remembered of a flow, and so may be in flight, where a law wants to know round trips."""
-    longest = min(int(flow["num_packets"].max()), max(_MOST_REMEMBERED // len(flow), LEAST_REMEMBERED))
+def num_sent_times(most_packets: int, num_flows: int) -> int:
+    """Number of packets remembered of a flow, and so may be in flight, where a law wants to know round trips.
+
+    Args:
+        most_packets: of the longest flow.
+    """
+    longest = min(most_packets, max(_MOST_REMEMBERED // num_flows, _LEAST_REMEMBERED))
     return 1 << (longest - 1).bit_length()
 
 

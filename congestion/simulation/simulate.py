@@ -433,10 +433,10 @@ class Simulation:
         part.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Resume where `save` left off, bit for bit on the same kind of processor, with any number of threads.
+        """Resume where `save` left off, bit for bit on the same kind of processor.
 
         Raises:
-            ConfigError: the file cannot be read, or is of a run of other inputs or another warm-up.
+            ConfigError: the file cannot be read, or is of a run with other inputs, threads, version or warm-up.
         """
         try:
             # Without pickles, which could run code: the file may come from anywhere.
@@ -473,8 +473,9 @@ class Simulation:
         """Return the counters as they stand, from the run's beginning."""
         port, flow = self.state.port, self.state.flow
         lane = self.state.lane if len(self.state.lane) else port
-        # `paused_ps` has only pauses that are over; what is under way counts until now.
-        pause = lane["paused_ps"] + np.where(lane["paused"], self.time_ps - lane["paused_at"], 0)
+        # `paused_ps` has only pauses that are over; what is under way counts until now. A node may be ahead of the
+        # run's clock by less than a link's delay, so that its pause begins after it.
+        pause = lane["paused_ps"] + np.where(lane["paused"], np.maximum(self.time_ps - lane["paused_at"], 0), 0)
         pause = pause.reshape(len(port), -1).sum(axis=1)
         cause, cnps = self.state.cause.copy(), self.state.receiver["cnps"].copy()
         # 2^24 packets times the MTU pass the 32 bits of the table.

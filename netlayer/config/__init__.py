@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from netlayer import lazy_names
 
 if TYPE_CHECKING:
+    from netlayer.config.observe import ObserveConfig as ObserveConfig
     from netlayer.config.tree import BatchConfig as BatchConfig
     from netlayer.config.tree import CheckpointConfig as CheckpointConfig
     from netlayer.config.tree import ClusterConfig as ClusterConfig
@@ -46,6 +47,7 @@ __all__ = [
     "MetricsConfig",
     "ModelConfig",
     "NcclConfig",
+    "ObserveConfig",
     "OptimizerConfig",
     "OverlapConfig",
     "ParallelConfig",
@@ -73,6 +75,7 @@ __getattr__ = lazy_names(
         "MetricsConfig": ".tree",
         "ModelConfig": ".tree",
         "NcclConfig": ".tree",
+        "ObserveConfig": ".observe",
         "OptimizerConfig": ".tree",
         "OverlapConfig": ".tree",
         "ParallelConfig": ".tree",

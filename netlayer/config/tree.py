@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_serializer, model_validator
 
 from netlayer.config.errors import SWITCH_OR_AUTO, translate
+from netlayer.config.observe import ObserveConfig
+from netlayer.config.section import Section as Section
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from netlayer.renamed import with_new_keys
@@ -26,12 +28,6 @@ Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=2**50)]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Price = Annotated[float, Field(ge=0)]
-
-
-class Section(BaseModel):
-    """A table of the file. Frozen; unknown keys are errors, and so is `true` or 2.0 for a whole number."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
 
 class PricesConfig(Section):
@@ -406,6 +402,18 @@ class CheckpointConfig(Section):
     keep: Count = Field(
         2, description="good checkpoints that stay, the newest; one that is not yet verified is kept in addition"
     )
+    keep_every_steps: int = Field(
+        0, ge=0, description="good checkpoints of every so many steps stay as well, for ever; 0: none"
+    )
+    asynchronous: bool = Field(
+        True, description="copy the state to the host under the next step, and write it beside the training"
+    )
+    folder: str = Field(
+        "", description="folder or URL (s3://, gs://, hdfs://) of the checkpoints; none: checkpoints/ of the output"
+    )
+    model_only: bool = Field(
+        False, description="resume with the parameters of a checkpoint alone: from the first step, with new moments"
+    )
     allow_dataset_change: bool = Field(
         False, description="resume from a checkpoint with other text, seed or (rotary) seq_len, in its own tokens"
     )
@@ -572,6 +580,7 @@ class JobConfig(Section):
     store: StoreConfig = Field(default_factory=StoreConfig, description="where ranks meet")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how ranks are started")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="who is named when ranks hang")
+    observe: ObserveConfig = Field(default_factory=ObserveConfig, description="events of every rank")
     nccl: NcclConfig = Field(default_factory=NcclConfig, description="what NCCL's InfiniBand transport is told")
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""`netlayer observe`: find the cause of a hung job from the files that it left."""
+"""`netlayer observe`: the cause of a hung job from its files, verdicts on a run, its events collected and asked."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netlayer.errors import EXIT_FAILED
+from netlayer.errors import EXIT_FAILED, ConfigError
 from netlayer.layout import describe_ranks
+from netlayer.observe.events.command import collect, query
 from netlayer.printing import printable
 
 if TYPE_CHECKING:
     from netlayer.observe.blame import Blame
+    from netlayer.observe.report import RunReport
 
 _TELLING = ("not_arrived", "different", "no_dump", "no_answer")
 _COLUMNS = (*_TELLING, "waiting", "complete")
+_EVIDENCE = "give a run's folder, or files of evidence (`netlayer observe report --help` names their kinds)"
 _MOST_ROWS = 20
 _MOST_LINES = 20
 _GROUP_WIDTH = 38
@@ -29,7 +32,7 @@ _COLLECTIVE_WIDTH = 24
 
 @click.group()
 def observe() -> None:
-    """Find the ranks that hold up a hung job, from its dumps and RAS output."""
+    """Find what holds up a job: the culprits of a hang, verdicts on a run, and the events of every rank."""
 
 
 @observe.command()
@@ -72,6 +75,75 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
         click.echo(f"note: {printable(note)}", err=True)
     if verdict.findings:
         sys.exit(EXIT_FAILED)
+
+
+@observe.command()
+@click.argument("run", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--last-steps", type=click.IntRange(10), help="Look at the last steps alone [default: at all].")
+@click.option("--link-gbps", type=click.FloatRange(0, min_open=True), help="Rate of a rank's link, each direction.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for report.html, a page with a heat map.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the record here; - is stdout.")
+def report(
+    run: tuple[Path, ...], last_steps: int | None, link_gbps: float | None, out: Path | None, json_file: Path | None
+) -> None:
+    """Judge a run: stragglers, slow links, drift of MFU, traffic, links at their limit, effective training time.
+
+    RUN is the output folder of a run (its `events`), or files and folders of evidence, recognised by content: event
+    streams, dumps of Work Recorder, output of ncclras, records of NCCL's Inspector and profiler plug-in, Kineto
+    traces, logs of `nic watch`, MLPerf logs, ByteDance's straggler traces. Files of other programs that cannot be read
+    are skipped with a note.
+
+    Each line says found, none or cannot tell. A straggler is a rank whose own time is longer than that of the ranks
+    with equal work; a rank that waits is never one.
+
+    Exit 0: nothing to act on; 1: a straggler, slow link, drift or fallen traffic is found; 2: nothing can be read.
+
+    \b
+    Examples:
+      netlayer observe report runs/a
+      netlayer observe report runs/a --link-gbps 400 --out runs/a/observe --json runs/a/observe.json
+      netlayer observe report trace-AR.parquet
+      netlayer observe report kineto/ nic-watch/log/
+    """
+    from netlayer.observe.readers import open_evidence
+    from netlayer.observe.report import judge_run, lines_of, write_page
+    from netlayer.results import check_target, utc_now
+
+    check_target("--json", json_file)
+    started = utc_now()
+    evidence = open_evidence(*run)
+    judged = judge_run(evidence, last_steps, link_gbps)
+    for note in judged.notes:
+        click.echo(f"note: {note}", err=True)
+    if not judged.kinds:
+        raise ConfigError("RUN", printable(", ".join(map(str, run))), "holds nothing that can be read", _EVIDENCE)
+    if json_file:
+        arguments = {"run": list(map(str, run)), "last_steps": last_steps, "link_gbps": link_gbps}
+        _write_report(json_file, judged, started, arguments)
+    if str(json_file) != "-":
+        for line in lines_of(judged):
+            _echo(line)
+    if out:
+        click.echo(f"report: {write_page(judged, run[0].name or str(run[0]), out)}", err=True)
+    if judged.alarms or (judged.blame and judged.blame.findings):
+        sys.exit(EXIT_FAILED)
+
+
+def _write_report(path: Path, judged: RunReport, started: str, arguments: Mapping[str, Any]) -> None:
+    from netlayer.environ import snapshot
+    from netlayer.observe.report import record_rows
+    from netlayer.results import RunRecord, utc_now, write_text
+
+    record = RunRecord(
+        name="observe.report",
+        source="measured",
+        rows=record_rows(judged),
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments={**arguments, "files": judged.kinds, "notes": list(judged.notes)},
+        environment=snapshot(),
+    )
+    write_text(path, record.to_json())
 
 
 def _print(blame: Blame) -> None:
@@ -150,3 +222,7 @@ def _write_record(path: Path, blame: Blame, started: str, files: Sequence[Path],
         environment=snapshot(),
     )
     write_text(path, record.to_json())
+
+
+observe.add_command(collect)
+observe.add_command(query)

@@ -62,7 +62,7 @@ class _Inputs:
         """Read one file and file its content under its kind."""
         self.num_files += 1
         try:
-            parsed = _parse(path, _read(path))
+            parsed = parse_file(path)
         except ValueError as exc:
             self.skipped.append((path, str(exc)))
             return
@@ -108,6 +108,15 @@ def read_files(paths: Sequence[Path], world_size: int | None = None) -> Blame:
         [*_notes(inputs.skipped), *(note for part in parts for note in part.notes)],
         "; ".join(part.no_verdict for part in parts if part.no_verdict),
     )
+
+
+def parse_file(path: Path) -> flight_recorder.Dump | list[ras.Query] | list[dict[str, Any]]:
+    """Read and parse one file: a dump, the answers of RAS, or reports of our watch.
+
+    Raises:
+        ValueError: it is damaged or of no known kind; a phrase that continues the file's name ("is empty").
+    """
+    return _parse(path, _read(path))
 
 
 def _nothing_usable(inputs: _Inputs) -> ConfigError:

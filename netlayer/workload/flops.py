@@ -31,18 +31,18 @@ def step_flops(model: ModelConfig, sequences: int) -> StepFlops:
     """
     if sequences < 1:
         raise ValueError(f"sequences = {sequences}: must be at least 1")
-    attention, mlp = _linear_flops(model)
+    attention, mlp = linear_flops(model)
     linears = model.layers * (attention + mlp) + head_flops(model)
     full = model.layers * 4 * model.attention_width * model.seq_len
-    done = sum(_scores_flops(model, layer) for layer in range(model.layers))
+    done = sum(scores_flops(model, layer) for layer in range(model.layers))
     tokens = 3.0 * sequences * model.seq_len
     return StepFlops(tokens * (linears + full), tokens * (linears + full / 2), tokens * (linears + done))
 
 
 def half_block_flops(model: ModelConfig, layer: int) -> tuple[float, float]:
     """Return forward FLOPs a token of a layer's attention, as it is done, and of its MLP."""
-    attention, mlp = _linear_flops(model)
-    return attention + _scores_flops(model, layer), mlp
+    attention, mlp = linear_flops(model)
+    return attention + scores_flops(model, layer), mlp
 
 
 def head_flops(model: ModelConfig) -> float:
@@ -50,13 +50,13 @@ def head_flops(model: ModelConfig) -> float:
     return 2.0 * model.hidden * model.vocab_size
 
 
-def _linear_flops(model: ModelConfig) -> tuple[float, float]:
+def linear_flops(model: ModelConfig) -> tuple[float, float]:
     """Return forward FLOPs a token of the linears of one layer's attention, and of its MLP."""
     h, f, a, g = model.hidden, model.ffn_hidden, model.attention_width, model.kv_width
     return 4.0 * h * a + 4 * h * g, (6.0 if model.activation == "swiglu" else 4.0) * h * f
 
 
-def _scores_flops(model: ModelConfig, layer: int) -> float:
+def scores_flops(model: ModelConfig, layer: int) -> float:
     """Return forward FLOPs a token between the linears of attention, in the mean over positions."""
     return 4 * model.attention_width * _mean_keys(model.seq_len, model.window(layer))
 

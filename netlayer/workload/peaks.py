@@ -22,6 +22,8 @@ _PEAKS_BF16 = (
     (r"\bGB200\b", 2500e12),  # likewise, GB200: 10 PFLOPS with sparsity for two GPUs
     (r"\bL40S\b", 362.05e12),  # L40S data sheet: 362.05, 733 with sparsity
 )
+# Cards that multiply in float8 do so at twice the rate of bfloat16, of the same sheets; Ampere has none.
+_HAS_FLOAT8 = r"\b(H100|H200|H800|GH200|B200|GB200|L40S)\b"
 _MEMORY_BYTES_PER_S = (  # of the same sheets
     (r"\bA100-SXM4-80GB\b", 2.039e12),
     (r"\bH100 PCIe\b", 2.0e12),
@@ -31,11 +33,16 @@ _MEMORY_BYTES_PER_S = (  # of the same sheets
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of one device; None for a device or a dtype that the table lacks (float32 depends on TF32).
+    """Dense peak FLOP/s of one device in bfloat16 or float8; None for a device or a dtype that the table lacks.
+
+    float32 is lacking: it depends on TF32.
 
     None for a MIG slice too, whose name begins with that of its card.
     """
-    return _peak_of(device_name, _PEAKS_BF16) if dtype == "bfloat16" else None
+    peak = _peak_of(device_name, _PEAKS_BF16)
+    if dtype == "float8":
+        return 2 * peak if peak and re.search(_HAS_FLOAT8, device_name) else None
+    return peak if dtype == "bfloat16" else None
 
 
 def memory_bandwidth(device_name: str) -> float | None:

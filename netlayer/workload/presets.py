@@ -3,9 +3,10 @@
 A name is the size as others give it. The token table and the head are two tables here unless a job ties them, which
 counts where the layers are few: 125m has 163.9 million parameters, and 125.3 million tied.
 
-The Llama 3 and Qwen3 shapes are as published with the weights (Llama-3.2-1B, Meta-Llama-3-8B and -70B; Qwen3-0.6B and
--8B), so are their numbers of parameters: 1,235,814,400, 8,030,261,248 and 70,553,706,496; 596,049,920 and
-8,190,735,360. `seq_len` is what a training sequence has here, not the most that the published model reads.
+The Llama 3 and Qwen3 shapes are as published with the weights (Llama-3.2-1B, Meta-Llama-3-8B and -70B, Llama-3.1-405B;
+Qwen3-0.6B and -8B), so are their numbers of parameters: 1,235,814,400, 8,030,261,248, 70,553,706,496 and
+405,853,388,800; 596,049,920 and 8,190,735,360. `seq_len` is what a training sequence has here, not the most that the
+published model reads.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ def _qwen3(
     return _llama3(layers, hidden, heads, ffn_hidden, tied_embeddings=tied_embeddings, **qwen3)
 
 
+def _nemotron4(layers: int, hidden: int, heads: int) -> Mapping[str, object]:
+    """arXiv 2402.16819 and 2406.11704; GELU stands for their squared ReLU, which takes as many FLOPs and bytes."""
+    nemotron4 = {"vocab_size": 256_000, "seq_len": 4096, "norm": "layernorm", "activation": "gelu"}
+    return _llama3(layers, hidden, heads, 4 * hidden, **nemotron4)
+
+
 # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
 _LLAMA_32_SCALING = {
     "rope_type": "llama3",
@@ -55,6 +62,9 @@ MODELS: Mapping[str, Mapping[str, object]] = {
     "llama3-1b": _llama3(16, 2048, 32, 8192, tied_embeddings=True, rope_scaling=_LLAMA_32_SCALING),
     "llama3-8b": _llama3(32, 4096, 32, 14_336),
     "llama3-70b": _llama3(80, 8192, 64, 28_672),
+    "llama3-405b": _llama3(126, 16_384, 128, 53_248),
+    "nemotron4-15b": _nemotron4(32, 6144, 48),
+    "nemotron4-340b": _nemotron4(96, 18_432, 96),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied_embeddings=True),
     "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
 }

@@ -25,7 +25,7 @@ from bench.convergence.run import Plan, plans
 from bench.convergence.text import Chosen
 from netlayer.errors import ConfigError
 from tests.bench.test_convergence import IDENTITY, SETTINGS, STEP_TOKENS, made
-from trainer.checkpoint.meta import FORMAT, sealed
+from trainer.checkpoint.names import FORMAT, sealed
 
 WHOLE = [8.0, 7.0, 6.0, 5.0, 4.0]
 

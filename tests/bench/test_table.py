@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +96,17 @@ def test_timestamps_and_launch_times_replace_what_they_replace() -> None:
     assert re.search(r"     4\.25 .*     4\.25 .*  \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n", text)
     assert "cputime" in text
     assert "          timestamp\n" in text
+
+
+def test_timestamps_are_of_the_local_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "IST-5:30")
+    time.tzset()
+    try:
+        text = format_table(record(timestamps=1))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert "  2026-01-02 08:34:05\n" in text  # 03:04:05 UTC
 
 
 def test_a_size_beyond_the_memory_is_said() -> None:

@@ -1,8 +1,11 @@
 import contextlib
 import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numba
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -158,6 +161,27 @@ def test_threads_and_stops_change_nothing(law, tmp_path):
         stopped = Simulation(*inputs, seed=3)
         stopped.restore(tmp_path / "kept.npz")
     _same(whole.state, stopped.run().state)
+
+
+def test_a_pause_that_begins_after_the_clock_is_not_counted_below_zero():
+    run = Simulation(*_crowd(), Settings(buffer_bytes=300_000), "none", seed=3)
+    begun = run.outcome().pause_ps.copy()
+    for until_ps in range(0, 200_000_000, 137_000):
+        run.advance(until_ps)
+        pause_ps = run.outcome().pause_ps
+        assert (pause_ps >= begun).all()
+        begun = pause_ps
+    assert begun.any()
+
+
+def test_a_few_long_flows_need_memory_for_the_times_of_their_packets(monkeypatch):
+    fabric, flows = _crowd()
+    long = replace(flows, num_bytes=np.full(6, 60 << 30))
+    free = 256 << 20  # of each flow 2^24 packets are remembered, 8 bytes a time
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    build(fabric, long, Settings(), "none", seed=0)
+    with pytest.raises(ConfigError, match=r"need about 0\.\d GiB, 0\.2 GiB are free"):
+        build(fabric, long, Settings(), "swift", seed=0)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])

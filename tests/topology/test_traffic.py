@@ -12,6 +12,7 @@ from netlayer.errors import ConfigError
 from tests.topology.fabrics import EXAMPLES, cluster, clusters, megascale
 from topology.fabric.clos import Clos
 from topology.traffic.job import (
+    Flows,
     Kind,
     gradient_bytes,
     headers,
@@ -253,3 +254,13 @@ def test_flows_between_the_same_nics_have_queue_pairs_of_their_own() -> None:
     assert len(np.unique(tuples.to_bins(), axis=0)) == len(flows)
     assert np.array_equal(tuples.udp_sport, headers(fabric, flows, seed=5).udp_sport)
     assert not np.array_equal(tuples.udp_sport, headers(fabric, flows, seed=6).udp_sport)
+
+
+def test_queue_pairs_beyond_the_largest_number_are_still_of_their_own() -> None:
+    fabric = Clos.build(cluster())
+    target = np.zeros(64, dtype=np.int64)
+    flows = Flows(target + 1, target, np.ones(64), np.zeros(64, dtype=np.int8))
+    # Of this seed the first queue pair of NIC 0 is 0xFFFFFD.
+    numbers = headers(fabric, flows, seed=3_599_455).dst_qpn
+    assert numbers[:3].tolist() == [0xFFFFFE, 2, 4]
+    assert len(np.unique(numbers)) == 64

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from netlayer.config.tree import JobConfig
-from trainer.checkpoint import save_load as checkpoint
-from trainer.checkpoint.meta import checkpoints_in, find
+from trainer.checkpoint import restore
+from trainer.checkpoint import save as checkpoint
+from trainer.checkpoint.meta import find
+from trainer.checkpoint.names import checkpoints_in
 from trainer.optim import build_optimizer
 from trainer.parallel import Optimizers, ParallelModel
 
@@ -31,7 +33,7 @@ def main(folder: Path) -> None:
             assert find(folder).step == step
             break
         for path in checkpoints_in(folder):
-            checkpoint.load(find(path), *build())
+            restore.load(find(path), *build())
         assert find(folder).step in (step - 1, step)
     print(kills)
 

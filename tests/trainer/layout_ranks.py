@@ -28,7 +28,8 @@ from netlayer.launch.rank import RankContext
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import create_groups, open_world
 from tests.collectives.stand_ins import Nowhere, Summed
-from trainer.checkpoint import save_load as checkpoint
+from trainer.checkpoint import restore
+from trainer.checkpoint import save as checkpoint
 from trainer.checkpoint.meta import find
 from trainer.model.gpt import Block
 from trainer.model.linears import parts
@@ -244,7 +245,7 @@ def train(
     losses, norms, gradients, done = [], [], [], 0
     if resume:
         meta = find(resume)
-        checkpoint.load(meta, model, optimizer)
+        restore.load(meta, model, optimizer)
         done = meta.step
     for step in range(done + 1, steps + 1):
         model.start_step(step)

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from netlayer.config.tree import BatchConfig
 from netlayer.launch.rank import RankContext
 from trainer.data.loader import Loader, LoaderPlan
-from trainer.data.ring import Ring, raise_failure, wait_until
+from trainer.data.ring import Ring, raise_failure
 from trainer.data.sampler import BatchPlan, Rows, SamplerSpec, Source
 
 from .token_sets import CountingDataset, counting
@@ -118,7 +118,7 @@ def run_rank(context: RankContext, life: Life) -> int:
 
     with (life.folder / f"rank-{rank}").open("w") as file:
         for step in range(life.first_step, life.last_step + 1):
-            wait_until(partial(ring.holds, step), look_after)
+            ring.wait(step, look_after)
             tokens: list[NDArray[np.int32]] = []
             ring.take(step, rank, partial(_copy, tokens))
             file.write(json.dumps([step, tokens[0][plan.rows(step, rank)].tolist()]) + "\n")
@@ -131,6 +131,13 @@ def run_rank(context: RankContext, life: Life) -> int:
     num_bytes = ring.bytes_read
     ring.close()
     return num_bytes
+
+
+def wait_until(condition: Callable[[], object], idle: Callable[[], None] = lambda: None) -> None:
+    """Look at a condition until it holds; `idle` may raise."""
+    while not condition():
+        idle()
+        time.sleep(0.005)
 
 
 def rows_of(folder: Path, dp: int) -> dict[int, list[list[list[int]]]]:

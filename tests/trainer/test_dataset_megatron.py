@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import pickle
+import signal
 import struct
 import subprocess
 import sys
@@ -241,6 +242,92 @@ def test_an_export_overwrites_nothing(tmp_path: Path) -> None:
         export(dataset, tmp_path / "out")
     with pytest.raises(ConfigError, match="cannot be written"):
         export(dataset, tmp_path / "missing" / "out")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trainer.data.dataset import TokenFolder, convert
+
+kind, source, target, number = sys.argv[1:]
+left = int(number)
+
+def kill(_descriptor):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+os.fsync = kill
+convert._BLOCK, convert._NOTE_EVERY = 64, 128
+if kind == "import":
+    convert.import_megatron(Path(source), Path(target), convert.ImportOptions(shard_tokens=300), lambda *_: None)
+else:
+    convert.export_megatron(TokenFolder(Path(source)), Path(target), lambda *_: None)
+"""
+
+
+def killed(kind: str, source: Path, target: Path, fsyncs: int) -> int:
+    """Import or export in a process that kills itself at this sync to the disk; its exit code."""
+    command = [sys.executable, "-c", KILLED, kind, str(source), str(target), str(fsyncs)]
+    return subprocess.run(command, check=False).returncode
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder; of a manifest what does not name the run."""
+    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "manifest.json"}
+    manifest = folder / "manifest.json"
+    return files | ({"fingerprint": json.loads(manifest.read_text())["fingerprint"]} if manifest.exists() else {})
+
+
+@pytest.mark.parametrize("fsyncs", [1, 4, 7, 9, 12])
+def test_a_killed_import_goes_on_where_it_stopped(tmp_path: Path, fsyncs: int) -> None:
+    prefix = write_megatron(tmp_path / "in", [[[*ids, 0]] for ids in some_documents(80)])
+    whole = import_(prefix, tmp_path / "whole", shard_tokens=300)
+    assert len(whole.manifest.shards) >= 4
+    assert killed("import", prefix, tmp_path / "out", fsyncs) == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    finished = len(list((tmp_path / ".out.part" / "progress").glob("shard-*.json")))
+    again = import_megatron(prefix, tmp_path / "out", ImportOptions(shard_tokens=300), lambda *_: None)
+    assert again.shards_reused == finished
+    assert (finished > 0) == (fsyncs >= 4)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert import_megatron(prefix, tmp_path / "out", ImportOptions(shard_tokens=300), lambda *_: None).was_there
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.bin", "in.idx", "out", "whole"]
+
+
+def test_an_import_that_was_begun_is_not_gone_on_with_otherwise(tmp_path: Path) -> None:
+    prefix = write_megatron(tmp_path / "in", [[[*ids, 0]] for ids in some_documents(80)])
+    assert killed("import", prefix, tmp_path / "out", 6) == -signal.SIGKILL
+    with pytest.raises(ConfigError, match=r"was begun otherwise \(--vocab-size differ\), and is not finished"):
+        import_(prefix, tmp_path / "out", shard_tokens=300, vocab_size=128)
+    write_megatron(prefix, [[[*ids, 0]] for ids in some_documents(80, seed=1)])
+    with pytest.raises(ConfigError, match=r"was begun otherwise \(PREFIX differ\), and is not finished"):
+        import_(prefix, tmp_path / "out", shard_tokens=300)
+
+
+@pytest.mark.parametrize("fsyncs", [1, 3, 5, 8, 40, 41, 42, 43, 44])
+def test_a_killed_export_goes_on_where_it_stopped(tmp_path: Path, fsyncs: int) -> None:
+    dataset = write_dataset(tmp_path / "in", some_documents(160))
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "out").mkdir()
+    export(dataset, tmp_path / "whole" / "web")
+    code = killed("export", dataset.folder, tmp_path / "out" / "web", fsyncs)
+    if code:  # else it has fewer syncs
+        assert code == -signal.SIGKILL
+        assert not (tmp_path / "out" / "web.idx").exists() or fsyncs > 30
+        written = export_megatron(dataset, tmp_path / "out" / "web", lambda *_: None)
+        assert (written > 0) == (fsyncs >= 5)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_an_export_of_another_dataset_begins_anew(tmp_path: Path) -> None:
+    first, second = (write_dataset(tmp_path / name, some_documents(160, seed)) for seed, name in enumerate("ab"))
+    assert killed("export", first.folder, tmp_path / "web", 9) == -signal.SIGKILL
+    assert export_megatron(second, tmp_path / "web", lambda *_: None) == 0
+    np.testing.assert_array_equal(
+        MegatronTokens(tmp_path / "web").read(0, second.num_tokens), second.read(0, second.num_tokens)
+    )
 
 
 MEGATRON = """

@@ -209,8 +209,13 @@ def test_inputs_without_a_document_are_refused(tmp_path: Path, tokenizer: Path) 
     file.write_text('{"text": ""}\n')
     with pytest.raises(ConfigError, match=r"holds no document that can be used \(1 empty document\)"):
         prepare(tmp_path / "out", file, tokenizer=tokenizer, on_error="skip")
+    # Nothing is left that would bind the next run to these inputs.
+    assert list(tmp_path.glob(".*")) == []
     file.write_text("\n")
     with pytest.raises(ConfigError, match=r"holds no document that can be used \(no text\)"):
+        prepare(tmp_path / "other", file, tokenizer=tokenizer)
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"INPUT = .*in.jsonl: is empty; give files with text"):
         prepare(tmp_path / "other", file, tokenizer=tokenizer)
 
 

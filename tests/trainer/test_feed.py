@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import pickle
 import signal
@@ -24,7 +26,8 @@ from trainer.checkpoint.meta import find
 from trainer.data.arrays import ArrayDataset, corpus_dataset, open_dataset
 from trainer.data.mixture import Mixture, check_samples, prepare_mixture, sampler_spec
 from trainer.data.prepare import Corpus
-from trainer.data.ring import PREFIX, SHARED_MEMORY, wait_until
+from trainer.data.ring import PREFIX, SHARED_MEMORY
+from trainer.data.sampler import Sampler
 from trainer.feed import SampleFeed
 from trainer.loop import RankInfo, Row, Trainer, run
 from trainer.model.gpt import build_model
@@ -32,7 +35,8 @@ from trainer.plan import prepare_data, resolve
 from trainer.train import TrainResult, train
 
 from .conftest import tiny_job
-from .loader_ranks import wait_gone
+from .loader_ranks import wait_gone, wait_until
+from .token_datasets import some_documents, write_dataset
 
 ALONE = RankInfo(0, 1, torch.device("cpu"))
 NOBODY = Path("/nowhere")
@@ -106,6 +110,24 @@ def test_read_ahead_or_not_losses_are_the_same_to_the_bit(sets: dict[str, Any], 
     assert all(row["data_wait_ms"] >= 0 for row in ahead)
 
 
+def test_no_rank_reads_held_out_sequences_beside_the_loader(sets: dict[str, Any], monkeypatch: Any) -> None:
+    job = set_job(sets)
+    trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
+    trainer.open_feed()
+    feed = trainer.feed
+    assert isinstance(feed, SampleFeed)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "_read", lambda *_: pytest.fail("a rank reads tokens"))
+        first = trainer.evaluate(EVALUATED.global_batches)
+        trainer.step(1)
+    # A short one, as at a stop: the ranks read it, and the loader's next is whole.
+    short = trainer.evaluate(1)
+    assert short != first
+    before = feed._rings[1].bytes_read
+    assert before >= 2 * EVALUATED.global_batches * 8 * 17 * 2
+    trainer.close()
+
+
 def test_text_in_epochs_has_every_sequence_once(text_folder: Path, corpus: Corpus) -> None:
     steps = (corpus.facts.train_tokens - 1) // 16 // 8
     sections: dict[str, Any] = {"data": {"sampling": "epochs"}, "optimizer": {"steps": steps}}
@@ -170,59 +192,90 @@ def test_steps_come_in_order(sets: dict[str, Any]) -> None:
 
 
 def test_what_the_loader_cannot_read_ends_the_training_in_one_line(tmp_path: Path, sets: dict[str, Any]) -> None:
-    tokens = np.full(1000, 7, dtype=np.uint16)
-    tokens[500] = 300  # the model has 300 tokens
-    np.save(tmp_path / "bad.npy", tokens)
-    job = set_job(sets, data={"datasets": {"bad": {"path": str(tmp_path / "bad.npy")}}})
-    trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
+    file = tmp_path / "bad.npy"
+    np.save(file, np.full(1000, 7, dtype=np.uint16))
+    job = set_job(sets, data={"datasets": {"bad": {"path": str(file)}}})
+    mixture = prepare_mixture(job)
+    np.save(file, np.full(1000, 300, dtype=np.uint16))  # the model has 300 tokens
+    trainer = Trainer(job, mixture, 0, ALONE)
     message = r"the loader has given up: job.data.datasets.bad: holds a token outside the"
     with pytest.raises(CheckFailed, match=message):
         run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None)
     trainer.close()
 
 
+@pytest.mark.parametrize(("section", "key"), [("datasets", "bad"), ("evaluation", "bad")])
+def test_ids_above_the_models_are_refused_before_anything_starts(
+    sets: dict[str, Any], tmp_path: Path, section: str, key: str
+) -> None:
+    tokens = np.full(1000, 7, dtype=np.uint16)
+    tokens[700] = 300
+    np.save(tmp_path / "bad.npy", tokens)
+    path = str(tmp_path / "bad.npy")
+    job = set_job(sets, data={section: {key: {"path": path} if section == "datasets" else path}})
+    with pytest.raises(ConfigError) as failed:
+        prepare_data(job, 1, 0, tmp_path)
+    assert str(failed.value) == (
+        f"job.data.{section}.bad: holds token 300 at 700, and job.model.vocab_size is 300; give the dataset of this "
+        "model's tokenizer, or raise job.model.vocab_size"
+    )
+
+
+def test_datasets_of_two_tokenizers_are_refused_however_their_files_are_laid_out(
+    sets: dict[str, Any], tmp_path: Path
+) -> None:
+    folders = [write_dataset(tmp_path / name, some_documents(80)).folder for name in "ab"]
+    datasets = {folder.parent.name: {"path": str(folder)} for folder in folders}
+    evaluation = {"held_out": sets["evaluation"]["held_out"]}
+    job = set_job({"datasets": datasets, "evaluation": evaluation})
+    tokenizer = folders[1] / "tokenizer.json"
+    tree = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps(tree | {"truncation": None, "padding": None}, indent=7))
+    assert prepare_data(job, 1, 0, tmp_path).facts.train_files == 2
+    vocabulary = tree["model"]["vocab"]
+    vocabulary["t1"], vocabulary["t2"] = vocabulary["t2"], vocabulary["t1"]
+    tokenizer.write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=r"job.data.datasets.b: was made by another tokenizer than job.data.datas"):
+        prepare_data(job, 1, 0, tmp_path)
+
+
+# Degrees, layers, packing, and whether it is too long for CI. A stage between reads no tokens; where documents are
+# packed it needs their borders.
 LAYOUTS = [
-    ({"dp": 2}, "stream", False),
-    ({"dp": 1, "tp": 2}, "documents", False),
-    ({"dp": 1, "pp": 2}, "documents", False),
-    ({"dp": 2}, "documents", True),
-    ({"dp": 1, "tp": 2}, "stream", True),
-    ({"dp": 1, "pp": 2}, "stream", True),
+    ({"dp": 2}, 2, "stream", False),
+    ({"dp": 1, "tp": 2}, 2, "documents", False),
+    ({"dp": 1, "pp": 3}, 3, "documents", False),
+    ({"dp": 1, "pp": 2}, 2, "documents", True),
+    ({"dp": 2}, 2, "documents", True),
+    ({"dp": 1, "tp": 2}, 2, "stream", True),
+    ({"dp": 1, "pp": 2}, 2, "stream", True),
+    ({"dp": 1, "pp": 3}, 3, "stream", True),
+    ({"dp": 2, "tp": 2}, 2, "stream", True),
+    ({"dp": 2, "tp": 2}, 2, "documents", True),
 ]
 
 
 @pytest.mark.parametrize(
-    ("degrees", "packing"),
+    ("degrees", "layers", "packing"),
     [pytest.param(*case, marks=[pytest.mark.slow] * is_slow) for *case, is_slow in LAYOUTS],
 )
 def test_every_layout_has_the_losses_of_one_process(
-    sets: dict[str, Any], tmp_path: Path, degrees: dict[str, int], packing: str
+    sets: dict[str, Any], tmp_path: Path, degrees: dict[str, int], layers: int, packing: str
 ) -> None:
-    steps = {"steps": 6}
-    one = set_job(sets, data={"packing": packing}, optimizer=steps)
+    sections: dict[str, Any] = {
+        "data": {"packing": packing},
+        "model": {"layers": layers},
+        "optimizer": {"steps": 4},
+    }
+    one = set_job(sets, **sections)
     mixture = prepare_mixture(one)
     expected, evaluated = alone(one, mixture)
-    two = set_job(sets, 2, data={"packing": packing}, parallel=degrees, optimizer=steps)
-    result = on_ranks(two, mixture, tmp_path)
+    job = set_job(sets, math.prod(degrees.values()), parallel=degrees, **sections)
+    result = on_ranks(job, mixture, tmp_path)
     assert losses(result.steps) == pytest.approx(losses(expected), abs=1e-4)
     assert [row["validation_loss_other"] for row in result.evaluations] == pytest.approx(
         [row["validation_loss_other"] for row in evaluated], abs=1e-4
     )
-
-
-@pytest.mark.slow(minutes=1)
-def test_four_ranks_and_a_pipeline_of_three_stages(sets: dict[str, Any], tmp_path: Path) -> None:
-    """A stage between reads no tokens; where documents are packed it needs their borders."""
-    for number, (ranks, degrees) in enumerate(((4, {"dp": 2, "tp": 2}), (3, {"dp": 1, "pp": 3}))):
-        for packing in ("stream", "documents"):
-            model = {"layers": 3}
-            steps = {"steps": 6}
-            one = set_job(sets, data={"packing": packing}, model=model, optimizer=steps)
-            expected, _ = alone(one, prepare_mixture(one))
-            job = set_job(sets, ranks, data={"packing": packing}, parallel=degrees, model=model, optimizer=steps)
-            out = tmp_path / f"{number}-{packing}"
-            out.mkdir()
-            assert losses(on_ranks(job, prepare_mixture(job), out).steps) == pytest.approx(losses(expected), abs=1e-4)
 
 
 def test_a_run_resumes_on_other_ranks_with_the_next_sample(sets: dict[str, Any], tmp_path: Path) -> None:

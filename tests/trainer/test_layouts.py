@@ -314,16 +314,14 @@ def test_all_layouts_of_eight_ranks_train_as_one_process_in_float32(tmp_path: Pa
     check(jobs, trained(jobs, 20, tmp_path), 20, 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.slow(minutes=4)
 def test_a_cover_of_layouts_trains_as_one_process_for_twenty_steps_in_float64(tmp_path: Path) -> None:
     # For the eps see the test of eight ranks.
     jobs = [job_of(*case, eps=1e-5) for case in COVER]
     check(jobs, trained(jobs, 20, tmp_path), 20, 1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.slow(minutes=3)
 def test_layouts_of_three_and_six_ranks_train_as_one_process_in_float64(tmp_path: Path) -> None:
     """Degrees that are no powers of two: uneven shards, parts of six heads, groups of three."""
     thirds = {"heads": 6, "hidden": 36, "layers": 6, "ffn_hidden": 66, "seq_len": 18}

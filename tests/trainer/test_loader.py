@@ -10,21 +10,38 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from netlayer.config.tree import BatchConfig
 from netlayer.errors import CheckFailed, ConfigError, RankFailed
 from netlayer.launch.launcher import launch
 from trainer.data import ring as rings
-from trainer.data.loader import Loader, LoaderPlan
-from trainer.data.ring import PREFIX, SHARED_MEMORY, Ring, RingShape, choose_folder, raise_failure, wait_until
+from trainer.data.loader import EvaluationPlan, Loader, LoaderPlan
+from trainer.data.ring import LOADER_SLEEP_S, PREFIX, SHARED_MEMORY, Ring, RingShape, choose_folder, raise_failure
 from trainer.data.sampler import BatchPlan, SamplerSpec
+from trainer.feed import _EvaluationReader
 
 from . import loader_ranks
-from .loader_ranks import GLOBAL_SIZE, SEQ_LEN, Life, Told, deadly, is_alive, plan_of, rows_of, slow, spec, wait_gone
+from .loader_ranks import (
+    GLOBAL_SIZE,
+    SEQ_LEN,
+    Life,
+    Told,
+    deadly,
+    is_alive,
+    plan_of,
+    rows_of,
+    slow,
+    spec,
+    wait_gone,
+    wait_until,
+)
+from .token_sets import counting
 
 SHAPE = RingShape(num_slots=3, num_rows=4, seq_len=8, num_readers=2, has_segments=True, has_mask=True)
 STEP_BYTES = GLOBAL_SIZE * (SEQ_LEN + 1) * 4
@@ -46,7 +63,7 @@ def taken(ring: Ring, loader: Loader, step: int) -> list[list[int]]:
         raise_failure(ring.error)
         loader.check()
 
-    wait_until(lambda: ring.holds(step), look_after)
+    ring.wait(step, look_after)
     rows: list[list[int]] = []
     ring.take(step, 0, lambda whole: rows.extend(whole.tokens.tolist()))
     return rows
@@ -179,6 +196,41 @@ def test_a_machine_reads_the_rows_of_its_own_ranks_and_each_once() -> None:
                 expected = own.read(plan.batches.samples(step, dp)).tokens.tolist()
                 assert rows[plan.rows(step, dp)] == expected
         assert ring.bytes_read == own.bytes_read
+
+
+def test_held_out_batches_are_read_once_a_machine_and_are_those_of_a_rank_alone() -> None:
+    """Also after an evaluation that was interrupted, and of loaders that are killed."""
+    sets = {"first": SamplerSpec((partial(counting, "x", 900),), 8, 0), "second": spec()}
+    sets["second"] = SamplerSpec(sets["second"].sources, 8, 0)
+    evaluation = EvaluationPlan(sets, global_batches=3, most_samples=2, dp=4)
+    batches = BatchPlan(BatchConfig(global_batch_size=8, micro_batch_size=1), 4)
+    plan = LoaderPlan(SamplerSpec(spec().sources, 8, 0), batches, [1, 2], 5, evaluation)
+    rings = [
+        Ring.create(plan.shape(3, 1, has_segments=False, has_mask=False)),
+        Ring.create(plan.evaluation_shape(4, 1)),
+    ]
+    rings[1].share_wakeup(rings[0])
+    loader = Loader(plan, *rings)
+    readers = [_EvaluationReader(rings[1], 0, plan, dp, torch.device("cpu"), loader) for dp in (1, 2)]
+    expected = {
+        name: [each.read_evenly(range(dp * 6, dp * 6 + 6), 24).tokens.tolist() for dp in (1, 2)]
+        for name, each in ((name, of.open()) for name, of in sets.items())
+    }
+    # One reader takes for both: the other has its rows from the same slots.
+    for number in range(4):
+        seen = [(name, batch.tokens.tolist()) for name, batch in readers[0].sets()]
+        assert seen == [(name, rows[0]) for name, rows in expected.items()]
+        if number == 1:
+            next(iter(readers[0].sets()))  # interrupted after the first set
+        if number == 2 and loader.pid:
+            os.kill(loader.pid, signal.SIGKILL)
+    readers[1]._next = readers[0]._next
+    assert [batch.tokens.tolist() for _, batch in readers[1].sets()] == [rows[1] for rows in expected.values()]
+    loader.close()
+    # Six evaluations, at most four items of a seventh ahead, and one read again: two ranks' two rows each.
+    assert rings[1].bytes_read <= (6 * 6 + 4 + 1) * 2 * 2 * 9 * 4
+    for ring in rings:
+        ring.close()
 
 
 def test_a_loader_that_dies_is_started_again_with_nothing_skipped_or_repeated(
@@ -355,21 +407,50 @@ def test_two_hundred_kills_leave_nothing_behind(tmp_path: Path) -> None:
     assert os.statvfs(SHARED_MEMORY).f_bfree > free_before - 2**12
 
 
-@pytest.mark.quiet
-def test_a_loader_that_waits_takes_hardly_any_of_a_core() -> None:
-    """Under 3% of a core a GPU (the ring is full, as while a step computes)."""
+def test_a_loader_that_waits_sleeps() -> None:
+    """While its ring is full, as while a step computes, it looks again after LOADER_SLEEP_S, or a step is taken."""
     with loading(plan_of(0, 1, 1, 10**6)) as (ring, loader):
         wait_until(lambda: ring.holds(3))
-        time.sleep(0.5)
-        pid = loader.pid
-        begin = _cpu_s(pid)
-        time.sleep(2.0)
-        assert _cpu_s(pid) - begin < 0.03 * 2.0
+        begin_s, begin = time.monotonic(), sleeps(loader.pid)
+        time.sleep(10 * LOADER_SLEEP_S)
+        count, seconds = sleeps(loader.pid) - begin, time.monotonic() - begin_s
+        # A slow machine has it sleep less often, not more. Each kind of sleep ends once more than there are limits.
+        assert count <= seconds / LOADER_SLEEP_S + 3
+        begin = sleeps(loader.pid)
+        for step in range(1, 101):
+            taken(ring, loader, step)
+        assert ring.num_starts == 1
 
 
-def _cpu_s(pid: int | None) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def sleeps(pid: int | None) -> int:
+    """Return how often all threads of a process have gone to sleep by themselves."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    lines = [line for task in tasks for line in (task / "status").read_text(encoding="ascii").splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+
+def test_a_reader_that_takes_a_step_wakes_the_loader() -> None:
+    """Not its own limit: with a sleep of an hour a ring still goes round."""
+    code = (
+        "import sys; from tests.trainer.test_loader import *; from trainer.data import loader, ring as rings\n"
+        "rings.LOADER_SLEEP_S = 3600.0; fd = int(sys.argv[1]); ring = Ring.mapped(fd, SHAPE)\n"
+        "for step in range(1, 41):\n"
+        "    ring.loader_wakeup.wait(lambda: ring.has_room(step)); ring.write(step, lambda _rows: 1)\n"
+        "print(ring.loader_wakeup.num_looks)"
+    )
+    ring = Ring.create(SHAPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(ring.fd)], pass_fds=(ring.fd,), stdout=subprocess.PIPE, text=True
+    )
+    for step in range(1, 41):
+        ring.wait(step, lambda: None)
+        wait_until(lambda step=step: ring.holds(min(step + 2, 40)))  # type: ignore[misc]
+        for reader in range(2):
+            ring.take(step, reader, lambda _rows: None)
+    output, _ = process.communicate(timeout=300)
+    ring.close()
+    # It has slept before most steps: the ring was full.
+    assert int(output) >= 10
 
 
 def test_rows_of_a_slot_are_where_the_plan_says() -> None:

@@ -26,7 +26,8 @@ from .conftest import tiny_job
 ALONE = RankInfo(0, 1, torch.device("cpu"))
 # What reports rely on.
 ROW_KEYS = ["step", "loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "exposed_comm", "memory_gib"]
-ROW_KEYS += ["mfu_full", "mfu_causal", "eval_s", "checkpoint_s", "checkpoint_failures"]
+ROW_KEYS += ["mfu_full", "mfu_causal", "eval_s", "checkpoint_s", "checkpoint_stall_s", "checkpoint_save_s"]
+ROW_KEYS += ["checkpoint_failures"]
 
 
 def losses(job: JobConfig, corpus: Corpus, seed: int = 0) -> tuple[list[float], list[Row]]:
@@ -130,7 +131,15 @@ def test_a_loss_that_is_no_number_stops_with_step_and_rank(text_folder: Path, co
 def test_of_many_ranks_that_lose_their_numbers_the_first_are_named(text_folder: Path, corpus: Corpus) -> None:
     trainer = Trainer(tiny_job(text_folder), corpus, 0, ALONE)
     trainer.job = tiny_job(text_folder, ranks=16, batch={"global_batch_size": 32})
-    notes = Notes(losses=[1.0] + [math.nan] * 15, num_asked=0, grad_norm=math.nan, own_square=math.nan)
+    notes = Notes(
+        losses=[1.0] + [math.nan] * 15,
+        num_asked=0,
+        num_done=0,
+        num_failed=0,
+        num_lost=0,
+        grad_norm=math.nan,
+        own_square=math.nan,
+    )
     with pytest.raises(CheckFailed, match=r"is nan on rank 1 .*, nan on rank 8 \(.*\), and on 7 more ranks; lower"):
         trainer._check_finite(2, notes)
 
@@ -189,7 +198,7 @@ def test_an_update_that_breaks_the_parameters_leaves_the_good_checkpoint(
     pending: list[str],
 ) -> None:
     monkeypatch.setattr("trainer.loop.learning_rate", lambda _config, step: lr if step == 3 else 1e-3)
-    job = tiny_job(text_folder, checkpoint={"every_steps": 1, "keep": 1})
+    job = tiny_job(text_folder, checkpoint={"every_steps": 1, "keep": 1, "asynchronous": False})
     trainer, rows = Trainer(job, corpus, 0, ALONE), list[Row]()
     with pytest.raises(CheckFailed, match=said):
         run(trainer, EvaluationConfig(every_steps=100), rows.append, lambda _row: None, tmp_path)
@@ -231,7 +240,7 @@ def test_a_checkpoint_of_broken_parameters_is_to_blame_until_a_step_is_taken(
 ) -> None:
     monkeypatch.setattr("trainer.loop.learning_rate", lambda _config, _step: 1e30)
     ignore = lambda _row: None  # noqa: E731
-    job = tiny_job(text_folder, optimizer={"steps": 3}, checkpoint={"every_steps": 1})
+    job = tiny_job(text_folder, optimizer={"steps": 3}, checkpoint={"every_steps": 1, "asynchronous": False})
     with pytest.raises(CheckFailed, match="step 2: the loss is nan"):
         run(Trainer(job, corpus, 0, ALONE), EvaluationConfig(), ignore, ignore, tmp_path)
     broken, blamed = (
@@ -292,7 +301,7 @@ def test_seconds_beside_steps_stand_in_the_row_of_the_step_before(
     """On a clock that evaluations and saves alone move."""
     now = [0.0]
     monkeypatch.setattr("trainer.loop.time.perf_counter", lambda: now[0])
-    job = tiny_job(text_folder, optimizer={"steps": 5}, checkpoint={"every_steps": 2})
+    job = tiny_job(text_folder, optimizer={"steps": 5}, checkpoint={"every_steps": 2, "asynchronous": False})
     trainer, rows, evaluations = Trainer(job, corpus, 0, ALONE), list[Row](), list[Row]()
     evaluate, save, launch, launched = trainer.evaluate, trainer.save, trainer.launch, list[Launched]()
 

@@ -235,7 +235,8 @@ SIZES = {"1m": 0.001334, "125m": 0.1639, "1.3b": 1.419, "7b": 6.865, "13b": 13.1
 # As published, to the parameter.
 PUBLISHED = {"llama3-1b": 1.235814400, "llama3-8b": 8.030261248, "llama3-70b": 70.553706496}
 PUBLISHED |= {"qwen3-0.6b": 0.596049920, "qwen3-8b": 8.190735360}
-SIZES |= PUBLISHED
+PUBLISHED |= {"llama3-405b": 405.853388800}
+SIZES |= {"nemotron4-15b": 15.63, "nemotron4-340b": 341.0} | PUBLISHED
 
 
 @pytest.mark.parametrize(("name", "billions"), SIZES.items())

@@ -49,7 +49,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_each_alone(variant: dic
     targets = rows[:, 1:].clone()
     ends = [sum(LENGTHS[: index + 1]) - 1 for index in range(len(LENGTHS) - 1)]
     targets[:, ends] = NO_TARGET
-    packed = Packed(segments, torch.tensor(1.0))
+    packed = Packed(segments, lambda: torch.tensor(1.0))
     together = model(rows[:, :-1], targets, packed)
     got = gradients(model, together)
 
@@ -72,7 +72,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_each_alone(variant: dic
 
 def test_positions_begin_anew_in_each_document() -> None:
     segments = torch.tensor([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
-    positions = Packed(segments, torch.tensor(1.0)).positions
+    positions = Packed(segments, lambda: torch.tensor(1.0)).positions
     assert positions is not None
     assert positions.tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
 
@@ -81,7 +81,7 @@ def test_a_sequence_of_one_document_is_as_before() -> None:
     model = model_of({"attention_window": 5})
     rows = torch.randint(31, (2, 13), generator=torch.Generator().manual_seed(2))
     plain = model(rows[:, :-1], rows[:, 1:])
-    packed = model(rows[:, :-1], rows[:, 1:], Packed(torch.zeros(2, 12, dtype=torch.int32), torch.tensor(1.0)))
+    packed = model(rows[:, :-1], rows[:, 1:], Packed(torch.zeros(2, 12, dtype=torch.int32), lambda: torch.tensor(1.0)))
     assert packed.item() == pytest.approx(plain.item(), abs=1e-13)
 
 

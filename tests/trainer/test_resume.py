@@ -9,10 +9,11 @@ import pytest
 
 from netlayer.config.tree import build_config
 from netlayer.errors import ConfigError
-from trainer.checkpoint.meta import FORMAT, sealed
+from trainer.checkpoint.names import FORMAT, sealed
 from trainer.checkpoint.resume import AUTO, Start, check_steps_left, start_of
 
 RESTART = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
+FILE = "__0_0.distcp"
 FIRST = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
 
 
@@ -20,8 +21,8 @@ def checkpoint(run: Path, step: int, suffix: str = "") -> Path:
     """A folder that looks whole to whoever does not read its tensors."""
     path = run / "checkpoints" / f"step-{step:06d}{suffix}"
     path.mkdir(parents=True)
-    (path / "tp0-pp0.safetensors").touch()
-    told = {"format": FORMAT, "step": step, "seed": 0, "tp": 1, "pp": 1, "corpus": {}, "job": {}, "digests": {}}
+    (path / FILE).touch()
+    told = {"format": FORMAT, "step": step, "seed": 0, "tp": 1, "pp": 1, "corpus": {}, "job": {}, "digests": {FILE: ""}}
     (path / "meta.json").write_text(sealed(told))
     return path
 
@@ -50,20 +51,20 @@ def test_auto_is_the_newest_good_checkpoint_of_the_folder(tmp_path: Path) -> Non
 def test_auto_passes_over_what_is_damaged_and_says_so(tmp_path: Path) -> None:
     good = checkpoint(tmp_path, 4)
     (checkpoint(tmp_path, 6) / "meta.json").write_text("{")
-    (checkpoint(tmp_path, 8) / "tp0-pp0.safetensors").unlink()
+    (checkpoint(tmp_path, 8) / FILE).unlink()
     (checkpoint(tmp_path, 10) / "meta.json").unlink()
     start = start_of(AUTO, tmp_path, {})
     assert came_from(start) == (good, True)
     assert [note.partition("it ")[2][:20] for note in start.notes] == [
         "lacks meta.json",
-        "lacks tp0-pp0.safete",
+        "lacks __0_0.distcp",
         "is damaged (Expectin",
     ]
 
 
 def test_auto_does_not_start_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:
-    (checkpoint(tmp_path, 8) / "tp0-pp0.safetensors").unlink()
-    with pytest.raises(ConfigError, match="step-000008: lacks tp0-pp0"):
+    (checkpoint(tmp_path, 8) / FILE).unlink()
+    with pytest.raises(ConfigError, match="step-000008: lacks __0_0"):
         start_of(AUTO, tmp_path, {})
 
 

@@ -16,7 +16,7 @@ from netlayer.errors import CheckFailed, ConfigError
 from tests.trainer import layout_ranks
 from tests.trainer.test_layouts import LLAMA, job_of
 from trainer.checkpoint.meta import find
-from trainer.checkpoint.save_load import PARAMETER, Files
+from trainer.checkpoint.reader import open_found
 from trainer.commands.sample import sample
 from trainer.data.prepare import Corpus
 from trainer.data.tokenizer import END_OF_DOCUMENT
@@ -125,9 +125,9 @@ def test_parts_of_a_spread_model_are_joined(tmp_path: Path) -> None:
     job = job_of({}, LLAMA, {})
     expected = layout_ranks.train(job, 0, 1, save=tmp_path).parameters
     meta = find(tmp_path)
-    files = Files(meta, None)
-    for name, value in expected.items():
-        assert torch.equal(files.local(PARAMETER, name, None), value)
+    with open_found(meta) as checkpoint:
+        for name, value in expected.items():
+            assert torch.equal(checkpoint.read(name), value)
 
 
 def test_the_command_writes_text_as_it_comes(checkpoint: Path, sampler: Sampler) -> None:

@@ -187,6 +187,53 @@ def test_what_changed_since_a_checkpoint_is_named() -> None:
     assert changes(before, longer) == ["packing is documents, and was stream", "seq_len is 12, and was 10"]
 
 
+@pytest.mark.parametrize("before", [1, 2, 4, 6])
+@pytest.mark.parametrize("after", [1, 3, 12])
+def test_a_checkpoint_of_any_number_of_ranks_resumes_on_any(before: int, after: int) -> None:
+    """litData issue 251: one of several ranks was indexed past the end of what it had left of its chunks."""
+    saved = BatchPlan(BATCH, before).start(8)
+    plan, sampler = BatchPlan(BATCH, after, 8, saved), three_sets()
+    rows = [place for step in (8, 9) for rank in range(after) for place in places(sampler, plan.samples(step, rank))]
+    assert rows == places(three_sets(), range(7 * 12, 9 * 12))
+
+
+def test_every_epoch_after_a_resume_within_one_is_whole() -> None:
+    """Megatron-Bridge pull request 4601: the offset of the resume was taken again in each epoch that followed."""
+    sampler = Sampler([counting("a", 121)], 10, 0)  # 12 windows
+    plan = BatchPlan(
+        BatchConfig(global_batch_size=4, micro_batch_size=1), 1, 6, 20
+    )  # resumed at the ninth window of epoch 1
+    after = keys(sampler.read([sample for step in range(6, 13) for sample in plan.samples(step, 0)]))
+    assert len(set(after[:4])) == 4
+    assert sorted(after[4:16]) == sorted(after[16:28]) == sorted(keys(sampler.read(range(12))))
+
+
+def test_random_numbers_drawn_elsewhere_change_no_sample() -> None:
+    """accelerate pull requests 4203, 4233: an order drawn from the process's generator is another after a resume."""
+    before = keys(three_sets(5).read(range(40)))
+    random.random()
+    np.random.default_rng().random()
+    np.random.seed(9)
+    assert keys(three_sets(5).read(range(40))) == before
+
+
+def test_one_set_under_two_names_is_not_read_in_one_order() -> None:
+    """Megatron-Energon issue 266: both copies gave the same samples, one after the other."""
+    twice = Sampler([counting("a", 1001, 0.5), counting("b", 1001, 0.5)], 10, 0)
+    windows = twice.locate(np.arange(200))
+    starts = [windows.start[windows.dataset == dataset].tolist() for dataset in (0, 1)]
+    assert sorted(starts[0]) == sorted(starts[1])
+    assert sum(one == other for one, other in zip(*starts, strict=True)) < 10
+
+
+def test_extreme_weights_never_leave_a_set() -> None:
+    """Megatron-LM issue 705: a set of small weight was asked for more samples than had been counted for it."""
+    sampler = Sampler([counting("much", 101, 0.999), counting("little", 31, 0.001)], 10, 0)
+    windows = sampler.locate(np.arange(5000))
+    assert np.bincount(windows.dataset).tolist() == [5, 4995]  # by name
+    assert (windows.start // 10 < sampler.num_windows_D[windows.dataset]).all()
+
+
 def test_a_limit_of_epochs_names_the_dataset_and_the_steps_it_is_good_for() -> None:
     sampler = three_sets()  # c has 10 windows, and a fifth of the samples
     sampler.check_length(1_000_000, 0, 12)

@@ -75,7 +75,7 @@ def test_the_file_is_there_as_soon_as_the_steps_are_over(
     assert there[:1] == wrote == ([] if written_at == 6 else [written_at])
     found = slices(file)
     assert {event["args"]["step"] for event in found} == set(steps)
-    assert {event["name"] for event in found} >= {"forward and backward", "optimizer"}
+    assert {event["name"] for event in found} >= {"forward 0.0", "backward 0.0", "optimizer"}
 
 
 def test_fewer_steps_than_asked_for_say_which(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:

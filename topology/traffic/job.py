@@ -305,8 +305,9 @@ def _queue_pair(nic: Ints, ordinal: Ints, seed: int) -> Ints:
     """Queue pair numbers, 24 bits: the first of a NIC is drawn from the seed, the others count up."""
     # The seed is mixed before the NIC is added: else NIC n of seed 1 would have the numbers of NIC n + 1 of seed 0.
     first = mix64(mix64(np.array([seed & ((1 << 64) - 1)], dtype=np.uint64)) + nic.astype(np.uint64))
-    number = (first.astype(np.int64) + ordinal) & _QPN_MASK
-    return np.asarray(np.maximum(number, _FIRST_QPN))
+    begin = np.maximum(first.astype(np.int64) & _QPN_MASK, _FIRST_QPN)
+    # After the largest comes the first that is not a management pair's, so that no two of a NIC are one.
+    return np.asarray(_FIRST_QPN + (begin - _FIRST_QPN + ordinal) % (_QPN_MASK + 1 - _FIRST_QPN))
 
 
 def _occurrence(ids: Ints) -> Ints:

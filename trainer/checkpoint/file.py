@@ -2,7 +2,8 @@
 
 Eight bytes with the length of a header, the header (JSON: dtype, shape and place of each tensor), the elements. Nothing
 in it is code, other tools read it, and neither side holds more of it than one tensor. The header's metadata has a
-digest of each tensor; one of the header is for whoever reads the file to keep. Not covered: dtypes that no master has.
+digest of each tensor; one of the header is for whoever reads the file to keep. Not covered: files of another writer
+(`trainer.checkpoint.safetensors_files`).
 
 Source: https://github.com/huggingface/safetensors#format
 """
@@ -24,9 +25,9 @@ from torch import Tensor
 
 from trainer.checkpoint.digest import digest
 
-_DTYPES = {"F32": torch.float32, "F64": torch.float64}
+_DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
 _METADATA = "__metadata__"
-_DIGESTS = "crc32"  # of the metadata: those of all tensors, in order, eight digits each
+DIGESTS = "crc32"  # of the metadata: those of all tensors, in order, eight digits each
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100 << 20  # as the safetensors library has it
 
@@ -72,7 +73,8 @@ class TensorWriter:
         expected = next(self._names, None)
         if name != expected or tensor.dtype != self._dtype:
             raise ValueError(f"{name} of {tensor.dtype}: the next is {expected} of {self._dtype}")
-        content = tensor.detach().cpu().contiguous().numpy().data
+        # As bytes: numpy has no bfloat16.
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         digested = self._thread.submit(digest, content)
         self._file.write(content)
         self._digests.append(digested.result())
@@ -114,7 +116,7 @@ class TensorFile:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self.metadata: Mapping[str, str] = header.pop(_METADATA)
         self._entries, self._first = header, _LENGTH_BYTES + len(text)
-        width, digests = len(digest(b"")), self.metadata[_DIGESTS]
+        width, digests = len(digest(b"")), self.metadata[DIGESTS]
         self._unread = {name: digests[width * index :][:width] for index, name in enumerate(header)}
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
@@ -125,6 +127,20 @@ class TensorFile:
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
+
+    def names(self) -> list[str]:
+        """Return the names of its tensors, in their order."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self._entries[name]["dtype"]]
+
+    def release(self) -> None:
+        """Let the pages that were read go from this process's memory; tensors of the file stay good."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
     def __getitem__(self, name: str) -> Tensor:
         """A view of the file: what is written into it stays in this process.
@@ -173,7 +189,7 @@ def _parse_header(text: bytes) -> dict[str, Any]:
         header = json.loads(text)
         entries = {name: entry for name, entry in header.items() if name != _METADATA}
         metadata = header[_METADATA]
-        valid = all(isinstance(value, str) for value in metadata.values()) and isinstance(metadata[_DIGESTS], str)
+        valid = all(isinstance(value, str) for value in metadata.values()) and isinstance(metadata[DIGESTS], str)
         for entry in entries.values():
             numbers = [*entry["shape"], *entry["data_offsets"]]
             valid = valid and entry["dtype"] in _DTYPES and len(entry["data_offsets"]) == 2
@@ -194,7 +210,7 @@ def _header(
     code = next((code for code, known in _DTYPES.items() if known == dtype), None)
     if code is None:
         raise ValueError(f"dtype = {dtype}: must be one of {', '.join(map(str, _DTYPES.values()))}")
-    header: dict[str, Any] = {_METADATA: {**metadata, _DIGESTS: "".join(digests)}}
+    header: dict[str, Any] = {_METADATA: {**metadata, DIGESTS: "".join(digests)}}
     begin = 0
     for name, shape in tensors:
         end = begin + math.prod(shape) * dtype.itemsize

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +16,24 @@ from netlayer.errors import ConfigError
 from netlayer.renamed import with_new_keys
 from netlayer.units import format_size
 from trainer.checkpoint.digest import digest
+from trainer.checkpoint.names import (
+    FORMAT,
+    META,
+    OLD_FORMAT,
+    OWN_DIGEST,
+    PENDING,
+    TOKENIZER,
+    as_location,
+    checkpoints_in,
+    halves_in,
+    pending_in,
+    step_of,
+)
 
-FORMAT = 3
-META = "meta.json"
-TOKENIZER = "tokenizer.json"
-PENDING = ".new"
-"""End of the name of a checkpoint that is not verified yet: no finite loss was computed with its parameters."""
 # Of job.model: neither shapes nor meaning.
 _SHAPELESS = frozenset({"preset", "dtype", "compile", "recompute", "operators"})
 _DEFAULTS: Mapping[str, Any] = ModelConfig().model_dump(mode="json")
-_OWN_DIGEST = "digest"
-_ALTERED = "it is not as it was written"
-_NAME = re.compile(r"step-(\d{6,})")
+ALTERED = "it is not as it was written"
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,11 @@ class Meta:
     Args:
         job: the job of the run, section by section.
         corpus: digests of the text and of the tokenizer; empty where the run had none.
-        digests: of the tokenizer, and of the header of each file of tensors (`trainer.checkpoint.digest`).
+        digests: of every other file by its name; of one of tensors it is that of its header, or its digests.
         field: how the user named it, for errors.
         passed_over: newer folders that `find` left: pending, or without `meta.json`.
         data: datasets (`Sampler.state`) and `num_samples` that were trained on; None: drawn with replacement.
+        format: how tensors are stored.
     """
 
     path: Path
@@ -55,6 +61,20 @@ class Meta:
     field: str = "--resume"
     passed_over: Sequence[Path] = ()
     data: Mapping[str, Any] | None = None
+    format: int = FORMAT
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no step was taken: it holds parameters alone, as an imported model does, and a run starts anew."""
+        return self.step == 0
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that hold its tensors."""
+        if self.format == OLD_FORMAT:
+            places = itertools.product(range(self.tp), range(self.pp))
+            return [file_name(tp, pp) for tp, pp in places]
+        return [name for name in self.digests if name != TOKENIZER]
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -72,13 +92,13 @@ class Meta:
             raise ConfigError(self.field, self.path, f"lacks {TOKENIZER}", "give a checkpoint of `netlayer train`")
         with self.undamaged(TOKENIZER):
             if digest((self.path / TOKENIZER).read_bytes()) != self.digests[TOKENIZER]:
-                raise ValueError(_ALTERED)
+                raise ValueError(ALTERED)
         return self.path / TOKENIZER
 
     @contextlib.contextmanager
     def undamaged(self, name: str) -> Iterator[None]:
         """Read one of its files in the block: an error that an intact file would not raise becomes a ConfigError."""
-        with _undamaged(self.field, self.path / name):
+        with undamaged(self.field, self.path / name):
             yield
 
 
@@ -91,50 +111,34 @@ def find(path: Path, field: str = "--resume") -> Meta:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
+    path = as_location(path)
     folders = [path, *reversed(checkpoints_in(path)), *reversed(checkpoints_in(path / "checkpoints"))]
     folder = next((each for each in folders if (each / META).is_file()), None)
+    meta_file = META
+    if folder is None and (path / f"{META}{PENDING}").is_file():  # of an object store, and asked for by its name
+        folder, meta_file = path, f"{META}{PENDING}"
     if folder is None:
         remedy = "give a folder such as runs/train-.../checkpoints/step-000050"
         if pending := [*pending_in(path), *pending_in(path / "checkpoints")]:
             remedy = f"{pending[-1]} is not verified yet: give that itself, if its run was only killed"
         raise ConfigError(field, path, "holds no good checkpoint" if pending else "holds no checkpoint", remedy)
-    with _undamaged(field, folder / META):
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
-        if meta["format"] != FORMAT:
-            rule = f"has format {meta['format']}, and this version reads {FORMAT}"
+    with undamaged(field, folder / meta_file):
+        meta = json.loads((folder / meta_file).read_text(encoding="utf-8"))
+        if meta["format"] not in (OLD_FORMAT, FORMAT):
+            rule = f"has format {meta['format']}, and this version reads {OLD_FORMAT} and {FORMAT}"
             raise ConfigError(field, folder, rule, "go on with the version that wrote it")
-        if meta.pop(_OWN_DIGEST) != digest(json.dumps(meta).encode()):
-            raise ValueError(_ALTERED)
-        facts = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests")}
+        if meta.pop(OWN_DIGEST) != digest(json.dumps(meta).encode()):
+            raise ValueError(ALTERED)
+        facts = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests", "format")}
         facts["job"] = with_new_keys(facts["job"])
         newer = [each for each in folders[: folders.index(folder)] if each != path]
         if folder != path:
             newer += [each for each in pending_in(folder.parent) if step_of(each) > meta["step"]]
         checkpoint = Meta(folder, **facts, field=field, passed_over=newer, data=meta.get("data"))
-    for tp, pp in itertools.product(range(checkpoint.tp), range(checkpoint.pp)):
-        if not (folder / file_name(tp, pp)).is_file():
-            raise ConfigError(field, folder, f"lacks {file_name(tp, pp)}", "give an older checkpoint")
+    for name in checkpoint.files:
+        if not (folder / name).is_file():
+            raise ConfigError(field, folder, f"lacks {name}", "give an older checkpoint")
     return checkpoint
-
-
-def sealed(facts: Mapping[str, Any]) -> str:
-    """The text of `meta.json`, with its own digest."""
-    return json.dumps({**facts, _OWN_DIGEST: digest(json.dumps(facts).encode())}, indent=1) + "\n"
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Good ones, oldest first."""
-    return _named(folder, "")
-
-
-def pending_in(folder: Path) -> list[Path]:
-    """Return the checkpoints that are not verified yet, oldest first."""
-    return _named(folder, PENDING)
-
-
-def halves_in(folder: Path) -> list[Path]:
-    """Return folders that are no checkpoints: halves of saves in progress or killed, and replaced checkpoints."""
-    return sorted([*folder.glob(".step-*.part"), *folder.glob(".step-*.old")])
 
 
 def file_name(tp: int, pp: int) -> str:
@@ -161,7 +165,7 @@ def check_model(meta: Meta, job: JobConfig) -> None:
 
 def check_same_text(meta: Meta, corpus: Mapping[str, str], job: JobConfig) -> None:
     """Raise ConfigError where a job would go on with other text or tokens, and does not say that it means to."""
-    if job.checkpoint.allow_dataset_change or not meta.corpus or job.data.datasets:
+    if job.checkpoint.allow_dataset_change or meta.is_fresh or not meta.corpus or job.data.datasets:
         return
     value, before = job.data.folder or "(standard library)", meta.job["data"].get("folder") or "(standard library)"
     remedy = (
@@ -189,7 +193,7 @@ def seed_of(meta: Meta, option_seed: int | None, job: JobConfig) -> int:
     """
     if option_seed is None or option_seed == meta.seed:
         return meta.seed
-    if job.checkpoint.allow_dataset_change:
+    if meta.is_fresh or job.checkpoint.allow_dataset_change:
         return option_seed
     rule = f"is another than the {meta.seed} that {meta.path} was trained with"
     raise ConfigError("--seed", option_seed, rule, "omit it, or set job.checkpoint.allow_dataset_change to true")
@@ -198,6 +202,8 @@ def seed_of(meta: Meta, option_seed: int | None, job: JobConfig) -> int:
 def resume_notes(meta: Meta, job: JobConfig) -> list[str]:
     """Lines for the user: from where a job goes on, and what of its optimiser and batch is otherwise than before."""
     lines = [f"resumes from {meta.path}, after step {meta.step:,}"]
+    if meta.is_fresh:
+        return [f"starts with the parameters of {meta.path}: with the first step, and a new optimiser"]
     for path in meta.passed_over:
         why = "it is not verified yet" if path.suffix == PENDING else f"it lacks {META}"
         lines.append(f"note: {path} is newer, and was passed over: {why}")
@@ -214,16 +220,6 @@ def resume_notes(meta: Meta, job: JobConfig) -> list[str]:
     return lines
 
 
-def _named(folder: Path, suffix: str) -> list[Path]:
-    paths = (path for path in folder.glob(f"step-*{suffix}") if _NAME.fullmatch(path.name.removesuffix(suffix)))
-    return sorted(paths, key=step_of)
-
-
-def step_of(path: Path) -> int:
-    """Return the step after which a checkpoint was saved, from its name."""
-    return int(path.name.removeprefix("step-").removesuffix(PENDING))
-
-
 def _size(folder: Path) -> int:
     num_bytes = 0
     for path in folder.rglob("*"):
@@ -233,7 +229,8 @@ def _size(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _undamaged(field: str, path: Path) -> Iterator[None]:
+def undamaged(field: str, path: Path) -> Iterator[None]:
+    """Read a file of a checkpoint in the block: an error that an intact file would not raise becomes a ConfigError."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
-from trainer.checkpoint.meta import META, Meta, checkpoints_in, find, pending_in, step_of
+from trainer.checkpoint.meta import Meta, find
+from trainer.checkpoint.names import META, as_location, checkpoints_in, pending_in, step_of
 from trainer.history import CHECKPOINTS, METRICS, REPLACED
 
 AUTO = Path("auto")
@@ -39,8 +40,11 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def start_of(resume: Path | None, out: Path | None, environ: Mapping[str, str]) -> Start:
+def start_of(resume: Path | None, out: Path | None, environ: Mapping[str, str], folder: str = "") -> Start:
     """Return the start that `--resume` and `--out` mean together; every rank of a launcher reads the same.
+
+    Args:
+        folder: job.checkpoint.folder, where the run's checkpoints are; none: in `out`.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is not said which.
@@ -52,15 +56,15 @@ def start_of(resume: Path | None, out: Path | None, environ: Mapping[str, str]) 
         if out is None:
             rule = "looks for the newest good checkpoint of --out, which is not given"
             raise ConfigError("--resume", AUTO, rule, "give --out DIR, or name a checkpoint")
-        return _newest(out)
+        return _newest(out, own_folder(out, folder))
     if out is not None and is_restart:
-        newest = _newest(out)
+        newest = _newest(out, own_folder(out, folder))
         # Without a checkpoint of its own it starts again from the one that was named.
         return newest if newest.meta else dataclasses.replace(newest, meta=find(resume))
     meta = find(resume)
-    if out is None or meta.path.resolve().parent != (out / CHECKPOINTS).resolve():
+    if out is None or meta.path.resolve().parent != own_folder(out, folder).resolve():
         return Start(meta)
-    later = [path for path in checkpoints_in(out / CHECKPOINTS) if step_of(path) > meta.step]
+    later = [path for path in checkpoints_in(own_folder(out, folder)) if step_of(path) > meta.step]
     if later and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         rule = f"is not the newest of --out, {later[-1].name}, from which a restart by torchrun would resume"
         raise ConfigError("--resume", resume, rule, "start without --max-restarts, or move later checkpoints away")
@@ -82,14 +86,19 @@ def check_steps_left(start: Start, job: JobConfig) -> bool:
     raise ConfigError("--resume", start.meta.path, rule, "raise job.optimizer.steps")
 
 
-def _newest(out: Path) -> Start:
+def own_folder(out: Path, folder: str) -> Path:
+    """Return where a run's checkpoints are: `folder`, or in its output."""
+    return as_location(folder) if folder else out / CHECKPOINTS
+
+
+def _newest(out: Path, folder: Path) -> Start:
     """Return the newest good checkpoint that is not damaged, as far as can be seen without its tensors.
 
     Raises:
         ConfigError: there are some, and all are damaged: to start from the first step would be no answer.
     """
     notes, damaged = list[str](), list[ConfigError]()
-    for path in reversed(checkpoints_in(out / CHECKPOINTS)):
+    for path in reversed(checkpoints_in(folder)):
         if not (path / META).is_file():
             notes.append(f"note: {path} is newer, and was passed over: it lacks {META}")
             continue
@@ -105,6 +114,6 @@ def _newest(out: Path) -> Start:
         raise damaged[0]
     if (out / METRICS).exists():
         notes.append(f"note: {out} holds no good checkpoint yet: starts again with the first step")
-        for path in pending_in(out / CHECKPOINTS):
+        for path in pending_in(folder):
             notes.append(f"note: {path} was passed over: it is not verified yet")
     return Start(None, True, True, tuple(notes))

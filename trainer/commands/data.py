@@ -228,7 +228,8 @@ def import_(
     """Make a dataset folder of Megatron's PREFIX.bin and PREFIX.idx, once every entry of them is checked.
 
     Training reads the two files as they are, too; a folder has checksums, its vocabulary and its tokenizer.
-    Without --tokenizer the vocabulary ends with the largest id, and --eod is an id.
+    Without --tokenizer the vocabulary ends with the largest id, and --eod is an id. Nothing stands at --out before
+    it is whole; started again, a killed run keeps what it had finished.
 
     \b
     Example:
@@ -240,11 +241,15 @@ def import_(
     log.configure(verbose)
     check_target("--json", json_file)
     with Stages() as stages, stages.open("import") as bar:
-        manifest = import_megatron(prefix, out, ImportOptions(tokenizer, vocab_size, eod), bar)
+        imported = import_megatron(prefix, out, ImportOptions(tokenizer, vocab_size, eod), bar)
+    if imported.was_there:
+        click.echo("it is there already, made of the same files by the same options: nothing was done", err=True)
+    if imported.shards_reused:
+        click.echo(f"finished by an earlier run, and verified: {imported.shards_reused} shards", err=True)
     if json_file:
-        write_text(json_file, manifest.to_json())
+        write_text(json_file, imported.manifest.to_json())
     if str(json_file) != "-":
-        click.echo(f"{out}: {_line(manifest)}")
+        click.echo(f"{out}: {_line(imported.manifest)}")
 
 
 @data.command()
@@ -253,6 +258,8 @@ def import_(
 @_verbose
 def export(dataset: Path, prefix: Path, verbose: int) -> None:
     """Write a dataset as PREFIX.bin and PREFIX.idx for Megatron: a sequence a document, its end in it.
+
+    PREFIX.idx comes last. Started again, a killed run goes on where it was.
 
     \b
     Example:
@@ -265,7 +272,9 @@ def export(dataset: Path, prefix: Path, verbose: int) -> None:
     log.configure(verbose)
     opened = TokenFolder(dataset, field="DIR")
     with Stages() as stages, stages.open("export") as bar:
-        export_megatron(opened, prefix, bar)
+        written = export_megatron(opened, prefix, bar)
+    if written:
+        click.echo(f"written by an earlier run: {written:,} tokens", err=True)
     click.echo(f"{prefix}.bin, {prefix}.idx: {_line(opened.manifest)}")
 
 

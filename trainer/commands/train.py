@@ -169,15 +169,17 @@ def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
 
 def _start(start: Draft, out: Path) -> TrainResult:
     """Start the ranks on this machine, and train on them."""
+    from netlayer.observe.events.collector import collecting
     from netlayer.progress import Stages
     from netlayer.store.meeting import meeting_place
     from trainer.train import train as train_plan
 
     with Stages() as stages, meeting_place(start.job.store.url) as place:
-        with stages.open("text") as bar:
+        with stages.open("data" if start.job.data.datasets else "text") as bar:
             url = place.init_method("training")
             plan = start.resolve(out, url, lambda stage, done, total: bar(done, total, stage))
-        with stages.open("training") as bar:
+        collector = collecting(plan.job.observe, plan.job.name, place.url, out)
+        with collector, stages.open("training") as bar:
 
             def show(progress: Progress) -> None:
                 # Then there is no row for the bar: see `Progress`.
@@ -269,7 +271,7 @@ def short_time(seconds: float) -> str:
 def _explain_end(out: Path) -> Iterator[None]:
     """Print where an interrupted run can resume from, or that a signal came before there was anything to save."""
     from netlayer.launch.early_end import Ended, reason_of
-    from trainer.checkpoint.meta import checkpoints_in, pending_in
+    from trainer.checkpoint.names import checkpoints_in, pending_in
     from trainer.train import CHECKPOINTS
 
     try:

@@ -27,21 +27,24 @@ class ArrayDataset:
         name: of the dataset.
         vocab_size: of the model; the array does not say.
         end_token: the token that ends a document, where no file has the starts; None: all is one document.
+        field: how the user named the file, for errors.
 
     Raises:
         ConfigError: there is no such file, or it is no such array.
     """
 
-    def __init__(self, file: Path, name: str, vocab_size: int, end_token: int | None = None) -> None:
-        self._arguments = (file, name, vocab_size, end_token)
-        self.name, self.vocab_size = name, vocab_size
-        self._tokens = _open(file, name)
+    def __init__(
+        self, file: Path, name: str, vocab_size: int, end_token: int | None = None, field: str = "dataset"
+    ) -> None:
+        self._arguments = (file, name, vocab_size, end_token, field)
+        self.name, self.vocab_size, self._field = name, vocab_size, field
+        self._tokens = _open(file, field)
         self.num_tokens, self.itemsize = len(self._tokens), self._tokens.itemsize
         self._starts = self._find_starts(file, end_token)
         self.num_documents = len(self._starts) - 1
         self.fingerprint = self._digest()
 
-    def __reduce__(self) -> tuple[type[ArrayDataset], tuple[Path, str, int, int | None]]:
+    def __reduce__(self) -> tuple[type[ArrayDataset], tuple[Path, str, int, int | None, str]]:
         return type(self), self._arguments
 
     def read(self, start: int, count: int) -> NDArray[np.int32]:
@@ -59,10 +62,10 @@ class ArrayDataset:
     def _find_starts(self, file: Path, end_token: int | None) -> NDArray[np.int64]:
         starts_file = file.with_suffix(".documents.npy")
         if starts_file.is_file():
-            starts = np.asarray(_open(starts_file, self.name), dtype=np.int64)
+            starts = np.asarray(_open(starts_file, self._field), dtype=np.int64)
             if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > self.num_tokens:
                 rule = f"holds no starts of documents within {self.num_tokens} tokens, rising from 0"
-                raise ConfigError(f"job.data.datasets.{self.name}", starts_file, rule, "write it again, or remove it")
+                raise ConfigError(self._field, starts_file, rule, "write it again, or remove it")
         elif end_token is not None:
             starts = np.concatenate(([0], np.flatnonzero(np.asarray(self._tokens) == end_token) + 1))
             starts = starts[starts < self.num_tokens]  # of what follows the last one there is nothing
@@ -79,20 +82,24 @@ class ArrayDataset:
         return digest.hexdigest()
 
 
-def open_dataset(path: Path, name: str, vocab_size: int) -> TokenDataset:
+def open_dataset(path: Path, name: str, vocab_size: int, field: str = "") -> TokenDataset:
     """Open a dataset by the path that the user gave: a `.npy` file, what `netlayer data` made, or Megatron's prefix.
 
     Args:
         name: of the dataset in job.data.
         vocab_size: of the model.
+        field: how the user named the dataset, for errors.
 
     Raises:
-        ConfigError: it cannot be read, or has token ids that the model lacks.
+        ConfigError: it cannot be read, or says that it has token ids which the model lacks.
     """
-    path = path.expanduser()
+    path, field = path.expanduser(), field or f"job.data.datasets.{name}"
     if path.suffix == ".npy":
-        return ArrayDataset(path, name, vocab_size)
-    dataset = prepared.open_dataset(path, name, f"job.data.datasets.{name}")
+        return ArrayDataset(path, name, vocab_size, field=field)
+    dataset = prepared.open_dataset(path, name, field, f"{prepared.REMEDY}, or a .npy file of token ids")
+    if isinstance(dataset, prepared.MegatronTokens):
+        # Its files do not say what ids they hold, and to look would take a pass over all of them at every start.
+        return prepared.MegatronTokens(path, vocab_size, name, field)
     check_vocabulary(dataset, vocab_size)
     return dataset
 
@@ -103,8 +110,7 @@ def corpus_dataset(corpus: Corpus, side: str, vocab_size: int) -> ArrayDataset:
     return ArrayDataset(corpus.folder / f"{side}.npy", "text", vocab_size, end_token=0)
 
 
-def _open(file: Path, name: str) -> NDArray[np.integer]:
-    field = f"job.data.datasets.{name}"
+def _open(file: Path, field: str) -> NDArray[np.integer]:
     try:
         tokens: NDArray[np.integer] = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as exc:

@@ -1,5 +1,8 @@
 """The loader: one process a machine that reads the batches of its ranks ahead, into memory that all of them share.
 
+Training steps go through one ring, held-out batches through another: an evaluation always has the same ones, set after
+set, so that they too can be read before anybody asks.
+
 MegaScale 3.4: workers of a machine read the same input, so one reads it for all of them. It reads each token that the
 machine needs once, whatever the number of ranks. What a step's batch is, it computes (`trainer.data.sampler`): it has
 no state, and one that dies is started again where the ring has no batch yet, with nothing skipped or repeated.
@@ -14,19 +17,20 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import IO
+from typing import IO, NamedTuple
 
 from netlayer.errors import CheckFailed, NetlayerError
-from trainer.data.ring import Ring, RingShape, wait_until
+from trainer.data.ring import Ring, RingShape
 from trainer.data.sampler import BatchPlan, Rows, Sampler, SamplerSpec
 
 logger = logging.getLogger(__name__)
@@ -35,6 +39,47 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MOST_STARTS = 5
 """Deaths of a loader one after the other without a new batch, after which it is given up."""
 _NICE_EXIT_S = 5.0
+
+
+class HeldOut(NamedTuple):
+    """One item of an evaluation: a batch of one of its sets; `samples` are those of a data-parallel rank."""
+
+    name: str
+    samples: range
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Batches of an evaluation, one after the other: all of the first set, then all of the next.
+
+    Args:
+        sets: evaluation sets by name.
+        global_batches: of each.
+        most_samples: of a data-parallel rank in a batch.
+        dp: data-parallel ranks.
+    """
+
+    sets: Mapping[str, SamplerSpec]
+    global_batches: int
+    most_samples: int
+    dp: int
+
+    @property
+    def num_items(self) -> int:
+        """Number of items of an evaluation; those of the next are the same again."""
+        return len(self.sets) * self.global_batches
+
+    @property
+    def num_samples(self) -> int:
+        """Number of windows that are taken of a set, spread evenly over it, by all ranks."""
+        return self.global_batches * self.most_samples * self.dp
+
+    def item(self, item: int, dp: int) -> HeldOut:
+        """Return an item, counted from 1 over all evaluations of a run."""
+        number, batch = divmod((item - 1) % self.num_items, self.global_batches)
+        # A rank's samples follow each other over all its batches.
+        first = (dp * self.global_batches + batch) * self.most_samples
+        return HeldOut(list(self.sets)[number], range(first, first + self.most_samples))
 
 
 @dataclass(frozen=True)
@@ -46,18 +91,35 @@ class LoaderPlan:
         batches: which of them each data-parallel rank has in a step.
         dp_ranks: the data-parallel ranks whose batches this machine reads, rising.
         last_step: of the run.
+        evaluation: held-out batches; None: the ranks read their own.
     """
 
     sampler: SamplerSpec
     batches: BatchPlan
     dp_ranks: Sequence[int]
     last_step: int
+    evaluation: EvaluationPlan | None = None
 
     def shape(self, num_slots: int, num_readers: int, *, has_segments: bool, has_mask: bool) -> RingShape:
         """Return the ring that this work needs."""
         num_rows = len(self.dp_ranks) * self.batches.most_samples
         first_step = self.batches.first_step
         return RingShape(num_slots, num_rows, self.sampler.seq_len, num_readers, first_step, has_segments, has_mask)
+
+    def evaluation_shape(self, num_slots: int, num_readers: int) -> RingShape:
+        """Return the ring that the held-out batches need: of `evaluation`, which is there."""
+        assert self.evaluation is not None
+        num_rows = len(self.dp_ranks) * self.evaluation.most_samples
+        num_slots = min(num_slots, self.evaluation.num_items)
+        packs = self.sampler.packing == "documents"
+        return RingShape(num_slots, num_rows, self.sampler.seq_len, num_readers, 1, packs, packs)
+
+    def evaluation_rows(self, dp: int) -> slice:
+        """Return where in the rows of held-out batches those of a data-parallel rank are."""
+        assert self.evaluation is not None
+        share = self.evaluation.most_samples
+        first = list(self.dp_ranks).index(dp) * share
+        return slice(first, first + share)
 
     def rows(self, step: int, dp: int) -> slice:
         """Return where in a step's rows those of a data-parallel rank are."""
@@ -72,6 +134,18 @@ class LoaderPlan:
             sampler.read_into(rows.part(self.rows(step, dp)), self.batches.samples(step, dp))
         return sampler.bytes_read - before
 
+    def fill_held_out(self, samplers: Mapping[str, Sampler], item: int, rows: Rows) -> int:
+        """Read the rows of an item of an evaluation; returns how many bytes were read."""
+        assert self.evaluation is not None
+        num_bytes = 0
+        for dp in self.dp_ranks:
+            name, samples = self.evaluation.item(item, dp)
+            sampler, num_samples = samplers[name], self.evaluation.num_samples
+            before = sampler.bytes_read
+            sampler.read_evenly_into(rows.part(self.evaluation_rows(dp)), samples, num_samples)
+            num_bytes += sampler.bytes_read - before
+        return num_bytes
+
 
 class Loader:
     """The loader of this machine, held by the one rank that starts it, and starts it again.
@@ -79,13 +153,17 @@ class Loader:
     Args:
         plan: its work.
         ring: where the batches go; made by this process.
+        held_out: where held-out batches go; None where the plan has none.
     """
 
-    def __init__(self, plan: LoaderPlan, ring: Ring) -> None:
+    def __init__(self, plan: LoaderPlan, ring: Ring, held_out: Ring | None = None) -> None:
         self._plan, self._ring = plan, ring
+        self._rings = [ring] if held_out is None else [ring, held_out]
+        # A rank waits for steps in one thread, and for held-out batches in another.
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._num_deaths = 0
-        self._progress_at_death = (-1, -1)
+        self._progress_at_death: list[tuple[int, int]] = []
         self._start()
 
     @property
@@ -100,6 +178,10 @@ class Loader:
         Raises:
             CheckFailed: it dies over and over.
         """
+        with self._lock:
+            self._check()
+
+    def _check(self) -> None:
         if self._process is None or self._process.poll() in (None, 0):
             return
         code = self._process.returncode
@@ -107,7 +189,7 @@ class Loader:
         # One that has said why is not started again: it would say the same.
         if self._ring.error:
             return
-        progress = self._ring.num_ready, self._ring.bytes_read
+        progress = [(ring.num_ready, ring.bytes_read) for ring in self._rings]
         self._num_deaths = 1 if progress != self._progress_at_death else self._num_deaths + 1
         self._progress_at_death = progress
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -118,7 +200,8 @@ class Loader:
 
     def close(self) -> None:
         """End it."""
-        process, self._process = self._process, None
+        with self._lock:
+            process, self._process = self._process, None
         if process is None:
             return
         self._let_go(process)  # by which it knows
@@ -143,13 +226,13 @@ class Loader:
         environ = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with _signals_blocked():
             self._process = subprocess.Popen(
-                [sys.executable, "-P", *flags, "-c", code, str(self._ring.fd), str(os.getpid())],
+                [sys.executable, "-P", *flags, "-c", code, str(os.getpid()), *(str(ring.fd) for ring in self._rings)],
                 stdin=subprocess.PIPE,
                 env=environ,
-                pass_fds=(self._ring.fd,),
+                pass_fds=[ring.fd for ring in self._rings],
             )
         order = json.dumps([str(entry) for entry in sys.path]).encode() + b"\n"
-        order += pickle.dumps((self._plan, self._ring.shape))
+        order += pickle.dumps((self._plan, [ring.shape for ring in self._rings]))
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has died already: `check` sees it
             self._process.stdin.write(order)
@@ -158,41 +241,74 @@ class Loader:
 
 def serve() -> None:
     """Entry of the loader's process: stdin holds its work, and ends when its rank has."""
-    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    parent, *fds = (int(argument) for argument in sys.argv[1:])
     for signum in _IGNORED:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     _end_with(parent)
-    plan, shape = pickle.load(sys.stdin.buffer)
-    ring = Ring.mapped(fd, shape)
+    plan, shapes = pickle.load(sys.stdin.buffer)
+    rings = [Ring.mapped(fd, shape) for fd, shape in zip(fds, shapes, strict=True)]
     threading.Thread(target=_end_at_eof, args=(sys.stdin.buffer,), daemon=True).start()
     try:
-        _read_ahead(plan, ring, parent)
+        _read_ahead(plan, rings, parent)
     except NetlayerError as exc:
-        ring.fail(str(exc))
+        _fail(rings, str(exc))
         os._exit(1)
     except Exception as exc:  # whatever it is, all ranks of the machine must hear of it
-        ring.fail(f"{type(exc).__name__}: {exc}")
+        _fail(rings, f"{type(exc).__name__}: {exc}")
         raise
     os._exit(0)
+
+
+def _fail(rings: Sequence[Ring], line: str) -> None:
+    for ring in rings:
+        ring.fail(line)
 
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-def _read_ahead(plan: LoaderPlan, ring: Ring, parent: int) -> None:
-    first_step, sampler = ring.begin(), plan.sampler.open()
+class _RingWork:
+    """One ring, and what is still to be written into it.
+
+    Args:
+        first, last: steps that may be missing; infinity: there is always a next one.
+        fill: reads a step's rows, and returns how many bytes were read.
+    """
+
+    def __init__(self, ring: Ring, first: int, last: float, fill: Callable[[int, Rows], int]) -> None:
+        self._ring, self._next, self._last, self._fill = ring, first, last, fill
+
+    def is_done(self) -> bool:
+        # A loader that died may have written some.
+        while self._next <= self._last and self._ring.holds(self._next):
+            self._next += 1
+        return self._next > self._last
+
+    def has_room(self) -> bool:
+        return self._ring.has_room(self._next)
+
+    def write(self) -> None:
+        self._ring.write(self._next, partial(self._fill, self._next))
+        self._next += 1
+
+
+def _read_ahead(plan: LoaderPlan, rings: Sequence[Ring], parent: int) -> None:
+    firsts = [ring.begin() for ring in rings]  # first of all: this counts starts
+    # Steps come first: an evaluation comes between them, when their ring is full.
+    works = [_RingWork(rings[0], firsts[0], plan.last_step, partial(plan.fill, plan.sampler.open()))]
+    if plan.evaluation is not None:
+        samplers = {name: spec.open() for name, spec in plan.evaluation.sets.items()}
+        works.append(_RingWork(rings[1], firsts[1], math.inf, partial(plan.fill_held_out, samplers)))
 
     def look_for_parent() -> None:
         if os.getppid() != parent:
             os._exit(0)
 
-    for step in range(first_step, plan.last_step + 1):
-        # One before us may have written it.
-        if ring.holds(step):
-            continue
-        wait_until(partial(ring.has_room, step), look_for_parent)
-        ring.write(step, partial(plan.fill, sampler, step))
+    while left := [work for work in works if not work.is_done()]:
+        # Readers of both rings wake it by the first one's word: see `Ring.share_wakeup`.
+        rings[0].loader_wakeup.wait(lambda left=left: any(work.has_room() for work in left), look_for_parent)  # type: ignore[misc]
+        next(work for work in left if work.has_room()).write()
 
 
 def _end_with(parent: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,12 @@ from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
 from trainer.checkpoint.meta import Meta
 from trainer.data.arrays import corpus_dataset, open_dataset
+from trainer.data.dataset import TokenFolder
 from trainer.data.prepare import Corpus, CorpusFacts
 from trainer.data.sampler import DATASETS, BatchPlan, SamplerSpec, Source, changes
+from trainer.data.source import check_some_ids
 
+EVALUATION = "job.data.evaluation"
 TEXT = ""
 """Name of the held-out text where it is no dataset of job.data.evaluation."""
 
@@ -59,7 +62,8 @@ def evaluation_specs(job: JobConfig, corpus: Corpus | Mixture) -> dict[str, Samp
         sources: dict[str, Callable[[], Source]] = {TEXT: partial(_open_text, corpus, "validation", model.vocab_size)}
     else:
         sources = {
-            name: partial(_open_source, name, path, 1.0, "", model.vocab_size) for name, path in data.evaluation.items()
+            name: partial(_open_source, name, path, 1.0, "", model.vocab_size, EVALUATION)
+            for name, path in data.evaluation.items()
         }
     return {name: SamplerSpec((source,), model.seq_len, 0, data.packing) for name, source in sources.items()}
 
@@ -68,11 +72,15 @@ def prepare_mixture(job: JobConfig) -> Mixture:
     """Open the datasets of job.data.
 
     Raises:
-        ConfigError: one cannot be read or is too short, or the run would read one more often than it may.
+        ConfigError: one cannot be read, is too short, holds a token that the model lacks, or is of another tokenizer.
     """
     empty = Mixture(CorpusFacts(0, 0, 0, 0, 0, 0, 0, cache_hit=True), {})
     sampler = sampler_spec(job, empty, seed=0).open()
     held_out = {name: spec.open() for name, spec in evaluation_specs(job, empty).items()}
+    sources = [*sampler.sources, *(each.sources[0] for each in held_out.values())]
+    _check_tokenizers(sources)
+    for source in sources:
+        check_some_ids(source.dataset, job.model.vocab_size, source.field)
     state = {"train": sampler.state(), "evaluation": {name: each.state() for name, each in held_out.items()}}
     digest = hashlib.blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
     facts = CorpusFacts(
@@ -98,6 +106,8 @@ def check_samples(job: JobConfig, corpus: Corpus | Mixture, before: Meta | None)
         ConfigError: a dataset grew, shrank, changed, came or went since the checkpoint, and the job does not say that
             it means to go on; or the run would read one more often than job.data.max_epochs.
     """
+    if before is not None and before.is_fresh:
+        before = None
     if not job.data.counts_samples:
         if before is not None and before.data is not None and not job.checkpoint.allow_dataset_change:
             raise _another(before, "it counted its samples through epochs, and this job draws them with replacement")
@@ -122,10 +132,30 @@ def batch_plan(job: JobConfig, before: Meta | None) -> BatchPlan:
     return BatchPlan(job.batch, job.parallel.dp, before.step + 1, had)
 
 
-def _open_source(name: str, path: str, weight: float, loss_mask: str, vocab_size: int) -> Source:
-    dataset = open_dataset(Path(path), name, vocab_size)
-    mask = open_dataset(Path(loss_mask), f"{name}.loss_mask", 2**31 - 1) if loss_mask else None
-    return Source(dataset, weight, mask)
+def _open_source(
+    name: str, path: str, weight: float, loss_mask: str, vocab_size: int, section: str = DATASETS
+) -> Source:
+    field = f"{section}.{name}"
+    dataset = open_dataset(Path(path), name, vocab_size, field)
+    mask_field = f"{field}.loss_mask"
+    mask = open_dataset(Path(loss_mask), f"{name}.loss_mask", 2**31 - 1, mask_field) if loss_mask else None
+    return Source(dataset, weight, mask, section)
+
+
+def _check_tokenizers(sources: Sequence[Source]) -> None:
+    """Raise ConfigError where two datasets were made by two tokenizers: an id would stand for two texts.
+
+    Of files that do not say by which, nothing is known.
+    """
+    first: tuple[Source, str] | None = None
+    for source in sources:
+        digest = source.dataset.tokenizer_digest if isinstance(source.dataset, TokenFolder) else None
+        if digest is None:
+            continue
+        if first is not None and first[1] != digest:
+            rule = f"was made by another tokenizer than {first[0].field}"
+            raise ConfigError(source.field, None, rule, "prepare both with one tokenizer.json")
+        first = first or (source, digest)
 
 
 def _open_text(corpus: Corpus, side: str, vocab_size: int) -> Source:

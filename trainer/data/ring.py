@@ -21,8 +21,6 @@ import fcntl
 import mmap
 import os
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +32,19 @@ from numpy.typing import NDArray
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.units import format_size
 from trainer.data.sampler import Rows
+from trainer.data.wakeup import WakeUp, fence
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "netlayer-ring-"
 """How the names of rings begin that have one."""
 RING_FOLDER = "job.data.ring_folder"
 _LINE = 8  # cells of 8 bytes in a cache line: each reader's cell has a line of its own
-_BYTES, _STARTS, _ERROR_BYTES, _NUM_FIXED = 0, 1, 2, 8
+_BYTES, _STARTS, _ERROR_BYTES, _LOADER_SLEEPS, _READERS_SLEEP = 0, 1, 2, 3, 4
+_NUM_FIXED = 8
+LOADER_SLEEP_S = 0.1
+"""Longest sleep of a loader whose ring is full: a reader that takes a step wakes it."""
+READER_SLEEP_S = 0.02
+"""Longest sleep of a reader, in which it would miss that the loader has died: one that writes a step wakes it."""
 _TOKEN_BYTES, _TEXT_BYTES = 16, 4096
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
@@ -100,6 +104,8 @@ class Ring:
         self._fixed = cells[:_NUM_FIXED]
         self._ready = cells[_NUM_FIXED : _NUM_FIXED + shape.num_slots]
         self._taken = cells[len(cells) - _LINE * shape.num_readers :: _LINE]
+        self.loader_wakeup = WakeUp(self._fixed[_LOADER_SLEEPS : _LOADER_SLEEPS + 1], LOADER_SLEEP_S)
+        self.reader_wakeup = WakeUp(self._fixed[_READERS_SLEEP : _READERS_SLEEP + 1], READER_SLEEP_S)
         begin = -(-(_TOKEN_BYTES + _TEXT_BYTES + 8 * shape.num_cells) // 64) * 64
         self._slots = [_rows_at(memory[begin + slot * shape.slot_bytes :], shape) for slot in range(shape.num_slots)]
 
@@ -162,6 +168,10 @@ class Ring:
     def token(self) -> bytes:
         return bytes(self._token)
 
+    def share_wakeup(self, first: Ring) -> None:
+        """Have readers of this ring wake its loader by the word of another one, on which it sleeps for both."""
+        self.loader_wakeup = first.loader_wakeup
+
     def unlink(self) -> None:
         """Remove its name, if it has one: when all processes have it open."""
         if self._name is not None:
@@ -198,18 +208,20 @@ class Ring:
         """
         slot = step % self.shape.num_slots
         self._ready[slot] = 0
-        _fence()
+        fence()
         num_bytes = fill(self._slots[slot])
-        _fence()
+        fence()
         self._fixed[_BYTES] += num_bytes
         self._ready[slot] = step
+        self.reader_wakeup.wake()
 
     def fail(self, line: str) -> None:
         """Tell all readers why there will be no more steps."""
         text = line.encode()[:_TEXT_BYTES]
         self._text[: len(text)] = text
-        _fence()
+        fence()
         self._fixed[_ERROR_BYTES] = len(text)
+        self.reader_wakeup.wake()
 
     # What readers call.
 
@@ -220,16 +232,26 @@ class Ring:
             reader: 0 .. C - 1, this process; it takes each step once, in order.
             copy: gets the rows of the slot.
         """
-        _fence()
+        fence()
         copy(self._slots[step % self.shape.num_slots])
-        _fence()
+        fence()
         self._taken[reader] = step
+        self.loader_wakeup.wake()
+
+    def skip(self, step: int, reader: int) -> None:
+        """Let the loader have the slots of all steps up to this one, which the reader does not want."""
+        self._taken[reader] = max(step, int(self._taken[reader]))
+        self.loader_wakeup.wake()
+
+    def wait(self, step: int, idle: Callable[[], None]) -> None:
+        """Wait until a step is there; `idle` is called at least every READER_SLEEP_S, and what it raises ends it."""
+        self.reader_wakeup.wait(lambda: self.holds(step), idle)
 
     @property
     def error(self) -> str:
         """Why the loader has given up; empty: it has not."""
         length = int(self._fixed[_ERROR_BYTES])
-        _fence()
+        fence()
         return bytes(self._text[:length]).decode(errors="replace")
 
     @property
@@ -273,28 +295,10 @@ def free_bytes(folder: Path) -> int:
     return usage.f_bavail * usage.f_frsize if os.access(folder, os.W_OK) else -1
 
 
-def wait_until(condition: Callable[[], Any], idle: Callable[[], None] = lambda: None) -> None:
-    """Wait for a condition on cells of a ring, without a core: looked at every 50 us at first, then every 2 ms."""
-    delay_s = 50e-6
-    while not condition():
-        idle()
-        time.sleep(delay_s)
-        delay_s = min(2e-3, 1.5 * delay_s)
-
-
 def raise_failure(line: str) -> None:
     """Raise what the loader has said; one line, on all ranks of its machine."""
     if line:
         raise CheckFailed(f"the loader has given up: {line}")
-
-
-_lock = threading.Lock()
-
-
-def _fence() -> None:
-    """Order what this process reads and writes before and after: taking a lock is a barrier, and numpy has none."""
-    with _lock:
-        pass
 
 
 def _rows_at(memory: memoryview, shape: RingShape) -> Rows:

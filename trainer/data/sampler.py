@@ -41,11 +41,18 @@ class Source:
     Args:
         weight: of its share of the samples.
         loss_mask: as many tokens as `dataset` has, 0 for each that is no target; None: all are.
+        section: of the job that names the dataset, for errors.
     """
 
     dataset: TokenDataset
     weight: float = 1.0
     loss_mask: TokenDataset | None = None
+    section: str = DATASETS
+
+    @property
+    def field(self) -> str:
+        """How the user named the dataset."""
+        return f"{self.section}.{self.dataset.name}"
 
 
 @dataclass
@@ -157,11 +164,16 @@ class Sampler:
 
     def read_evenly(self, samples: range, num_samples: int) -> Rows:
         """Read some of `num_samples` windows that are spread evenly over the first dataset: always the same ones."""
-        source, rows = self.sources[0], self.empty_rows(len(samples))
+        rows = self.empty_rows(len(samples))
+        self.read_evenly_into(rows, samples, num_samples)
+        return rows
+
+    def read_evenly_into(self, rows: Rows, samples: range, num_samples: int) -> None:
+        """Read them into arrays that are there."""
+        source = self.sources[0]
         last = source.dataset.num_tokens - self.seq_len - 1
         for row, sample in enumerate(samples):
             self._fill(rows, row, source, sample * last // max(1, num_samples - 1))
-        return rows
 
     def check_length(self, num_samples: int, max_epochs: float, sequences: int) -> None:
         """Refuse a run that would read a dataset more often than it may.
@@ -206,24 +218,23 @@ class Sampler:
 
     def _check(self, source: Source) -> None:
         dataset, mask = source.dataset, source.loss_mask
-        field_name = f"{DATASETS}.{dataset.name}"
         if num_windows(dataset, self.seq_len) < 1:
             rule = f"holds {dataset.num_tokens} tokens, and one sequence takes {self.seq_len + 1}"
-            raise ConfigError(field_name, None, rule, "give more of it, or lower job.model.seq_len")
+            raise ConfigError(source.field, None, rule, "give more of it, or lower job.model.seq_len")
         if mask is not None and mask.num_tokens != dataset.num_tokens:
             rule = f"is of {mask.num_tokens} tokens, and the dataset of {dataset.num_tokens}"
-            raise ConfigError(f"{field_name}.loss_mask", None, rule, "give a mask with one number a token")
+            raise ConfigError(f"{source.field}.loss_mask", None, rule, "give a mask with one number a token")
 
     def _fill(self, rows: Rows, row: int, source: Source, start: int) -> None:
-        rows.tokens[row] = self._read(source.dataset, start)
+        rows.tokens[row] = self._read(source, source.dataset, start)
         if rows.mask is not None:
             rows.mask[row] = 1
             if source.loss_mask is not None:
-                rows.mask[row] = self._read(source.loss_mask, start)[1:] != 0
+                rows.mask[row] = self._read(source, source.loss_mask, start)[1:] != 0
         if rows.segments is not None:
             self._cut(rows, row, source.dataset, start)
 
-    def _read(self, dataset: TokenDataset, start: int) -> NDArray[np.int32]:
+    def _read(self, source: Source, dataset: TokenDataset, start: int) -> NDArray[np.int32]:
         tokens = dataset.read(start, self.seq_len + 1)
         self.tokens_read += len(tokens)
         self.bytes_read += len(tokens) * int(getattr(dataset, "itemsize", 4))
@@ -232,7 +243,7 @@ class Sampler:
         if highest >= dataset.vocab_size or int(tokens.min()) < 0:
             where = f"between {start} and {start + self.seq_len}"
             rule = f"holds a token outside the vocabulary of {dataset.vocab_size} {where}"
-            raise ConfigError(f"{DATASETS}.{dataset.name}", None, rule, "prepare it again")
+            raise ConfigError(source.field, None, rule, "prepare it again")
         return tokens
 
     def _cut(self, rows: Rows, row: int, dataset: TokenDataset, start: int) -> None:

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from netlayer.errors import ConfigError
 
+_BLOCK_TOKENS, _NUM_BLOCKS = 4096, 64
+
 
 @runtime_checkable
 class TokenDataset(Protocol):
@@ -78,6 +80,28 @@ def check_vocabulary(dataset: TokenDataset, vocab_size: int) -> None:
         rule = f"is below the {dataset.vocab_size:,} token ids of dataset {dataset.name}"
         remedy = f"set at least {dataset.vocab_size}, or give the dataset of this model's tokenizer"
         raise ConfigError("job.model.vocab_size", vocab_size, rule, remedy)
+
+
+def check_some_ids(dataset: TokenDataset, vocab_size: int, field: str) -> None:
+    """Check blocks of tokens spread evenly over a dataset, where nothing says what its ids are.
+
+    All of a large set would take hours; whoever reads a token checks it again.
+
+    Args:
+        field: how the user named the dataset, for errors.
+
+    Raises:
+        ConfigError: a token is none of the model's.
+    """
+    last = max(0, dataset.num_tokens - _BLOCK_TOKENS)
+    for start in sorted({last * block // (_NUM_BLOCKS - 1) for block in range(_NUM_BLOCKS)}):
+        tokens = dataset.read(start, min(_BLOCK_TOKENS, dataset.num_tokens - start))
+        wrong = (tokens < 0) | (tokens >= vocab_size)
+        if wrong.any():
+            position = int(wrong.argmax())
+            rule = f"holds token {tokens[position]} at {start + position:,}, and job.model.vocab_size is {vocab_size:,}"
+            remedy = "give the dataset of this model's tokenizer, or raise job.model.vocab_size"
+            raise ConfigError(field, None, rule, remedy)
 
 
 def check_run(dataset: TokenDataset, start: int, count: int) -> None:

@@ -45,7 +45,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         logger.warning(
-            "the text gives a vocabulary of %d tokens; job.model.vocab_size = %d, the rest is never used",
+            "the text gives a vocabulary of %d tokens, fewer than the %d that it may have; the rest is never used",
             reached,
             vocab_size,
         )
@@ -85,7 +85,7 @@ def _train(tokenizer: Tokenizer, documents: Sequence[Document], trainer: trainer
 
 
 def load_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
-    """Load a saved tokenizer of `train_tokenizer`.
+    """Load a saved tokenizer: of `train_tokenizer`, or one that came with an imported model.
 
     Raises:
         ConfigError: it cannot be read, or has more tokens than the model.
@@ -111,9 +111,16 @@ def encode(
         documents: texts in order.
         vocab_size: chooses the dtype: uint16 where every id fits, else uint32.
         on_documents: called with the number of documents done.
+
+    Raises:
+        ConfigError: the tokenizer is another program's, without the token that ends a document here.
     """
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-    end = [tokenizer.token_to_id(END_OF_DOCUMENT)]
+    if (end_id := tokenizer.token_to_id(END_OF_DOCUMENT)) is None:
+        rule = f"has no {END_OF_DOCUMENT} to end a document of a text with"
+        remedy = "make tokens with netlayer data prepare --tokenizer, and give them as job.data.datasets"
+        raise ConfigError("tokenizer", None, rule, remedy)
+    end = [end_id]
     pieces: list[NDArray[np.integer]] = []
     for first in range(0, len(documents), _DOCUMENTS_A_CALL):
         texts = [document.text for document in documents[first : first + _DOCUMENTS_A_CALL]]

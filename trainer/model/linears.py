@@ -39,6 +39,15 @@ class Part:
         pieces = torch.split(whole, list(self.sizes), self.dim)
         return torch.cat([piece.chunk(world_size, self.dim)[rank] for piece in pieces], self.dim)
 
+    def spans(self, rank: int, world_size: int) -> list[tuple[int, int, int]]:
+        """Return (start in the whole, start in the rank's part, length) along `dim` of each run that a rank has."""
+        spans, whole, own = [], 0, 0
+        for size in self.sizes:
+            length = size // world_size
+            spans.append((whole + rank * length, own, length))
+            whole, own = whole + size, own + length
+        return spans
+
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole parameter from the parts of all ranks, in order."""
         sizes = [size // len(parts) for size in self.sizes]

@@ -6,6 +6,7 @@ Shapes: B sequences, T positions.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +23,16 @@ class Packed:
 
     Args:
         segments_BT: number of the document that each position is in, rising; None: all of a sequence is one.
-        scale: positions over targets that count, of the whole batch on all ranks: a loss, which is a sum over targets
-            divided by positions, is multiplied by it.
+        scale: gives positions over targets that count, of the whole batch on all ranks: a loss, which is a sum over
+            targets divided by positions, is multiplied by it. Called for the first loss: the ranks add up meanwhile.
     """
 
-    def __init__(self, segments_BT: Tensor | None, scale: Tensor) -> None:
-        self.segments_BT, self.scale = segments_BT, scale
+    def __init__(self, segments_BT: Tensor | None, scale: Callable[[], Tensor]) -> None:
+        self.segments_BT, self._scale = segments_BT, scale
+
+    @property
+    def scale(self) -> Tensor:
+        return self._scale()
 
     @functools.cached_property
     def positions(self) -> Tensor | None:

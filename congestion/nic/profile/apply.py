@@ -107,8 +107,9 @@ def roll_back(
 
 def was_rebooted(journal: Journal, tree: Tree) -> bool:
     """Whether the host was started again since the change: what does not last is then gone already."""
-    # A copy of a host's files has no boot id: nothing is said of it.
-    return bool(journal.boot) and _boot(tree) != journal.boot
+    # A copy of a host's files, at the change or now, may have no boot id: nothing is said of it.
+    boot = _boot(tree)
+    return bool(journal.boot and boot) and boot != journal.boot
 
 
 def _groups_to_make(tree: Tree, rows: Sequence[Row]) -> list[str]:

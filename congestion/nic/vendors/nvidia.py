@@ -31,7 +31,17 @@ _ACCELERATIONS = {
     "ack_floor": ("min_ack_timeout_limit_disabled", "the floor of the ACK timer"),
     "selective_repeat": ("selective_repeat_forced_en", "selective repeat rather than go-back-N, for new queue pairs"),
 }
-NO_TOOL = "install mstflint (mstreg, mstconfig) or NVIDIA's MFT"
+_NO_TOOL = "install mstflint (mstreg, mstconfig) or NVIDIA's MFT"
+_NO_PCI = "plan on the host itself; a copy needs the links of sys/class/infiniband as they are"
+
+
+def refuse_tool(draft: Draft, *names: str) -> tuple[str, str] | None:
+    """Return why none of these programs can reach the device, and what helps; None where one can."""
+    if not draft.find_tool(*names):
+        return f"neither {' nor '.join(names)} is installed", _NO_TOOL
+    if not draft.device.pci:
+        return f"sysfs gives no PCI address, by which {names[0]} finds the NIC", _NO_PCI
+    return None
 
 
 def refuse_law(draft: Draft, law: Law) -> tuple[str, str] | None:
@@ -48,9 +58,7 @@ def refuse_law(draft: Draft, law: Law) -> tuple[str, str] | None:
         verb = "has no" if model in _NO_RTTCC else "is not known to have"
         return f"{which} {verb} RTTCC, ConnectX-6 Dx and later do", "law = dcqcn"
     # It begins with a key of the firmware's configuration (`_rttcc`): no file of the driver turns it on.
-    if law == "rttcc" and not draft.find_tool("mlxconfig", "mstconfig"):
-        return "neither mlxconfig nor mstconfig is installed", NO_TOOL
-    return None
+    return refuse_tool(draft, "mlxconfig", "mstconfig") if law == "rttcc" else None
 
 
 def draw_law(draft: Draft, law: Law) -> None:
@@ -70,10 +78,10 @@ def draw_retransmission(draft: Draft) -> None:
     switches = [name for name in _ACCELERATIONS if getattr(section, name) is not None]
     if not switches:
         return
-    tool = draft.find_tool("mlxreg", "mstreg")
-    if not tool or not draft.device.pci:
-        draft.cannot(", ".join(switches), "neither mlxreg nor mstreg is installed", NO_TOOL)
+    if refusal := refuse_tool(draft, "mlxreg", "mstreg"):
+        draft.cannot(", ".join(switches), *refusal)
         return
+    tool = draft.find_tool("mlxreg", "mstreg")
     for name in switches:
         register, reason = _ACCELERATIONS[name]
         # The generations that lack RTTCC lack selective repeat too.
@@ -96,7 +104,7 @@ def _enable(draft: Draft, on: bool) -> None:
             draft.file(_OFED, path, int(on), reason, warning=LOST)
         return
     tool = draft.find_tool("mlxconfig", "mstconfig")
-    if draft.profile.firmware.persist and tool:
+    if draft.profile.firmware.persist and tool and device.pci:
         _mask(draft, tool, on, reason)
     elif on:
         draft.note("this driver switches no single priority; the firmware's default is congestion control on all")
@@ -154,14 +162,17 @@ def _parameters(draft: Draft) -> None:
         _by_debugfs(draft)
     elif device.has(_OFED):
         _by_sysfs(draft)
-    elif not (profile.firmware.persist and tool):
-        remedy = "mount debugfs as root, or set firmware.persist = true with mlxconfig installed"
-        draft.cannot("dcqcn, cnp", f"/{MLX5_DEBUG}/{device.pci}/cc_params is not there", remedy)
+    elif not (profile.firmware.persist and tool and device.pci):
+        why, remedy = "sysfs gives no PCI address, which names its folder in debugfs", _NO_PCI
+        if device.pci:
+            why = f"/{MLX5_DEBUG}/{device.pci}/cc_params is not there"
+            remedy = "mount debugfs as root, or set firmware.persist = true with mlxconfig installed"
+        draft.cannot("dcqcn, cnp", why, remedy)
     if profile.firmware.persist:
-        if tool and device.pci:
-            _by_firmware(draft, tool)
+        if refusal := refuse_tool(draft, "mlxconfig", "mstconfig"):
+            draft.cannot("firmware.persist", *refusal)
         else:
-            draft.cannot("firmware.persist", "neither mlxconfig nor mstconfig is installed", NO_TOOL)
+            _by_firmware(draft, tool)
 
 
 def _by_debugfs(draft: Draft) -> None:
@@ -215,13 +226,12 @@ def _rttcc(draft: Draft) -> None:
         slot = f"PPCC slot {_FORCING_SLOT}"
         draft.note(f"RTTCC needs two turns: {_LEGACY} holds after a firmware reset, which loses {slot}: "
                    "reset the firmware, then apply again")  # fmt: skip
-    register = draft.find_tool("mlxreg", "mstreg")
-    if register:
-        setting = Algorithm(register, device.pci, _FORCING_SLOT)
+    if refusal := refuse_tool(draft, "mlxreg", "mstreg"):
+        draft.cannot("PPCC", *refusal)
+    else:
+        setting = Algorithm(draft.find_tool("mlxreg", "mstreg"), device.pci, _FORCING_SLOT)
         reason = "with this slot disabled every queue pair runs RTTCC"
         draft.tool(setting, "0", reason, name=f"PPCC slot {_FORCING_SLOT}", warning=LOST)
-    else:
-        draft.cannot("PPCC", "neither mlxreg nor mstreg is installed", NO_TOOL)
     if draft.profile.rtt_response_dscp is not None:
         folder = f"{MLX5_DEBUG}/{device.pci}/cc_params"
         reason = "DSCP of answers to RTT probes"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from congestion.nic.profile.draft import Draft
 from congestion.nic.profile.file import Law, PpccSection
-from congestion.nic.vendors.nvidia import LOST, NO_TOOL, configure
+from congestion.nic.vendors.nvidia import LOST, configure, refuse_tool
 from congestion.nic.vendors.tool_settings import PpccParameter, PpccRange
 
 SHAPERS = {"device": 0, "destination": 1, "queue-pair": 2, "5-tuple": 3}
@@ -43,8 +43,8 @@ def asked_switches(draft: Draft) -> list[str]:
 
 def _firmware(draft: Draft) -> None:
     switches, tool = asked_switches(draft), draft.find_tool("mlxconfig", "mstconfig")
-    if switches and not (tool and draft.device.pci):
-        draft.cannot(", ".join(switches), "neither mlxconfig nor mstconfig is installed", NO_TOOL)
+    if switches and (refusal := refuse_tool(draft, "mlxconfig", "mstconfig")):
+        draft.cannot(", ".join(switches), *refusal)
         return
     for name in switches:
         key, of_port, reason = _KEYS[name]
@@ -60,8 +60,8 @@ def _parameter(draft: Draft, one: PpccSection, law: Law | None) -> None:
     tool = draft.find_tool("mlxreg", "mstreg")
     if law != "rttcc":
         draft.cannot(name, "without RTTCC no algorithm of a slot runs", "law = rttcc, on ConnectX-6 Dx and later")
-    elif not tool or not device.pci:
-        draft.cannot(name, "neither mlxreg nor mstreg is installed", NO_TOOL)
+    elif refusal := refuse_tool(draft, "mlxreg", "mstreg"):
+        draft.cannot(name, *refusal)
     elif not draft.tools.runs:
         draft.note(f"{name}: not planned under --root: the NIC itself gives its range")
     else:

@@ -288,6 +288,17 @@ def test_a_rollback_after_a_reboot_says_so(tmp_path):
         host.roll_back()
 
 
+def test_of_a_copy_without_a_boot_id_no_reboot_is_said(tmp_path):
+    boot = tmp_path / "root/proc/sys/kernel/random/boot_id"
+    put(boot, "one")
+    host = host_of(tmp_path, "mlx5")
+    host.apply(profile_of("tuned-dcqcn"))
+    boot.unlink()
+    (tmp_path / f"root/{_CC}/rp_ai_rate").write_text("6\n")
+    with pytest.raises(CheckFailed, match=r"^not restored: .*another hand: 6"):
+        host.roll_back()
+
+
 def test_a_link_in_the_way_of_a_folder_or_a_trigger_does_not_stop_the_rest(tmp_path, monkeypatch):
     host = host_of(tmp_path, "bnxt", groups=False)
     host.apply(profile_of())

@@ -66,6 +66,28 @@ def test_a_nic_without_programmable_control_says_so(tmp_path):
     assert "without RTTCC no algorithm of a slot runs" in [cannot.why for cannot in old.plan(fallback).cannots]
 
 
+def test_a_nic_without_a_pci_address_is_not_said_to_lack_a_program(tmp_path):
+    host = Host(tmp_path, ("mlx5",))
+    # As `cp -rL` leaves it: a folder in place of the link, whose target's name is the address.
+    link = tmp_path / "root/sys/class/infiniband/mlx5_0/device"
+    ids = {name: (link / name).read_text() for name in ("vendor", "device")}
+    link.unlink()
+    link.mkdir()
+    for name, text in ids.items():
+        (link / name).write_text(text)
+    sections = {"retransmission": {"adaptive": True}, "firmware": {"pcc_int": True, "persist": True}}
+    plan = host.plan(profile_of(**sections))
+    no_address = "sysfs gives no PCI address, by which {} finds the NIC"
+    assert {cannot.what: cannot.why for cannot in plan.cannots} == {
+        "adaptive": no_address.format("mlxreg"),
+        "pcc_int": no_address.format("mlxconfig"),
+        "firmware.persist": no_address.format("mlxconfig"),
+        "dcqcn, cnp": "sysfs gives no PCI address, which names its folder in debugfs",
+    }
+    [refused] = host.plan(build_profile(RTTCC)).cannots
+    assert refused.why == no_address.format("mlxconfig")
+
+
 def test_under_another_root_the_range_is_not_known(tmp_path):
     host = Host(tmp_path, ("mlx5",))
     host.programs = Tools(host=False)  # type: ignore[assignment]

@@ -104,6 +104,13 @@ def test_bad_arguments_are_value_errors(make: Callable[[], object], says: str) -
         make()
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"), [("NVIDIA H100 80GB HBM3", 1979e12), ("NVIDIA H200", 1979e12), ("NVIDIA A100-SXM4-80GB", None)]
+)
+def test_float8_peak_is_twice_that_of_bfloat16_where_there_is_one(name: str, peak: float | None) -> None:
+    assert peak_flops(name, "float8") == peak
+
+
 def test_no_peak_no_utilisation() -> None:
     assert peak_flops("NVIDIA H200", "float32") is None
     assert utilisation(1e12, 1.0, None, 1) is None

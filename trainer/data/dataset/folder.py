@@ -10,6 +10,8 @@ bisection, which touches a page a step: there a map is right. Maps would cost a 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -123,6 +125,7 @@ class TokenFolder:
 
     def __init__(self, folder: Path, name: str | None = None, field: str = "dataset") -> None:
         self.folder, self.name = folder, folder.resolve().name if name is None else name
+        self._field = field
         self.manifest: Manifest = read_manifest(folder, field)
         dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
         self._shards = [
@@ -168,6 +171,22 @@ class TokenFolder:
     def tokenizer_file(self) -> Path | None:
         """Path of the tokenizer; None where tokens were imported without one."""
         return self.folder / TOKENIZER_FILE if self.manifest.tokenizer else None
+
+    @functools.cached_property
+    def tokenizer_digest(self) -> str | None:
+        """Digest of what decides about ids in the tokenizer's file; None where there is none.
+
+        Not of all of it: a saved tokenizer carries how it was used last, and its text may be laid out otherwise.
+        """
+        if self.tokenizer_file is None:
+            return None
+        try:
+            tree = json.loads(self.tokenizer_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            remedy = "copy the folder again, or prepare it anew"
+            raise ConfigError(self._field, self.tokenizer_file, f"cannot be read ({exc})", remedy) from exc
+        kept = {key: tree.get(key) for key in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+        return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def read(self, start: int, count: int) -> NDArray[np.int32]:
         """Return tokens `start` to `start + count`; see `TokenDataset.read`."""

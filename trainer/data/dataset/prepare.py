@@ -51,7 +51,6 @@ from trainer.data.dataset.manifest import (
     TokenDtype,
     TokenizerFacts,
     checksum,
-    read_manifest,
 )
 from trainer.data.dataset.vocabulary import (
     TOKENIZER_FIELD,
@@ -64,10 +63,12 @@ from trainer.data.dataset.writer import (
     OUT_FIELD,
     SyncedFile,
     check_out,
+    hold_to_plan,
+    kept_if_begun,
     open_part,
-    part_folder,
     provenance,
     publish,
+    published,
     shard_file,
     write_index,
     write_synced,
@@ -77,7 +78,6 @@ from trainer.data.tokenizer import train_tokenizer
 logger = logging.getLogger(__name__)
 
 TRAIN = "train"
-_PLAN_FILE = "plan.json"
 _SHARDS = 1024  # about as many as a plan has, between these sizes
 _LEAST_UNIT_BYTES, _MOST_UNIT_BYTES = 16 << 20, 1 << 30
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 20  # that the tokenizer gets at once
@@ -183,17 +183,17 @@ def prepare_dataset(
     skipped = Skipped(options.on_error)
     sources = find_sources(options.inputs, skipped, options.pattern, options.kind, options.split)
     total_bytes = sum(source.size_bytes for source in sources)
+    if sources and not total_bytes:
+        some = f"and {len(sources) - 1} more are" if len(sources) > 1 else "is"
+        raise ConfigError(INPUT_FIELD, sources[0].path, f"{some} empty", "give files with text")
     unit_bytes = options.unit_bytes or min(max(total_bytes // _SHARDS, _LEAST_UNIT_BYTES), _MOST_UNIT_BYTES)
     units = plan_units(sources, unit_bytes, skipped)
     plan = _describe(options, units)
     if earlier := _published(out, plan):
-        if part_folder(out).exists():  # of a run that was killed right after it had published
-            with open_part(out) as part:
-                shutil.rmtree(part, ignore_errors=True)
         return earlier
     check_out(out)
-    with open_part(out) as part, _kept_if_begun(part):
-        _hold_to_plan(part, plan, out)
+    with open_part(out) as part, kept_if_begun(part):
+        hold_to_plan(part, plan, out)
         tokenizer_file, vocabulary = _place_tokenizer(options, units, part, on_stage)
         tokenizer_checksum = checksum(tokenizer_file)
         task = functools.partial(
@@ -214,6 +214,7 @@ def prepare_dataset(
         if not any(result.documents for result in results):
             reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.counts.items()) or "no text"
             rule = f"holds no document that can be used ({reasons})"
+            shutil.rmtree(part, ignore_errors=True)  # its shards are finished, and nobody wants them
             raise ConfigError(INPUT_FIELD, options.inputs[0], rule, next(iter(skipped.examples.values()), "give text"))
         name = TRAIN if options.tokenizer == TRAIN else Path(options.tokenizer).name
         tokenizer = TokenizerFacts(name=name, checksum=tokenizer_checksum)
@@ -262,45 +263,8 @@ def checksum_of_tokenizer(path: Path) -> str:
 
 def _published(out: Path, plan: dict[str, str]) -> Prepared | None:
     """Return the dataset at `out` where it was made by this very plan: a job that is started again has it done."""
-    with contextlib.suppress(ConfigError):
-        manifest = read_manifest(out)
-        if manifest.provenance.get("plan") == plan:
-            return Prepared(manifest, manifest.provenance["skipped"], was_there=True)
-    return None
-
-
-def _hold_to_plan(part: Path, plan: dict[str, str], out: Path) -> None:
-    """Note the plan; raise ConfigError where an earlier run had another, and has finished a shard by it."""
-    file = part / _PLAN_FILE
-    try:
-        earlier = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        earlier = {}
-    changed = [key for key, digest in plan.items() if earlier.get(key) != digest]
-    if changed and not _has_shards(part):
-        with writing(out, OUT_FIELD):
-            for left in (part / "dataset").iterdir():  # such as a tokenizer trained by the other plan
-                left.unlink()
-            write_synced(file, json.dumps(plan, indent=1))
-    elif changed:
-        rule = f"was begun otherwise ({' and '.join(changed)} differ), and is not finished"
-        raise ConfigError(OUT_FIELD, out, rule, f"give the same as then, or remove {part}")
-
-
-def _has_shards(part: Path) -> bool:
-    """Whether a shard was finished in this folder."""
-    return any((part / "progress").glob("*.json"))
-
-
-@contextlib.contextmanager
-def _kept_if_begun(part: Path) -> Iterator[None]:
-    """Remove the folder after an error where no shard is finished: there is nothing to go on with."""
-    try:
-        yield
-    except BaseException:
-        if not _has_shards(part):
-            shutil.rmtree(part, ignore_errors=True)
-        raise
+    manifest = published(out, plan)
+    return None if manifest is None else Prepared(manifest, manifest.provenance["skipped"], was_there=True)
 
 
 def _place_tokenizer(

@@ -1,7 +1,8 @@
 """Writing of a dataset folder: shards, index and manifest under a hidden name beside it, published by one rename.
 
     .DIR.part/dataset/     becomes DIR
-    .DIR.part/progress/    of a dataset that is being prepared: what is finished
+    .DIR.part/progress/    what is finished
+    .DIR.part/plan.json    of what it is made, and how
 
 A process that is killed leaves `.DIR.part`; whoever begins the same again finds it there, under a lock.
 """
@@ -11,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from shlex import join
 
@@ -31,9 +33,11 @@ from trainer.data.dataset.manifest import (
     MANIFEST_FILE,
     File,
     Manifest,
+    read_manifest,
 )
 
 OUT_FIELD = "--out"
+_PLAN_FILE = "plan.json"
 _BLOCK = 1 << 20  # documents that the index takes at once
 
 
@@ -156,6 +160,55 @@ def open_part(out: Path) -> Iterator[Path]:
             rule = f"is being made by {exc}"
             raise ConfigError(OUT_FIELD, out, rule, "wait for it, or give another folder") from exc
         yield part
+
+
+def published(out: Path, plan: Mapping[str, str]) -> Manifest | None:
+    """Return the manifest of the dataset at `out` where it was made by this very plan; None where there is none.
+
+    What a run has left that was killed right after it had published goes.
+    """
+    with contextlib.suppress(ConfigError):
+        manifest = read_manifest(out)
+        if manifest.provenance.get("plan") == plan:
+            if part_folder(out).exists():
+                with open_part(out) as part:
+                    shutil.rmtree(part, ignore_errors=True)
+            return manifest
+    return None
+
+
+def hold_to_plan(part: Path, plan: Mapping[str, str], out: Path) -> None:
+    """Note the plan; raise ConfigError where an earlier run had another, and has finished a shard by it."""
+    file = part / _PLAN_FILE
+    try:
+        earlier = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        earlier = {}
+    changed = [key for key, digest in plan.items() if earlier.get(key) != digest]
+    if changed and not _has_shards(part):
+        with writing(out, OUT_FIELD):
+            for left in (part / "dataset").iterdir():  # such as a tokenizer trained by the other plan
+                left.unlink()
+            write_synced(file, json.dumps(plan, indent=1))
+    elif changed:
+        rule = f"was begun otherwise ({' and '.join(changed)} differ), and is not finished"
+        raise ConfigError(OUT_FIELD, out, rule, f"give the same as then, or remove {part}")
+
+
+def _has_shards(part: Path) -> bool:
+    """Whether a shard was finished in this folder."""
+    return any((part / "progress").glob("*.json"))
+
+
+@contextlib.contextmanager
+def kept_if_begun(part: Path) -> Iterator[None]:
+    """Remove the folder after an error where no shard is finished: there is nothing to go on with."""
+    try:
+        yield
+    except BaseException:
+        if not _has_shards(part):
+            shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def publish(part: Path, out: Path, manifest: Manifest) -> None:

@@ -1,0 +1,282 @@
+"""The arena: estimators of a step on all public rows, beside null models, each family predicted from the others alone.
+
+Two protocols. *Leave one family out*: an estimator is fitted to the rows of all other families and predicts this one.
+*From the smallest row*: within a series (one layout at growing scale) it is scaled so that the series' smallest row is
+met, and predicts the others. What an estimator was fitted to and what it predicts never share a column.
+
+Anyone enters an estimator as a Python file with
+
+    def fit(rows):            # bench.estimate.rows.Row, of all other families
+        return predict        # predict(plan) -> seconds of a step; bench.estimate.plan.Plan
+
+and, if it wants, NAME. The file is imported, so it runs with the user's rights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.estimate.devices import NUMBERS
+from bench.estimate.fit import PRIOR, fit
+from bench.estimate.plan import Plan
+from bench.estimate.rows import Row, mfu_percent
+from bench.estimate.step import pipeline_ratio, quick_step_s
+from netlayer.errors import CheckFailed, ConfigError
+from netlayer.workload.flops import step_flops
+
+Predict = Callable[[Plan], float]
+Fit = Callable[[Sequence[Row]], Predict]
+OURS, CONSTANT, LOG_LINEAR, CARRIED = "ours", "one constant", "linear in log GPUs", "smallest row's MFU"
+TARGETS = {"ratio to the constant": 0.5, "aim, points": 1.0, "from the smallest row, points": 0.35}
+LEAST_ROWS = 4
+"""Rows of a family from which an estimator must beat every null there."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One estimator: its name, and how it is fitted; `is_null` for the null models."""
+
+    name: str
+    fit: Fit
+    is_null: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One row under one estimator. MFU in percent, attention in full.
+
+    Args:
+        fitted: from a fit that saw the row.
+        predicted: from the rows of all other families; the row's family was omitted.
+        scaled: from the smallest row of its series; None for that row itself.
+    """
+
+    row: Row
+    estimator: str
+    fitted: float
+    predicted: float
+    scaled: float | None
+
+    @property
+    def error(self) -> float:
+        """Points of MFU, predicted less measured."""
+        return self.predicted - self.row.mfu
+
+    @property
+    def scaled_error(self) -> float | None:
+        return None if self.scaled is None else self.scaled - self.row.mfu
+
+
+def entries(file: Path | None = None) -> list[Entry]:
+    """Return ours, the nulls, and the estimator of a file."""
+    own = [Entry(OURS, fit_ours), Entry(CONSTANT, fit_constant, True), Entry(LOG_LINEAR, fit_log_linear, True)]
+    return [*own, entry_of(file)] if file else own
+
+
+def entry_of(file: Path) -> Entry:
+    """Import an estimator's file.
+
+    Raises:
+        ConfigError: it cannot be read, is no Python, or has no `fit`.
+    """
+    spec = importlib.util.spec_from_file_location(f"estimator_{file.stem}", file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ConfigError("ESTIMATOR", file, "is no Python file", "give one with a function fit(rows)")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as exc:
+        rule = f"cannot be imported ({type(exc).__name__}: {exc})"
+        raise ConfigError("ESTIMATOR", file, rule, "mend it, or omit it") from exc
+    chosen = getattr(module, "fit", None)
+    if not callable(chosen):
+        raise ConfigError("ESTIMATOR", file, "has no function fit(rows)", "see netlayer estimate arena --help")
+    return Entry(str(getattr(module, "NAME", file.stem)), chosen)
+
+
+def fit_ours(rows: Sequence[Row]) -> Predict:
+    """Fit the six numbers of each generation that the rows have; of another one the published ones stay."""
+    numbers = dict(NUMBERS)
+    for generation in {row.plan.device.generation for row in rows}:
+        own = [row for row in rows if row.plan.device.generation == generation]
+        numbers[generation] = fit(own)
+
+    def predict(plan: Plan) -> float:
+        return quick_step_s(plan, numbers[plan.device.generation], pipeline_ratio(plan, PRIOR))
+
+    return predict
+
+
+def fit_constant(rows: Sequence[Row]) -> Predict:
+    """One MFU a precision: the mean of the rows'."""
+
+    def predict(plan: Plan) -> float:
+        alike = [row.mfu for row in rows if row.plan.precision == plan.precision] or [row.mfu for row in rows]
+        return seconds_of(plan, sum(alike) / len(alike))
+
+    return predict
+
+
+def fit_log_linear(rows: Sequence[Row]) -> Predict:
+    """MFU as a line over the logarithm of the number of GPUs, a precision."""
+
+    def predict(plan: Plan) -> float:
+        alike = [row for row in rows if row.plan.precision == plan.precision] or list(rows)
+        x = np.array([math.log2(row.gpus) for row in alike])
+        y = np.array([row.mfu for row in alike])
+        slope = float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else 0.0
+        return seconds_of(plan, max(1.0, float(y.mean()) + slope * (math.log2(plan.num_gpus) - float(x.mean()))))
+
+    return predict
+
+
+def seconds_of(plan: Plan, mfu: float) -> float:
+    """Return the seconds of a step at an MFU in percent."""
+    flops = step_flops(plan.job.model, plan.job.batch.global_batch_size).full
+    peak = plan.device.peak(plan.precision) or math.nan
+    return 100 * flops / (mfu * plan.num_gpus * peak)
+
+
+def run_entry(
+    entry: Entry, rows: Sequence[Row], on_progress: Callable[[int, int, str], None] | None = None
+) -> list[Prediction]:
+    """Run one estimator through both protocols.
+
+    Raises:
+        CheckFailed: it gave something else than a time above 0.
+    """
+    whole = entry.fit(rows)
+    fitted = {id(row): _seconds(entry, whole, row) for row in rows}
+    smallest = {id(row): series[0] for series in series_of(rows) for row in series[1:]}
+    predictions: dict[int, Prediction] = {}
+    every = families(rows)
+    for index, family in enumerate(every):
+        if on_progress:
+            on_progress(index, len(every), f"without {family}")
+        others = [row for row in rows if row.family != family]
+        predict = entry.fit(others) if others else whole
+        for row in rows:
+            if row.family != family:
+                continue
+            first = smallest.get(id(row))
+            scaled = None
+            if first is not None:
+                growth = _seconds(entry, predict, row) / _seconds(entry, predict, first)
+                scaled = mfu_percent(row.plan, first.step_s * growth)
+            predictions[id(row)] = Prediction(
+                row,
+                entry.name,
+                mfu_percent(row.plan, fitted[id(row)]),
+                mfu_percent(row.plan, _seconds(entry, predict, row)),
+                scaled,
+            )
+    return [predictions[id(row)] for row in rows]
+
+
+def carried(rows: Sequence[Row]) -> list[Prediction]:
+    """Return the null within families: the MFU of a series' smallest row carried on. It predicts no other family."""
+    first = {id(row): series[0] for series in series_of(rows) for row in series[1:]}
+    return [
+        Prediction(row, CARRIED, math.nan, math.nan, first[id(row)].mfu if id(row) in first else None) for row in rows
+    ]
+
+
+def families(rows: Sequence[Row]) -> list[str]:
+    """Return the families in the rows' order."""
+    return list(dict.fromkeys(row.family for row in rows))
+
+
+def series_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Group the rows into series, smallest first: one layout, model and release, at growing scale.
+
+    Rows of models with fewer layers stand alone: theirs is another model.
+    """
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        plan, parallel = row.plan, row.plan.job.parallel
+        software = plan.precision, plan.kernels, plan.attention, plan.zero, plan.job.overlap.model_dump_json()
+        layout = parallel.tp, parallel.pp, parallel.vpp, plan.cp, plan.job.batch.micro_batch_size
+        groups.setdefault((row.family, row.release, plan.job.model.layers, software[:4], layout), []).append(row)
+    return [sorted(group, key=lambda row: row.gpus) for group in groups.values()]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean absolute errors of one estimator, MFU points; None where it predicts nothing."""
+
+    estimator: str
+    family: str
+    num_rows: int
+    predicted: float | None
+    scaled: float | None
+    fitted: float | None
+
+
+def scores(predictions: Sequence[Prediction], rows: Sequence[Row]) -> list[Score]:
+    """Return the scores of an estimator: `all`, then each family."""
+    table = []
+    for family in ("all", *families(rows)):
+        own = [each for each in predictions if family in ("all", each.row.family)]
+        scaled = [abs(each.scaled_error) for each in own if each.scaled_error is not None]
+        table.append(
+            Score(
+                own[0].estimator,
+                family,
+                len(own),
+                _mean([abs(each.error) for each in own]),
+                _mean(scaled),
+                _mean([abs(each.fitted - each.row.mfu) for each in own]),
+            )
+        )
+    return table
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: what is asked, what was reached."""
+
+    name: str
+    limit: float
+    value: float
+
+    @property
+    def is_met(self) -> bool:
+        return self.value <= self.limit
+
+
+def bars(by_estimator: dict[str, list[Score]], estimator: str = OURS) -> list[Bar]:
+    """Return the bars of an estimator beside the nulls."""
+    own = {score.family: score for score in by_estimator[estimator]}
+    nulls = {name: {score.family: score for score in by_estimator[name]} for name in (CONSTANT, LOG_LINEAR)}
+    constant = nulls[CONSTANT]["all"].predicted or math.nan
+    total = own["all"].predicted or math.nan
+    table = [
+        Bar("all rows, half of the constant null's error", TARGETS["ratio to the constant"] * constant, total),
+        Bar("all rows, aim", TARGETS["aim, points"], total),
+    ]
+    scaled = own["all"].scaled
+    if scaled is not None:
+        table.append(Bar("from the smallest row of a series", TARGETS["from the smallest row, points"], scaled))
+    for family, score in own.items():
+        if family != "all" and score.num_rows >= LEAST_ROWS and score.predicted is not None:
+            best = min(null[family].predicted or math.inf for null in nulls.values())
+            table.append(Bar(f"{family}: below each null", best, score.predicted))
+    return table
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _seconds(entry: Entry, predict: Predict, row: Row) -> float:
+    value = predict(row.plan)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise CheckFailed(f"estimator {entry.name} predicts {value!r} s for {row.family}, {row.gpus} GPUs")
+    return float(value)

@@ -1,0 +1,484 @@
+"""`netlayer estimate`: a step that was not run, the layouts that fit, and how far such estimates are off."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from netlayer.command import RunOptions, run_options, run_options_without_config
+from netlayer.errors import CheckFailed, ConfigError
+
+if TYPE_CHECKING:
+    from bench.estimate.plan import Plan
+    from bench.estimate.step import StepEstimate
+
+_PATH = click.Path(path_type=Path)
+_DEVICE = click.option("--device", default="H100", show_default=True, metavar="NAME", help="A100, H100, H200, ...")
+_PRECISION = click.option(
+    "--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True, help="Of the blocks' GEMMs."
+)
+_ZERO = click.option(
+    "--zero",
+    type=click.IntRange(0, 3),
+    default=2,
+    show_default=True,
+    help="Distributed optimiser: 0 none, 1 and 2 as the trainer's, 3 FSDP.",
+)
+_FABRIC = click.option(
+    "--fabric/--no-fabric",
+    default=True,
+    show_default=True,
+    help="Slow what leaves a server by the hash collisions that topology finds on the cluster.",
+)
+
+
+@click.group()
+def estimate() -> None:
+    """Predict step time, MFU, memory and exposed communication of jobs on GPUs that are not there."""
+
+
+@estimate.command()
+@_DEVICE
+@_PRECISION
+@_ZERO
+@click.option("--cp", type=click.IntRange(1), default=1, show_default=True, help="Context-parallel degree, besides.")
+@click.option(
+    "--kernels",
+    type=click.Choice(["fused", "compiled", "eager"]),
+    default="fused",
+    show_default=True,
+    help="Of norms and activations.",
+)
+@click.option("--tokens", default=1e12, show_default=True, type=click.FloatRange(1), help="Tokens to count days for.")
+@_FABRIC
+@run_options
+def step(
+    options: RunOptions,
+    device: str,
+    precision: str,
+    zero: int,
+    cp: int,
+    kernels: str,
+    tokens: float,
+    fabric: bool,
+) -> None:
+    """Predict a step of --config: time, MFU, where it goes, memory a rank, days for --tokens.
+
+    MFU is given both ways, attention in full and by half, with its peak. The pipeline is the trainer's own schedule;
+    all that is printed is predicted, nothing measured. --cp adds context parallelism, which the trainer does not build:
+    the job then has cp times as many ranks.
+
+    \b
+    Examples:
+      netlayer estimate step --config examples/megascale-12288.toml --device A100
+      netlayer estimate step --config examples/h200x8.toml --device H200 --json -
+      netlayer estimate step --precision fp8 --zero 3 --set model.preset=llama3-8b --set model.dtype=bfloat16 \\
+          --set cluster.gpus_per_server=8 --set parallel.dp=8 --set batch.micro_batch_size=1
+    """
+    from bench.estimate.network import fabric_slowdown
+    from bench.estimate.step import MFU_FORMULA, estimate_step
+    from netlayer.results import utc_now
+
+    started = utc_now()
+    config = options.load_config()
+    config.check_world()
+    plan = _plan(config, device, precision, zero, cp, kernels)
+    slowdown = fabric_slowdown(config, options.seed) if fabric else 1.0
+    result = estimate_step(plan, slowdown=slowdown)
+    row = {**_row(plan, result), "fabric_slowdown": slowdown, "days": result.days(tokens), "mfu_formula": MFU_FORMULA}
+    arguments = {"device": device, "precision": precision, "zero": zero, "cp": cp, "kernels": kernels, "tokens": tokens}
+    _keep(options, "estimate.step", [row], started, {**arguments, "fabric": fabric}, config.model_dump(mode="json"))
+    if str(options.json_file) != "-":
+        _print_step(plan, result, slowdown, tokens)
+
+
+@estimate.command()
+@_DEVICE
+@_PRECISION
+@_ZERO
+@click.option("--top", type=click.IntRange(1, 100), default=10, show_default=True, help="Layouts to print.")
+@run_options
+def search(options: RunOptions, device: str, precision: str, zero: int, top: int) -> None:
+    """Rank the layouts of --config's job on its GPUs that memory and divisibility allow, with reasons.
+
+    tp, pp, vpp, cp (sequences of 8,192 tokens and more), micro-batch and recomputation vary; model, batch, GPUs and
+    switches are --config's. Steps are predicted; context parallelism is not built in the trainer.
+
+    \b
+    Examples:
+      netlayer estimate search --config examples/megascale-12288.toml --device A100
+      netlayer estimate search --config examples/h200x8.toml --device H200 --top 3 --json -
+    """
+    from bench.estimate.search import search as run_search
+    from netlayer.printing import print_rows
+    from netlayer.progress import Stages
+    from netlayer.results import utc_now
+
+    started = utc_now()
+    config = options.load_config()
+    config.check_world()
+    plan = _plan(config, device, precision, zero, 1, "fused")
+    with Stages() as stages, stages.open("layouts") as bar:
+        found = run_search(plan, top=top, on_progress=bar)
+    rows = [
+        {"rank": rank, **_row(one.plan, one.estimate), "layout": one.label, "reason": one.reason}
+        for rank, one in enumerate(found.best, start=1)
+    ]
+    arguments = {"device": device, "precision": precision, "zero": zero, "top": top}
+    _keep(options, "estimate.search", rows, started, arguments, config.model_dump(mode="json"))
+    if str(options.json_file) == "-":
+        return
+    refused = ", ".join(f"{number:,} by {rule}" for rule, number in found.refused.most_common())
+    note = f"{found.tried:,} layouts tried; refused: {refused or 'none'}. Loses by: shares of the step"
+    columns = {
+        "rank": "",
+        "layout": "layout",
+        "step_s": "step",
+        "p99_s": "p99",
+        "mfu_full": "MFU full",
+        "mfu_causal": "causal",
+        "reason": "loses by",
+    }
+    print_rows(f"predicted: {plan.num_gpus:,} {plan.device.name}, {precision}", rows, columns, note)
+
+
+@estimate.command()
+@click.argument("estimator", required=False, type=_PATH)
+@click.option("--rows", "rows_file", type=_PATH, help="Rows in the form of bench/estimate/rows.csv in place of those.")
+@click.option("--page/--no-page", "pages", default=True, show_default=True, help="Write the page.")
+@click.option("--check", is_flag=True, help="Exit 1 where a bar is missed.")
+@run_options_without_config
+def arena(options: RunOptions, estimator: Path | None, rows_file: Path | None, pages: bool, check: bool) -> None:
+    """Set estimators beside null models on all public rows: each family predicted from the others alone.
+
+    A family is a model, its software and its source. Errors are points of MFU, attention in full. ESTIMATOR is a Python
+    file that enters one more: fit(rows) gives predict(plan), the seconds of a step. It is imported, so it runs with
+    your rights.
+
+    \b
+    Examples:
+      netlayer estimate arena --out runs/arena
+      netlayer estimate arena my_estimator.py --no-page --json -
+    """
+    from bench.estimate import arena as room
+    from bench.estimate.rows import load_rows
+    from netlayer.output import open_output
+    from netlayer.progress import Stages
+    from netlayer.results import utc_now
+
+    started = utc_now()
+    rows = load_rows(rows_file) if rows_file else load_rows()
+    entries = room.entries(estimator)
+    with open_output(options.out, "estimate-arena") as out:
+        predictions: dict[str, list[room.Prediction]] = {}
+        with Stages() as stages:
+            for entry in entries:
+                with stages.open(entry.name) as bar:
+                    predictions[entry.name] = room.run_entry(entry, rows, bar)
+        predictions[room.CARRIED] = room.carried(rows)
+        table = {name: room.scores(each, rows) for name, each in predictions.items()}
+        bars = room.bars(table)
+        record_rows = [*_prediction_rows(predictions), *_score_rows(table), *_bar_rows(bars)]
+        arguments = {"estimator": str(estimator or ""), "rows": str(rows_file or "")}
+        record = _record(options, "estimate.arena", record_rows, started, arguments, {})
+        record.save(out.part / "records")
+        if pages:
+            from bench.estimate.page import arena_page
+
+            arena_page(predictions, table, bars, record).write(out.part)
+        for path in out.publish():
+            click.echo(f"record: {path}", err=True)
+        if pages:
+            click.echo(f"report: {out.folder / 'report.html'}", err=True)
+    _write_json(options, record)
+    if str(options.json_file) != "-":
+        _print_arena(table, bars)
+    missed = [bar for bar in bars if not bar.is_met]
+    if check and missed:
+        raise CheckFailed(f"{len(missed)} of {len(bars)} bars missed: {'; '.join(bar.name for bar in missed)}")
+
+
+@estimate.command()
+@run_options_without_config
+def paper(options: RunOptions) -> None:
+    """Print MegaScale's tables (NSDI'24) beside predictions from its smallest baseline row alone.
+
+    Table 2 in seconds, the 530B model, and what each step of the ablation adds in points of MFU. Bars: seconds within
+    4%, points within 2.
+
+    \b
+    Example:
+      netlayer estimate paper
+    """
+    from bench.estimate.paper import paper_rows, summary
+    from netlayer.printing import print_table
+    from netlayer.progress import Stages
+    from netlayer.results import utc_now
+
+    started = utc_now()
+    with Stages() as stages, stages.open("MegaScale's tables") as bar:
+        rows, numbers = paper_rows(bar)
+    record_rows = [{**dataclasses.asdict(row), "error": row.error, "is_met": row.is_met} for row in rows]
+    _keep(options, "estimate.paper", record_rows, started, {"numbers": dataclasses.asdict(numbers)}, {})
+    if str(options.json_file) == "-":
+        return
+    for table in dict.fromkeys(row.table for row in rows):
+        own = [row for row in rows if row.table == table]
+        lines = [
+            [
+                row.case,
+                f"{row.paper:.2f} {row.unit}",
+                f"{row.predicted:.2f} {row.unit}",
+                "calibrated" if row.is_calibrated else f"{row.error:+.1%}" if row.unit == "s" else f"{row.error:+.1f}",
+                "" if row.is_calibrated else "within" if row.is_met else "missed",
+            ]
+            for row in own
+        ]
+        print_table(f"{table}: the paper's beside predicted", ["case", "paper", "predicted", "error", "bar"], lines)
+    for line in summary(rows):
+        click.echo(line)
+
+
+@estimate.command()
+@click.argument("records", nargs=-1, required=True, type=_PATH)
+@click.option("--calibrate", type=click.IntRange(0), default=2, show_default=True, help="Records that calibrate.")
+@run_options_without_config
+def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> None:
+    """Compare predictions with measured steps of ours: RECORDS of bench.mfu, the first of which calibrate.
+
+    One factor on all times is taken from those. Bars for the others: 5% in the median, 10% at most; exit 1 beyond.
+
+    \b
+    Example:
+      netlayer estimate check reports/trainer_2xh200_202611.dp2.json reports/trainer_2xh200_202611.tp2.json \\
+          reports/trainer_2xh200_202611.pp2vp2.json
+    """
+    import statistics
+
+    from bench.estimate.own import MEDIAN_BAR, WORST_BAR, own_rows
+    from bench.estimate.search import describe
+    from netlayer.printing import duration, print_table
+    from netlayer.results import utc_now
+
+    started = utc_now()
+    rows = own_rows(records, calibrate)
+    record_rows = [
+        {
+            "case": row.case,
+            "device": row.plan.device.name,
+            "layout": describe(row.plan),
+            "measured_s": row.measured_s,
+            "predicted_s": row.predicted_s,
+            "error": row.error,
+            "is_calibrating": row.is_calibrating,
+        }
+        for row in rows
+    ]
+    _keep(options, "estimate.check", record_rows, started, {"records": [str(path) for path in records]}, {})
+    errors = [abs(row.error) for row in rows if not row.is_calibrating]
+    median, worst = statistics.median(errors), max(errors)
+    if str(options.json_file) != "-":
+        lines = [
+            [
+                row.case,
+                row.plan.device.name,
+                describe(row.plan),
+                duration(row.measured_s),
+                duration(row.predicted_s),
+                f"{row.error:+.1%}",
+                "calibrates" if row.is_calibrating else "",
+            ]
+            for row in rows
+        ]
+        headings = ["record", "on", "layout", "measured", "predicted", "error", ""]
+        print_table("measured, and predicted", headings, lines)
+        click.echo(f"{len(errors)} predicted: {median:.1%} in the median, {worst:.1%} at most")
+    if median > MEDIAN_BAR or worst > WORST_BAR:
+        raise CheckFailed(f"bars: {MEDIAN_BAR:.0%} in the median, {WORST_BAR:.0%} at most")
+
+
+def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels: str) -> Plan:
+    from typing import cast
+
+    from bench.estimate.devices import device_of
+    from bench.estimate.plan import Kernels, Plan, Precision, check_plan
+
+    plan = Plan(
+        job=config.job,
+        cluster=config.cluster,
+        device=device_of(device),
+        cp=cp,
+        precision=cast(Precision, precision),
+        zero=zero,
+        kernels=cast(Kernels, kernels),
+    )
+    if config.job.model.dtype != "bfloat16":
+        rule = "is not what tensor cores are counted in here"
+        raise ConfigError("job.model.dtype", config.job.model.dtype, rule, "set it to bfloat16")
+    return check_plan(plan)
+
+
+def _row(plan: Plan, result: StepEstimate) -> dict[str, Any]:
+    """Return an estimate as a row of a record."""
+    parallel = plan.job.parallel
+    row: dict[str, Any] = {
+        "gpus": plan.num_gpus,
+        "device": plan.device.name,
+        "precision": plan.precision,
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "vpp": parallel.vpp,
+        "cp": plan.cp,
+        "dp": parallel.dp,
+        "micro_batch_size": plan.job.batch.micro_batch_size,
+        "recompute": plan.job.model.recompute,
+        "zero": plan.zero,
+    }
+    figures = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    parts = figures.pop("memory").parts()
+    return {**row, **figures, **{f"memory_{part}_bytes": num_bytes for part, num_bytes in parts.items()}}
+
+
+def _print_step(plan: Plan, result: StepEstimate, slowdown: float, tokens: float) -> None:
+    """Print an estimate: the head lines, then the parts of the step, the exposed ones, and the memory."""
+    from bench.estimate.search import describe
+    from bench.estimate.step import MFU_FORMULA
+    from netlayer.printing import duration, print_table
+    from netlayer.workload.memory import gib
+
+    click.echo(f"predicted, not measured: {plan.job.name} on {plan.num_gpus:,} {plan.device.name}, {plan.precision}")
+    click.echo(f"  {describe(plan)}, ZeRO {plan.zero}")
+    click.echo(f"  step {duration(result.step_s)} (p99 {duration(result.p99_s)}), {result.tokens_per_s:,.0f} tokens/s")
+    click.echo(
+        f"  MFU {result.mfu_full:.1%} with full attention, {result.mfu_causal:.1%} with causal; peak "
+        f"{result.peak_flops / 1e12:,.1f} TFLOP/s a GPU"
+    )
+    click.echo(f"  {result.days(tokens):,.1f} days for {tokens:.3g} tokens, without restarts")
+    full = " (does not fit)" if result.memory_bytes > plan.device.memory_bytes else ""
+    click.echo(f"  memory a rank: {result.memory}, of {gib(plan.device.memory_bytes)}{full}")
+    if slowdown > 1:
+        click.echo(f"  collisions on the fabric slow rings between servers by {slowdown:.2f}")
+    parts = {
+        "GEMMs": result.gemm_s,
+        "attention": result.attention_s,
+        "norms, activations, casts, sums": result.pointwise_s,
+        "optimizer": result.optimizer_s,
+        "exposed: tensor parallel": result.tp_exposed_s,
+        "exposed: context parallel": result.cp_exposed_s,
+        "exposed: data parallel": result.dp_exposed_s,
+        "exposed: pipeline messages": result.pp_exposed_s,
+        "pipeline bubble": result.bubble_s - result.pp_exposed_s,
+        "waiting for the slowest rank": result.straggler_s,
+    }
+    lines = [[name, duration(seconds), f"{seconds / result.step_s:.1%}"] for name, seconds in parts.items()]
+    print_table("busiest pipeline stage, predicted", ["part", "time", "of the step"], lines, MFU_FORMULA)
+
+
+def _prediction_rows(predictions: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    from bench.estimate.search import describe
+
+    rows = []
+    for name, each in predictions.items():
+        for one in each:
+            row = one.row
+            rows.append(
+                {
+                    "table": "row",
+                    "estimator": name,
+                    "family": row.family,
+                    "source_of_row": f"{row.source} {row.release}",
+                    "device": row.plan.device.name,
+                    "precision": row.plan.precision,
+                    "gpus": row.gpus,
+                    "layout": describe(row.plan),
+                    "measured_s": row.step_s,
+                    "measured_mfu": row.mfu,
+                    "predicted_mfu": _known(one.predicted),
+                    "fitted_mfu": _known(one.fitted),
+                    "scaled_mfu": one.scaled,
+                    "note": row.note,
+                }
+            )
+    return rows
+
+
+def _known(value: float) -> float | None:
+    return None if value != value else value
+
+
+def _score_rows(table: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    return [{"table": "score", **dataclasses.asdict(score)} for each in table.values() for score in each]
+
+
+def _bar_rows(bars: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"table": "bar", **dataclasses.asdict(bar), "is_met": bar.is_met} for bar in bars]
+
+
+def _print_arena(table: Mapping[str, Sequence[Any]], bars: Sequence[Any]) -> None:
+    from netlayer.printing import print_table
+
+    names = list(table)
+    rows = []
+    for scores in zip(*table.values(), strict=True):
+        cells = ["-" if score.predicted is None else f"{score.predicted:.2f}" for score in scores]
+        rows.append([scores[0].family, str(scores[0].num_rows), *cells])
+    title = "mean absolute error, points of MFU (full attention): each family predicted from the others alone"
+    print_table(title, ["family", "rows", *names], [row for row in rows if set(row[2:]) != {"-"}])
+    within = [[name, "-" if scores[0].scaled is None else f"{scores[0].scaled:.2f}"] for name, scores in table.items()]
+    print_table("from the smallest row of a series, all series", ["estimator", "points"], within)
+    lines = [[bar.name, f"{bar.value:.2f}", f"{bar.limit:.2f}", "met" if bar.is_met else "missed"] for bar in bars]
+    print_table("bars of ours, points of MFU", ["bar", "reached", "limit", ""], lines)
+
+
+def _record(
+    options: RunOptions,
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    started: str,
+    arguments: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> Any:
+    from netlayer.environ import snapshot
+    from netlayer.results import RunRecord, utc_now
+
+    return RunRecord(
+        name=name,
+        source="predicted",
+        rows=rows,
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments={**options.arguments(), **arguments},
+        config=config,
+        environment=snapshot(options.seed),
+    )
+
+
+def _keep(
+    options: RunOptions,
+    name: str,
+    rows: Sequence[Mapping[str, Any]],
+    started: str,
+    arguments: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> None:
+    """Write a record: to --out where that is given, to --json where that is."""
+    from netlayer.output import open_output
+
+    record = _record(options, name, rows, started, arguments, config)
+    if options.out:
+        with open_output(options.out, name.replace(".", "-")) as out:
+            record.save(out.part / "records")
+            for path in out.publish():
+                click.echo(f"record: {path}", err=True)
+    _write_json(options, record)
+
+
+def _write_json(options: RunOptions, record: Any) -> None:
+    from netlayer.results import write_text
+
+    if options.json_file:
+        write_text(options.json_file, record.to_json())

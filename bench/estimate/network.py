@@ -1,0 +1,98 @@
+"""Seconds of collectives: a latency a hop, and bytes over the rate of the narrowest link of a ring.
+
+A ring through all ranks of a group crosses each server once a channel, and a server's ranks bring their NICs: the rate
+is that of NVLink inside a server, else of the NICs that the group has there, if that is less (nccl-tests' bus
+bandwidth). Collisions on the fabric slow what leaves a server by `slowdown`, which `fabric_slowdown` takes from
+topology's hashed paths and max-min rates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.estimate.devices import Numbers
+from bench.estimate.plan import Plan
+from netlayer.config.tree import Config
+
+_NVLINK_HOP_S = 1e-6
+_NIC_HOP_S = 4e-6
+"""Latencies of a ring's hop: NCCL's own model has 0.6 us on NVLink and 2.7 us over a NIC for its LL and Simple
+protocols' base, and a switch hop adds about 1 us."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of one rank, as collectives reach them.
+
+    Args:
+        nvlink_bps, nic_bps: bytes/s of a rank and direction, times the share that collectives reach.
+        slowdown: of rings that leave a server, over a fabric without collisions.
+    """
+
+    plan: Plan
+    nvlink_bps: float
+    nic_bps: float
+    slowdown: float = 1.0
+
+    @classmethod
+    def of(cls, plan: Plan, numbers: Numbers, slowdown: float = 1.0) -> Network:
+        cluster = plan.cluster
+        nvlink = min(cluster.nvlink_bps, plan.device.nvlink_bps) / 8 * numbers.links
+        nic = cluster.nic_bps * cluster.nics_per_server / cluster.gpus_per_server / 8 * numbers.links
+        return cls(plan, nvlink, nic, slowdown)
+
+    def tp(self, num_bytes: float) -> float:
+        """Seconds of an all-gather or a reduce-scatter of whole buffers of this size in a tensor-parallel group."""
+        return self._ring(num_bytes, self.plan.job.parallel.tp, 1)
+
+    def cp(self, num_bytes: float) -> float:
+        """The same in a context-parallel group."""
+        return self._ring(num_bytes, self.plan.cp, self.plan.job.parallel.tp)
+
+    def dp(self, num_bytes: float, times: int = 1) -> float:
+        """The same in the group that shares parameters, `times` collectives of this size in all."""
+        return self._ring(num_bytes, self.plan.group_size, self.plan.job.parallel.tp, times)
+
+    def pp(self, num_bytes: float) -> float:
+        """Seconds of a message between neighbouring stages."""
+        stride = self.plan.job.parallel.tp * self.plan.group_size
+        if stride * 2 <= self.plan.cluster.gpus_per_server:
+            return _NVLINK_HOP_S + num_bytes / self.nvlink_bps
+        return _NIC_HOP_S + num_bytes / self.nic_bps
+
+    def _ring(self, num_bytes: float, ranks: int, stride: int, times: int = 1) -> float:
+        """Seconds of `times` ring all-gathers of `num_bytes` in all, over ranks that are `stride` apart."""
+        if ranks == 1:
+            return 0.0
+        of_a_server = max(1, min(ranks, self.plan.cluster.gpus_per_server // stride))
+        sent = num_bytes * (ranks - 1) / ranks
+        if of_a_server == ranks:
+            return sent / self.nvlink_bps + times * (ranks - 1) * _NVLINK_HOP_S
+        servers = -(-ranks // of_a_server)
+        hops = (servers - 1) * _NIC_HOP_S + (ranks - servers) * _NVLINK_HOP_S
+        between = of_a_server * self.nic_bps / self.slowdown
+        rate = min(self.nvlink_bps, between) if of_a_server > 1 else between
+        return sent / rate + times * hops
+
+
+def fabric_slowdown(config: Config, seed: int = 0) -> float:
+    """Return by how much hash collisions slow the job's rings on its fabric: topology's time over that without any.
+
+    1 where no ring leaves a ToR. Hashed by CRC-32C (`topology`); a fabric that sprays packets has 1.
+    """
+    from topology.fabric.clos import Clos
+    from topology.rates.contention import uncongested
+    from topology.rates.max_min import completion_s
+    from topology.traffic.job import Kind
+    from topology.traffic.step import run_step, slot_flows
+
+    flows = slot_flows(config.job, config.cluster).select(Kind.DP_REDUCE_SCATTER, Kind.DP_ALL_GATHER)
+    if not len(flows):
+        return 1.0
+    fabric = Clos.build(config.cluster)
+    step = run_step(fabric, flows, "crc32c", seed)
+    ring = next((phase for phase in step.phases if phase.name == "ring"), None)
+    if ring is None or not len(ring.num_bytes):
+        return 1.0
+    free = completion_s(uncongested(fabric, ring.load.paths), ring.num_bytes, resolution=1e-2).max()
+    return max(1.0, ring.time_s / float(free))

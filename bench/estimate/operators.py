@@ -1,0 +1,294 @@
+"""Times of what one rank computes: GEMMs by their FLOPs, attention, and all else by the bytes that it moves.
+
+FLOPs are those of `netlayer.workload.flops`; bytes are those of fused kernels in bfloat16, each tensor read or written
+once. What differs between programs enters by facts: fused kernels or not, FP8 with its casts, recomputation, exchanges
+of tensor parallelism under GEMMs or not. No constant belongs to a program or a row.
+
+T tokens of a micro-batch on a rank's tensor-parallel group, h hidden, f inside the MLP, a of all heads, g of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bench.estimate.devices import Numbers
+from bench.estimate.network import Network
+from bench.estimate.plan import Plan
+from netlayer.workload.dtypes import DTYPE_BYTES
+from netlayer.workload.flops import head_flops, linear_flops, scores_flops
+from netlayer.workload.model_size import block_elements, qkv_width, table_elements, up_width
+
+POINTWISE = {"fused": 1.0, "compiled": 1.2, "eager": 2.2}
+"""Time of norms and activations over that of fused kernels: geometric means of the rows of ours, Inductor's and torch's
+own in reports/trainer_h200_202611.operators.txt."""
+PREVIOUS = {"Hopper": 1.87, "Ampere": 2.0}
+"""Time of attention made for the generation before over this one's, forward and backward: FlashAttention-2 over cuDNN's
+on an H200 of ours (reports/trainer_h200_202611.operators.txt: 2,032 and 1,089 us; over FlashAttention-3 on H100 1.5 to
+2.0, arXiv 2407.08608), -1 over -2 on A100 (about 2, arXiv 2307.08691)."""
+ENDS = 2.0
+"""Times that a GEMM's outputs pass the memory while no product runs: they are written when a tile is done, and about as
+many bytes of its operands are read before its first product. It makes short inner dimensions slower."""
+BORROWED = 16 / 132
+"""Share of an H100's multiprocessors that NCCL's usual 16 channels hold: GEMMs slow by it while exchanges run."""
+PARTS = 4
+"""Parts of a GEMM that an exchange follows or precedes (Transformer Engine's default for reduce-scatters, whose last
+part lies under nothing)."""
+_FORWARDS_OF_ATTENTION = 2.5
+"""Products of fused attention's backward over its forward's: five to two, for it computes the scores again."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a pass by kind; `exposed` is communication that the pass waits for, `hidden` what lies under it."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    pointwise: float = 0.0
+    tp_exposed: float = 0.0
+    cp_exposed: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """What the multiprocessors do, slowed by the exchanges that run meanwhile."""
+        return self.gemm + self.attention + self.pointwise + BORROWED * self.hidden
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tp_exposed + self.cp_exposed
+
+    def __add__(self, other: Times) -> Times:
+        return Times(
+            self.gemm + other.gemm,
+            self.attention + other.attention,
+            self.pointwise + other.pointwise,
+            self.tp_exposed + other.tp_exposed,
+            self.cp_exposed + other.cp_exposed,
+            self.hidden + other.hidden,
+        )
+
+    def times(self, number: float) -> Times:
+        return Times(
+            number * self.gemm,
+            number * self.attention,
+            number * self.pointwise,
+            number * self.tp_exposed,
+            number * self.cp_exposed,
+            number * self.hidden,
+        )
+
+
+@dataclass(frozen=True)
+class ChunkTimes:
+    """Forward and backward of one micro-batch through one chunk of a stage."""
+
+    forward: Times = field(default_factory=Times)
+    backward: Times = field(default_factory=Times)
+
+    def __add__(self, other: ChunkTimes) -> ChunkTimes:
+        return ChunkTimes(self.forward + other.forward, self.backward + other.backward)
+
+    def times(self, number: float) -> ChunkTimes:
+        return ChunkTimes(self.forward.times(number), self.backward.times(number))
+
+
+class Operators:
+    """Operator times of a plan under some fitted numbers; half blocks of one window are computed once."""
+
+    def __init__(self, plan: Plan, numbers: Numbers, network: Network) -> None:
+        self.plan, self.numbers, self.network = plan, numbers, network
+        device = plan.device
+        self._bandwidth = device.bandwidth * numbers.memory
+        peak = device.peak("bf16") or 0.0
+        self._wide = peak * numbers.gemm * device.clock
+        fp8 = (device.peak("fp8") or 0.0) * numbers.gemm_fp8 * device.clock
+        self._narrow = fp8 if plan.precision == "fp8" else self._wide
+        slower = PREVIOUS[device.generation] if plan.attention == "previous" else 1.0
+        self._attention = peak * numbers.attention * device.clock / slower
+        self._halves: dict[tuple[int, bool], ChunkTimes] = {}
+
+    def stage(self, stage: int) -> list[ChunkTimes]:
+        """Return the times of each chunk of a stage."""
+        parallel = self.plan.job.parallel
+        chunks = []
+        for chunk, halves in enumerate(self.plan.stages[stage].chunks):
+            total = ChunkTimes()
+            for (window, is_mlp), number in halves.items():
+                total += self.half(window, is_mlp).times(number)
+            if stage == parallel.pp - 1 and chunk == parallel.vpp - 1:
+                total += self.head()
+            chunks.append(total)
+        return chunks
+
+    def half(self, window: int, is_mlp: bool) -> ChunkTimes:
+        """Attention or MLP of a block. A parallel block's norm and exchanges are its attention's."""
+        key = window, is_mlp
+        if key not in self._halves:
+            self._halves[key] = self._half(*key)
+        return self._halves[key]
+
+    def _half(self, window: int, is_mlp: bool) -> ChunkTimes:
+        plan = self.plan
+        model, tp, tokens = plan.job.model, plan.job.parallel.tp, plan.tokens
+        h, f, a, g = model.hidden, model.ffn_hidden, model.attention_width, model.kv_width
+        gemm = tokens * linear_flops(model)[is_mlp] / tp / self._narrow
+        inputs, outputs = self._widths(is_mlp)
+        writes = ENDS * 2 * tokens / self._bandwidth
+        attention = 0.0 if is_mlp else tokens * self._keys_flops(window) / tp / self._attention
+        scale = POINTWISE[plan.kernels] / self._bandwidth
+        has_norm = not (model.parallel_block and is_mlp)
+        # Bytes a token. A norm with the sum before it reads two tensors and writes two; so does its backward.
+        forward, backward = 8.0 * h * has_norm, 8.0 * h * has_norm
+        if is_mlp:  # GELU reads and writes f, then reads 2 f, writes f; SwiGLU 2 f and f, then 3 f and 2 f
+            forward, backward = (
+                (forward + 6 * f, backward + 10 * f)
+                if up_width(model) > f
+                else (
+                    forward + 4 * f,
+                    backward + 6 * f,
+                )
+            )
+        elif model.positions == "rotary":
+            forward, backward = forward + 4 * (a + g), backward + 4 * (a + g)
+        if model.qk_norm and not is_mlp:
+            forward, backward = forward + 4 * (a + g), backward + 6 * (a + g)
+        forward, backward = tokens * forward / tp * scale, tokens * backward / tp * scale
+        casts_forward, casts_backward = self._casts(is_mlp)
+        sums = self._weight_sums(is_mlp)
+        exposed, hidden = self._exchanges(gemm, has_norm)
+        keys_exposed, keys_hidden = (0.0, 0.0) if is_mlp else self._keys_exchange(attention)
+        first = Times(
+            gemm + writes * outputs,
+            attention,
+            forward + casts_forward,
+            exposed[0],
+            keys_exposed,
+            hidden[0] + keys_hidden,
+        )
+        again = plan.linear_share_again
+        recompute = model_recompute(plan)
+        second = Times(
+            (2 + again) * gemm + writes * (inputs + again * outputs),
+            (_FORWARDS_OF_ATTENTION + (recompute == "full")) * attention,
+            backward + casts_backward + sums + (forward if recompute != "none" else 0.0) + again * casts_forward,
+            exposed[1] + (exposed[0] if recompute == "full" else 0.0),
+            2 * keys_exposed,
+            hidden[1] + 2 * keys_hidden + (hidden[0] if recompute == "full" else 0.0),
+        )
+        return ChunkTimes(first, second)
+
+    def head(self) -> ChunkTimes:
+        """The projection to the vocabulary in bfloat16, and the loss: 12 bytes a logit, read and written in all."""
+        plan = self.plan
+        model, tp, tokens = plan.job.model, plan.job.parallel.tp, plan.tokens
+        gemm = tokens * head_flops(model) / tp / self._wide
+        scale = POINTWISE[plan.kernels] / self._bandwidth
+        loss = tokens * model.vocab_size / tp * 6 * scale
+        sums = 8.0 * table_elements(plan.share_job) / self._bandwidth
+        now = 1 - self.deferred_heads / plan.num_micro_batches
+        return ChunkTimes(Times(gemm=gemm, pointwise=loss), Times(gemm=(1 + now) * gemm, pointwise=loss + now * sums))
+
+    @property
+    def deferred_heads(self) -> int:
+        """Micro-batches whose gradients of the head's weights come last; without a pipeline none waits for them."""
+        return min(self.plan.deferred_heads, self.plan.num_micro_batches) if self.plan.job.parallel.pp > 1 else 0
+
+    def deferred_s(self) -> float:
+        """Seconds of those gradients, all together."""
+        plan = self.plan
+        gemm = plan.tokens * head_flops(plan.job.model) / plan.job.parallel.tp / self._wide
+        return self.deferred_heads * (gemm + 8.0 * table_elements(plan.share_job) / self._bandwidth)
+
+    def optimizer(self, elements: int) -> float:
+        """Return seconds of AdamW's step over a rank's share: gradient, master and moments read, all but it written.
+
+        And of setting whole gradients to 0, and of FP8's copy of the weights.
+        """
+        plan = self.plan
+        share = elements / (1 if plan.zero == 0 else plan.group_size)
+        whole = elements * (4.0 + 3.0 * (plan.precision == "fp8")) if plan.zero < 3 else 0.0
+        return (share * (4 + 4 + 12 + 12 + 2) + whole) / self._bandwidth
+
+    def copies(self, elements: int) -> float:
+        """Return seconds a micro-batch of FSDP's copies out of two all-gathers and into a reduce-scatter."""
+        return elements * (2 * 4.0 + 6.0) / self._bandwidth if self.plan.zero == 3 else 0.0
+
+    def _keys_flops(self, window: int) -> float:
+        """Forward FLOPs a token of causal attention."""
+        model = self.plan.job.model
+        layer = next(layer for layer in range(model.layers) if model.window(layer) == window)
+        return scores_flops(model, layer)
+
+    def _widths(self, is_mlp: bool) -> tuple[float, float]:
+        """Return the widths of the inputs of a half block's two linears on a rank, and those of their outputs."""
+        model, tp = self.plan.job.model, self.plan.job.parallel.tp
+        h = model.hidden
+        if is_mlp:
+            return h + model.ffn_hidden / tp, up_width(model) / tp + h
+        return h + model.attention_width / tp, qkv_width(model) / tp + h
+
+    def _casts(self, is_mlp: bool) -> tuple[float, float]:
+        """Return seconds of FP8's casts: of a linear's input, and of its output's gradient, each also transposed."""
+        plan = self.plan
+        if plan.precision != "fp8":
+            return 0.0, 0.0
+        inputs, outputs = self._widths(is_mlp)
+        scale = 4 / self._bandwidth
+        return plan.tokens * inputs * scale, plan.tokens * outputs * scale
+
+    def _weight_sums(self, is_mlp: bool) -> float:
+        """Return seconds in which a micro-batch's gradients of weights are added to the wide sums."""
+        plan = self.plan
+        model, tp = plan.job.model, plan.job.parallel.tp
+        if model.parallel_block:
+            share = linear_flops(model)[is_mlp] / sum(linear_flops(model))
+            elements = block_elements(model, tp) * share
+        else:
+            elements = block_elements(model, tp, "mlp" if is_mlp else "attention")
+        adds_up = plan.num_micro_batches > 1 and plan.zero < 3
+        return elements * (8.0 if adds_up else 2.0) / self._bandwidth
+
+    def _exchanges(self, gemm: float, has_exchange: bool) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Return exposed and hidden seconds of tensor-parallel exchanges, each forward and backward.
+
+        Forward gathers the input's rows and scatters the output's; backward gathers the output's gradient, gathers the
+        input again, scatters the input's gradient. Without overlap the latter two still run under GEMMs of the same
+        linear, which need neither (Megatron's linears). With it, a gather hides under the GEMM on the rows that are
+        there (as do the others), and a reduce-scatter follows its GEMM in parts.
+        """
+        plan = self.plan
+        tp = plan.job.parallel.tp
+        if tp == 1 or not has_exchange:
+            return (0.0, 0.0), (0.0, 0.0)
+        model = plan.job.model
+        width = DTYPE_BYTES[model.dtype]
+        rows = plan.tokens * model.hidden
+        gather = self.network.tp(rows * (1 if plan.precision == "fp8" else width))
+        scatter = self.network.tp(rows * width)
+        if not plan.job.overlap.tp:
+            return (gather + scatter, gather), (0.0, gather + scatter)
+        under = gemm * (1 - 1 / tp)
+        late_gather = max(0.0, gather - under)
+        tail = scatter / PARTS
+        late_scatter = tail + max(0.0, scatter - tail - under)
+        exposed = late_gather + late_scatter, late_gather + max(0.0, gather + scatter - 2 * gemm)
+        all_of_it = gather + scatter, 2 * gather + scatter
+        return exposed, (all_of_it[0] - exposed[0], all_of_it[1] - exposed[1])
+
+    def _keys_exchange(self, attention: float) -> tuple[float, float]:
+        """Return exposed and hidden seconds of context parallelism's exchange of keys and values in a forward."""
+        plan = self.plan
+        if plan.cp == 1:
+            return 0.0, 0.0
+        model = plan.job.model
+        num_bytes = plan.tokens * 2 * model.kv_width / plan.job.parallel.tp * DTYPE_BYTES[model.dtype]
+        whole = self.network.cp(num_bytes * plan.cp)
+        exposed = max(0.0, whole - attention * (1 - 1 / plan.cp))
+        return exposed, whole - exposed
+
+
+def model_recompute(plan: Plan) -> str:
+    """Return what the backward computes again: none, selective (what is no product) or full."""
+    if plan.recompute_share is not None:
+        return "selective"
+    return plan.job.model.recompute

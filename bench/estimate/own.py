@@ -1,0 +1,91 @@
+"""Predictions beside this project's own measured steps: the records of `bench.mfu`.
+
+Some layouts calibrate (one factor on all times, and nothing else), the others are predicted.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.estimate.devices import DEVICES, Device
+from bench.estimate.plan import Plan
+from bench.estimate.step import estimate_step
+from netlayer.config.tree import ClusterConfig, JobConfig, build_section
+from netlayer.errors import ConfigError
+from netlayer.results import RunRecord, load_record
+
+MEDIAN_BAR, WORST_BAR = 0.05, 0.10
+OURS = "ours"
+
+
+@dataclass(frozen=True)
+class OwnRow:
+    """One measured layout: file, plan, measured and predicted seconds; the first ones calibrate.
+
+    Args:
+        predicted_s: with the calibration's factor.
+    """
+
+    case: str
+    plan: Plan
+    measured_s: float
+    predicted_s: float
+    is_calibrating: bool
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
+    """Return a row a record: its plain `ours`, whose job the record holds whole; records of one job and card once.
+
+    Raises:
+        ConfigError: a file is no record of bench.mfu on a known card, or there are none but those that calibrate.
+    """
+    cases: dict[str, tuple[Plan, float]] = {}
+    for file in files:
+        plan, seconds = _case(file, load_record(file))
+        name = file.name.removesuffix(".json")
+        if all(plan.job != other.job or plan.device != other.device for other, _ in cases.values()):
+            cases[name] = plan, seconds
+    if len(cases) <= num_calibrating:
+        rule = f"hold {len(cases)} layouts, and {num_calibrating} calibrate"
+        raise ConfigError("RECORDS", None, rule, "give more records, or a smaller --calibrate")
+    estimates = {name: estimate_step(plan).step_s for name, (plan, _) in cases.items()}
+    calibrating = list(cases)[:num_calibrating]
+    logs = [math.log(cases[name][1] / estimates[name]) for name in calibrating]
+    factor = math.exp(statistics.fmean(logs)) if logs else 1.0
+    return [
+        OwnRow(name, plan, seconds, factor * estimates[name], name in calibrating)
+        for name, (plan, seconds) in cases.items()
+    ]
+
+
+def _case(file: Path, record: RunRecord) -> tuple[Plan, float]:
+    if record.name != "bench.mfu":
+        raise ConfigError("RECORDS", file, f"is a record of {record.name}", "give those of bench.mfu")
+    row = next((row for row in record.rows if row["run"] == "median" and row["system"] == OURS), None)
+    if row is None:
+        raise ConfigError("RECORDS", file, f"has no median of {OURS}", "omit it")
+    if channels := record.arguments.get("channels"):
+        rule = f"was measured with NCCL held to {channels} channels, which is another network"
+        raise ConfigError("RECORDS", file, rule, "omit it")
+    job = build_section(JobConfig, record.config["job"], "job")
+    device = _device(file, record)
+    cluster = ClusterConfig(servers=1, gpus_per_server=len(record.devices), nvlink_bps=device.nvlink_bps)
+    kernels = "eager" if job.model.operators == "torch" else "fused"
+    return Plan(job=job, cluster=cluster, device=device, kernels=kernels), row["step_ms"] / 1e3
+
+
+def _device(file: Path, record: RunRecord) -> Device:
+    name = record.devices[0] if record.devices else "no device"
+    found = next((device for device in DEVICES.values() if device.driver_name == name), None)
+    if found is None:
+        rule = f"was measured on {name}, of which there are no numbers"
+        raise ConfigError("RECORDS", file, rule, f"give records of {', '.join(DEVICES)}")
+    return found

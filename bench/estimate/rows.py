@@ -1,0 +1,159 @@
+"""Public rows of measured steps (rows.csv): each a fact with its source, and the plan that it was measured on.
+
+`family` is model, software and source; releases of one source are one family, so that to skip a family omits
+all of them. What a row says of the software are facts of its recipe: exchanges that lie under computation, kernels,
+recomputation, the layout. MFU is counted anew from each row's step time, by one formula.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from bench.estimate.devices import device_of
+from bench.estimate.plan import Attention, Kernels, Plan, Precision
+from netlayer.config.tree import ClusterConfig, JobConfig, ModelConfig
+from netlayer.workload.flops import step_flops, utilisation
+
+ROWS_FILE = Path(__file__).with_name("rows.csv")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured step.
+
+    Args:
+        family: model, software, source.
+        release: of the source.
+        step_s: measured.
+        note: what else the source says.
+    """
+
+    family: str
+    source: str
+    release: str
+    plan: Plan
+    step_s: float
+    note: str = ""
+
+    @property
+    def mfu(self) -> float:
+        """Full attention, over the dense peak of the GEMMs' precision; in percent."""
+        return mfu_percent(self.plan, self.step_s)
+
+    @property
+    def gpus(self) -> int:
+        return self.plan.num_gpus
+
+
+def mfu_percent(plan: Plan, step_s: float) -> float:
+    """Return MFU in percent, attention in full."""
+    flops = step_flops(plan.job.model, plan.job.batch.global_batch_size).full
+    return 100 * (utilisation(flops, step_s, plan.device.peak(plan.precision), plan.num_gpus) or 0.0)
+
+
+def load_rows(path: Path = ROWS_FILE) -> list[Row]:
+    """Read the rows."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [_row(each) for each in csv.DictReader(file)]
+
+
+def _row(cells: dict[str, Any]) -> Row:
+    numbers = {
+        key: int(cells[key])
+        for key in ["layers", "vocab", "gpus", "gbs", "seq", "tp", "pp", "vp", "cp", "mbs", "zero", "deferred_heads"]
+    }
+    shape: dict[str, Any] = {"preset": cells["model"], "seq_len": numbers["seq"], "dtype": "bfloat16"}
+    if numbers["layers"]:
+        shape["layers"] = numbers["layers"]
+    if numbers["vocab"]:
+        shape["vocab_size"] = numbers["vocab"]
+    overlap = cells["overlap"].split("+")
+    recompute = cells["recompute"]
+    plan = plan_of(
+        ModelConfig(**shape, recompute="none" if recompute == "half" else recompute),
+        device=cells["device"],
+        layout=(numbers["tp"], numbers["pp"], numbers["vp"], numbers["cp"]),
+        gpus=numbers["gpus"],
+        global_batch_size=numbers["gbs"],
+        micro_batch_size=numbers["mbs"],
+        overlap={kind: kind in overlap for kind in ("tp", "pp", "dp")},
+        balance=cells["placement"] == "balanced",
+        precision=cells["precision"],
+        zero=numbers["zero"],
+        kernels=cells["kernels"],
+        attention=cells["attention"],
+        deferred_heads=numbers["deferred_heads"],
+        recompute_share=0.5 if recompute == "half" else None,
+    )
+    tokens = numbers["gbs"] * numbers["seq"]
+    step_s = float(cells["step_s"] or tokens / numbers["gpus"] / float(cells["tokens_s_gpu"]))
+    return Row(cells["family"], cells["source"], cells["release"], plan, step_s, cells["note"])
+
+
+def plan_of(
+    model: ModelConfig,
+    *,
+    device: str,
+    layout: tuple[int, int, int, int],
+    gpus: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    overlap: dict[str, bool],
+    balance: bool,
+    precision: str,
+    zero: int,
+    kernels: str = "fused",
+    attention: str = "current",
+    recompute_share: float | None = None,
+    deferred_heads: int = 0,
+    nic_bps: int = 400_000_000_000,
+) -> Plan:
+    """Return the plan of a published run: eight GPUs a server, a NIC each, gradients reduced in bfloat16.
+
+    The job is not checked: other software has layouts that the trainer refuses (62 layers on 32 virtual stages).
+    """
+    tp, pp, vpp, cp = layout
+    dp = gpus // (tp * pp * cp)
+    job = JobConfig()
+    job = job.model_copy(
+        update={
+            "model": model,
+            "parallel": job.parallel.model_copy(update={"tp": tp, "pp": pp, "vpp": vpp, "dp": dp, "balance": balance}),
+            "batch": job.batch.model_copy(
+                update={"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size}
+            ),
+            "overlap": job.overlap.model_copy(
+                update={
+                    **overlap,
+                    "reduce_dtype": "bfloat16",
+                    "zero_bubble": False,
+                    "windows": False,
+                    "bucket_mib": max(40e6, 1e6 * dp * cp) * 2 / 2**20,  # Megatron's: it grows with the group
+                }
+            ),
+        }
+    )
+    chosen = device_of(device)
+    cluster = ClusterConfig(
+        servers=-(-gpus // 8),
+        gpus_per_server=8,
+        nics_per_server=8,
+        rails=8,
+        nic_bps=nic_bps,
+        nvlink_bps=chosen.nvlink_bps,
+    )
+    return Plan(
+        job=job,
+        cluster=cluster,
+        device=chosen,
+        cp=cp,
+        precision=cast(Precision, precision),
+        zero=zero,
+        kernels=cast(Kernels, kernels),
+        attention=cast(Attention, attention),
+        deferred_heads=deferred_heads,
+        recompute_share=recompute_share,
+    )

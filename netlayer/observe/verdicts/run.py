@@ -1,0 +1,289 @@
+"""What the events of a run say, as tables: times by step and rank, collectives, starts of the run, traffic of ports.
+
+The events are read once. What is kept grows with steps times ranks, not with the number of events; `last_steps` bounds
+it for long runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as CountOf
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from netlayer.observe.events import Counter, Event, Mark, Segment
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Times = np.ndarray[Any, np.dtype[np.float64]]
+
+COMPUTE = ("forward", "backward", "weights", "optimizer")
+HOST = ("data", "gc", "checkpoint", "evaluation")
+SEGMENTS = (*COMPUTE, *HOST, "wait", "collective")
+"""Segments whose seconds are kept by step and rank."""
+_BATCH = 1 << 14
+_MOST_MARKS = 10_000
+_MOST_READINGS = 2_000_000
+
+
+@dataclass
+class Start:
+    """One start of the run: its first `run_start` or `restart` mark, and what it did.
+
+    Args:
+        at_ns: the mark; of a run without marks its first step's begin.
+        first_step, last_step: steps that it took; None: none.
+        last_ns: end of the last thing that it recorded.
+        ended: it ended as intended.
+    """
+
+    at_ns: int
+    first_step: int | None = None
+    last_step: int | None = None
+    last_ns: int = 0
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a port moved: `bytes_moved[i]` between `start_ns[i]` and `end_ns[i]`."""
+
+    port: str
+    start_ns: np.ndarray[Any, np.dtype[np.int64]]
+    end_ns: np.ndarray[Any, np.dtype[np.int64]]
+    bytes_moved: Times
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tables of a run; every table of times is [step, rank] in seconds, NaN where nothing is recorded.
+
+    Args:
+        steps, ranks: numbers of rows and columns.
+        hosts, stages: of each rank, "" and None if not known.
+        step_s: whole steps.
+        own_s: steps without waits for other ranks.
+        segments: seconds in each class of segments.
+        step_end_ns: [step], end of the step on the rank that ended it last.
+        collectives: of `split_collectives`, without those outside of steps; None where there are none.
+        starts: each start of the run.
+        marks: of interest to a person, in order.
+        num_marks: how many there are of each name.
+        traffic: of each port whose counters were read.
+        facts: attributes of the first `run_start`.
+        notes: what is missing, one line each.
+    """
+
+    steps: Sequence[int]
+    ranks: Sequence[int]
+    hosts: Sequence[str]
+    stages: Sequence[int | None]
+    step_s: Times
+    own_s: Times
+    segments: dict[str, Times]
+    step_end_ns: Sequence[int]
+    collectives: pa.Table | None
+    starts: Sequence[Start]
+    marks: Sequence[Mark]
+    num_marks: CountOf[str]
+    traffic: Sequence[Traffic]
+    facts: dict[str, Any]
+    notes: Sequence[str] = ()
+
+    def name(self, column: int) -> str:
+        """A rank with its host: `rank 3 (host a)`."""
+        host = self.hosts[column]
+        return f"rank {self.ranks[column]}" + (f" ({host})" if host else "")
+
+
+@dataclass
+class _Cell:
+    """One rank in one step."""
+
+    attempt: int = 0
+    start_ns: int = 0
+    end_ns: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    first_ns: int = 1 << 62
+    last_ns: int = 0
+
+
+def collect(events: Iterable[Event], last_steps: int | None = None) -> Run:
+    """Read events into tables.
+
+    Args:
+        last_steps: keep the last steps alone; None: all.
+    """
+    collector = _Collector(last_steps)
+    for event in events:
+        if isinstance(event, Segment):
+            collector.segment(event)
+        elif isinstance(event, Mark):
+            collector.mark(event)
+        else:
+            collector.counter(event)
+    return collector.run()
+
+
+class _Collector:
+    def __init__(self, last_steps: int | None) -> None:
+        self._last_steps = last_steps
+        self._cells: dict[int, dict[int, _Cell]] = defaultdict(dict)  # by step and rank
+        self._hosts: dict[int, str] = {}
+        self._stages: dict[int, int] = {}
+        self._batch: list[Event] = []
+        self._tables: list[Any] = []
+        self._starts: dict[int, Start] = {}
+        self._marks: list[Mark] = []
+        self._num_marks: CountOf[str] = CountOf()
+        self._readings: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
+        self._num_readings = 0
+        self._facts: dict[str, Any] = {}
+
+    def segment(self, event: Segment) -> None:
+        rank = event.origin.rank
+        if rank is None:
+            return
+        if event.origin.host:
+            self._hosts.setdefault(rank, event.origin.host)
+        if event.origin.pp is not None:
+            self._stages.setdefault(rank, event.origin.pp)
+        attempt = event.origin.attempt or 0
+        start = self._starts.setdefault(attempt, Start(event.start_ns))
+        start.last_ns = max(start.last_ns, event.end_ns)
+        if event.step is None:
+            return
+        self._add(event, event.step, rank, attempt)
+        if event.segment == "step":
+            start.first_step = event.step if start.first_step is None else min(start.first_step, event.step)
+            start.last_step = max(start.last_step or event.step, event.step)
+        elif event.segment == "collective":
+            self._batch.append(event)
+            if len(self._batch) >= _BATCH:
+                self._flush()
+        if self._last_steps is not None and len(self._cells) > 2 * self._last_steps:
+            self._forget()
+
+    def _add(self, event: Segment, step: int, rank: int, attempt: int) -> None:
+        """Add a segment to its step; a step that was taken again counts as it was then."""
+        cell = self._cells[step].get(rank)
+        if cell is None or attempt > cell.attempt:
+            cell = self._cells[step][rank] = _Cell(attempt)
+        elif attempt < cell.attempt:
+            return
+        if event.segment == "step":
+            cell.start_ns, cell.end_ns = event.start_ns, event.end_ns
+        else:
+            cell.seconds[event.segment] += event.duration_ns / 1e9
+            cell.first_ns, cell.last_ns = min(cell.first_ns, event.start_ns), max(cell.last_ns, event.end_ns)
+
+    def mark(self, event: Mark) -> None:
+        self._num_marks[event.name] += 1
+        attempt = event.origin.attempt or 0
+        if event.name in ("run_start", "restart"):
+            start = self._starts.setdefault(attempt, Start(event.start_ns))
+            start.at_ns = min(start.at_ns, event.start_ns)
+            if not self._facts and event.attributes:
+                self._facts = dict(event.attributes)
+        if event.name == "run_end" and attempt in self._starts:
+            self._starts[attempt].ended = True
+        if attempt in self._starts:
+            self._starts[attempt].last_ns = max(self._starts[attempt].last_ns, event.start_ns)
+        routine = event.name in ("clock", "run_start", "run_end") or event.name.startswith(("launch ", "mlperf."))
+        if not routine and len(self._marks) < _MOST_MARKS:
+            self._marks.append(event)
+
+    def counter(self, event: Counter) -> None:
+        if event.unit != "bytes" or event.end_ns <= event.start_ns or self._num_readings >= _MOST_READINGS:
+            return
+        port = str((event.attributes or {}).get("port", ""))
+        name = " ".join(filter(None, (event.origin.host, port, event.name.removeprefix("nic."))))
+        self._readings[name].append((event.start_ns, event.end_ns, event.value))
+        self._num_readings += 1
+
+    def run(self) -> Run:
+        steps = sorted(self._cells)[-(self._last_steps or 0) :]
+        ranks = sorted({rank for step in steps for rank in self._cells[step]})
+        shape = len(steps), len(ranks)
+        columns = {rank: column for column, rank in enumerate(ranks)}
+        step_s, own_s = np.full(shape, np.nan), np.full(shape, np.nan)
+        used = {name for step in steps for cell in self._cells[step].values() for name in cell.seconds}
+        segments = {name: np.zeros(shape) for name in SEGMENTS if name in used}
+        ends, untimed = [], 0
+        for row, step in enumerate(steps):
+            for rank, cell in self._cells[step].items():
+                whole = (cell.end_ns or cell.last_ns) - (cell.start_ns or cell.first_ns)
+                untimed += not cell.end_ns
+                column = columns[rank]
+                step_s[row, column] = whole / 1e9
+                for name, seconds in cell.seconds.items():
+                    if name in segments:
+                        segments[name][row, column] = seconds
+                own_s[row, column] = _own_seconds(cell, whole / 1e9)
+            ends.append(max((cell.end_ns or cell.last_ns) for cell in self._cells[step].values()))
+        notes = (
+            [f"{untimed} steps have no segment of their own: from their first event to their last"] if untimed else []
+        )
+        traffic = [
+            Traffic(name, *(np.array(part) for part in zip(*sorted(readings), strict=True)))
+            for name, readings in sorted(self._readings.items())
+        ]
+        return Run(
+            steps,
+            ranks,
+            [self._hosts.get(rank, "") for rank in ranks],
+            [self._stages.get(rank) for rank in ranks],
+            step_s,
+            own_s,
+            segments,
+            ends,
+            self._collectives(),
+            [self._starts[attempt] for attempt in sorted(self._starts)],
+            sorted(self._marks, key=lambda mark: mark.start_ns),
+            self._num_marks,
+            traffic,
+            self._facts,
+            notes,
+        )
+
+    def _flush(self) -> None:
+        from netlayer.observe.events import to_batch
+
+        self._tables.append(to_batch([event for event in self._batch if isinstance(event, Segment)]))
+        self._batch = []
+
+    def _collectives(self) -> Any:
+        """All collectives with wait and transfer apart; None where there are none."""
+        if self._batch:
+            self._flush()
+        if not self._tables:
+            return None
+        import pyarrow as pa
+
+        from netlayer.observe.events import split_collectives
+
+        return split_collectives(pa.Table.from_batches(self._tables))
+
+    def _forget(self) -> None:
+        assert self._last_steps is not None
+        for step in sorted(self._cells)[: -self._last_steps]:
+            del self._cells[step]
+        if len(self._tables) > 4 * self._last_steps:
+            del self._tables[: -4 * self._last_steps]
+
+
+def _own_seconds(cell: _Cell, whole_s: float) -> float:
+    """A step without waits for others; without its collectives where nobody recorded the waits.
+
+    Where segments of computation are all there is, they are the own time.
+    """
+    if "wait" in cell.seconds:
+        return max(0.0, whole_s - cell.seconds["wait"])
+    compute_s = sum(cell.seconds.get(name, 0.0) for name in (*COMPUTE, *HOST))
+    if compute_s and (not cell.end_ns or compute_s <= whole_s):
+        return compute_s
+    return max(0.0, whole_s - cell.seconds.get("collective", 0.0))

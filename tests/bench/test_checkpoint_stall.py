@@ -1,0 +1,32 @@
+"""The benchmark of checkpoints' stalls, on two gloo ranks and a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bench.checkpoint_stall import WAYS, SaveRow, command, table
+
+
+@pytest.mark.slow(minutes=2)
+def test_both_ways_save_in_turns(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    words = ["--folder", str(tmp_path / "out"), "--ranks", "2", "--backend", "gloo", "--model", "1m", "--layers", "2"]
+    result = CliRunner().invoke(
+        command, [*words, "--turns", "2", "--micro-batches", "1", "--json", str(record)], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    rows = json.loads(record.read_text())["rows"]
+    assert [(row["way"], row["turn"]) for row in rows] == [(way, turn) for turn in range(2) for way in WAYS]
+    assert all(row["save_s"] > 0 and row["gib"] > 0 for row in rows)
+    assert [path.name[:5] for path in (tmp_path / "out" / "ours").iterdir()] == ["step-"] * 2
+
+
+def test_a_table_has_a_line_for_each_way() -> None:
+    saves = [("ours", 0.1), ("ours", 0.2), ("theirs", 3.0)]
+    rows = [SaveRow(way, turn, 10.0, stall, 1.0, 1.5, 2.0, 0.5) for turn, (way, stall) in enumerate(saves)]
+    assert [line.split()[0] for line in table(rows).splitlines()] == ["way", "ours", "theirs"]
+    assert "0.150" in table(rows)

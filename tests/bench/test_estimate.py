@@ -1,0 +1,455 @@
+"""The estimate of a step: what must hold whatever the numbers are, and what the commands refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bench.estimate import arena, fit
+from bench.estimate.command import estimate
+from bench.estimate.devices import DEVICES, NUMBERS, Numbers, device_of
+from bench.estimate.own import WORST_BAR, own_rows
+from bench.estimate.paper import ABLATION, LARGE, TABLE_2, PaperRow, calibrate, plan_of, seconds_at, summary
+from bench.estimate.plan import Plan, check_plan
+from bench.estimate.rows import ROWS_FILE, Row, load_rows, mfu_percent
+from bench.estimate.search import RESERVED_BYTES, search
+from bench.estimate.step import estimate_step, memory_of, pipeline_s, slowest_of
+from netlayer.config.tree import (
+    BatchConfig,
+    ClusterConfig,
+    JobConfig,
+    ModelConfig,
+    OverlapConfig,
+    ParallelConfig,
+)
+from netlayer.errors import CheckFailed, ConfigError
+from netlayer.workload import memory
+from netlayer.workload.schedule import bubble_fraction, micro_batches
+from netlayer.workload.schedule_simulation import Costs, simulate
+from netlayer.workload.zero_bubble import of_job
+
+CLUSTER = ClusterConfig(
+    servers=4, gpus_per_server=8, nics_per_server=8, rails=8, nic_bps=400_000_000_000, servers_per_tor_set=4
+)
+HOPPER = NUMBERS["Hopper"]
+
+
+def plan(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    dp: int = 1,
+    batch: int = 32,
+    model: dict[str, Any] | None = None,
+    overlap: dict[str, Any] | None = None,
+    cluster: ClusterConfig = CLUSTER,
+    **more: Any,
+) -> Plan:
+    """A 1.3B model on H100s."""
+    job = JobConfig(
+        model=ModelConfig(preset="1.3b", dtype="bfloat16", **(model or {})),
+        parallel=ParallelConfig(tp=tp, pp=pp, vpp=vpp, dp=dp, balance=False),
+        batch=BatchConfig(global_batch_size=batch, micro_batch_size=1),
+        overlap=OverlapConfig(**{"zero_bubble": False, **(overlap or {})}),
+    )
+    return Plan(job=job, cluster=cluster, device=device_of("H100"), **more)
+
+
+LAYOUTS = (
+    {"dp": 8},
+    {"tp": 8, "dp": 4},
+    {"pp": 4, "dp": 8},
+    {"tp": 2, "pp": 4, "vpp": 3, "dp": 2},
+    {"cp": 2, "dp": 4},
+    {"dp": 8, "zero": 3},
+    {"dp": 8, "zero": 0},
+    {"tp": 4, "dp": 8, "precision": "fp8"},
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_parts_of_a_step_add_up_to_it(layout: dict[str, Any]) -> None:
+    result = estimate_step(plan(**layout))
+    parts = (
+        result.gemm_s
+        + result.attention_s
+        + result.pointwise_s
+        + result.optimizer_s
+        + result.tp_exposed_s
+        + result.cp_exposed_s
+        + result.dp_exposed_s
+        + result.bubble_s
+        + result.straggler_s
+    )
+    assert parts == pytest.approx(result.step_s, rel=0.02)
+    assert all(getattr(result, field.name) >= 0 for field in dataclasses.fields(result) if field.name.endswith("_s"))
+    assert result.mfu_causal < result.mfu_full < 1
+    assert result.p99_s > result.step_s
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("faster", ["nic", "nvlink", "memory", "fabric"])
+def test_more_bandwidth_is_never_slower(layout: dict[str, Any], faster: str) -> None:
+    slow = plan(**layout)
+    slowdown = 1.0
+    if faster == "nic":
+        slow = plan(**layout, cluster=CLUSTER.model_copy(update={"nic_bps": 100_000_000_000}))
+    elif faster == "nvlink":
+        slow = plan(**layout, cluster=CLUSTER.model_copy(update={"nvlink_bps": 900_000_000_000}))
+    elif faster == "memory":
+        slow = dataclasses.replace(slow, device=dataclasses.replace(slow.device, memory_bps=1e12))
+    else:
+        slowdown = 3.0
+    assert estimate_step(plan(**layout)).step_s <= estimate_step(slow, slowdown=slowdown).step_s * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(LAYOUTS), st.sampled_from([field.name for field in dataclasses.fields(Numbers)]))
+def test_better_numbers_are_never_slower(layout: dict[str, Any], name: str) -> None:
+    change = 0.5 if name == "spread" else 1.2  # ranks that differ less
+    better = dataclasses.replace(HOPPER, **{name: getattr(HOPPER, name) * change})
+    assert estimate_step(plan(**layout), better).step_s <= estimate_step(plan(**layout), HOPPER).step_s
+
+
+@pytest.mark.parametrize("layout", [{"dp": 1}, {"pp": 4}, {"tp": 8}])
+def test_one_data_parallel_rank_has_no_data_parallel_exchange(layout: dict[str, Any]) -> None:
+    assert estimate_step(plan(**layout)).dp_exposed_s == 0
+    assert estimate_step(plan(**{**layout, "dp": 2})).dp_exposed_s > 0
+
+
+def test_without_overlap_all_of_the_exchange_is_exposed() -> None:
+    hidden = estimate_step(plan(dp=32))
+    exposed = estimate_step(plan(dp=32, overlap={"dp": False}))
+    assert exposed.dp_exposed_s > 2 * hidden.dp_exposed_s
+    assert exposed.step_s > hidden.step_s
+
+
+def test_tensor_parallel_exchange_that_overlaps_costs_less() -> None:
+    assert (
+        estimate_step(plan(tp=8, dp=4)).tp_exposed_s
+        < estimate_step(plan(tp=8, dp=4, overlap={"tp": False})).tp_exposed_s
+    )
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (4, 2), (4, 3)])
+def test_bubble_is_the_closed_form_where_stages_are_alike(pp: int, vpp: int) -> None:
+    """Without a head to speak of, and with messages that cost nothing."""
+    case = plan(
+        pp=pp,
+        vpp=vpp,
+        batch=16,
+        model={"vocab_size": 64},
+        cluster=CLUSTER.model_copy(update={"nic_bps": 10**15, "nvlink_bps": 10**15}),
+    )
+    free = dataclasses.replace(case, device=dataclasses.replace(case.device, nvlink_bps=10**15))
+    result = estimate_step(free)
+    work = result.gemm_s + result.attention_s + result.pointwise_s
+    assert result.bubble_s / work == pytest.approx(bubble_fraction(pp, 16, vpp), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "overlap"),
+    [(4, 1, {}), (4, 3, {}), (4, 3, {"pp": False}), (4, 1, {"pp": False}), (4, 1, {"zero_bubble": True})],
+)
+def test_long_steps_are_as_long_as_the_whole_simulation(pp: int, vpp: int, overlap: dict[str, Any]) -> None:
+    job = plan(pp=pp, vpp=vpp, batch=48, overlap=overlap).job
+    costs = Costs(
+        [[1.0 + 0.1 * (stage == pp - 1)] * vpp for stage in range(pp)],
+        [[2.0 + 0.2 * (stage == pp - 1)] * vpp for stage in range(pp)],
+        [0.07] * pp,
+    )
+    whole = simulate(of_job(job, micro_batches(job)), costs, coupled=not job.overlap.pp).step_s
+    assert pipeline_s(job, costs, 48) == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 8}, {"tp": 2, "pp": 4, "vpp": 3, "dp": 2}, {"pp": 4, "dp": 8}], ids=str)
+def test_memory_is_that_of_the_workload(layout: dict[str, Any]) -> None:
+    case = plan(**layout)
+    assert estimate_step(case).memory == memory.estimate(case.job)
+
+
+def test_memory_falls_with_the_stage_of_zero() -> None:
+    whole, trainer, sharded = (memory_of(plan(dp=8, zero=zero), 0).total for zero in (0, 2, 3))
+    assert whole > trainer > sharded
+
+
+def test_context_parallelism_shares_activations_and_gathers_over_more_ranks() -> None:
+    alone, shared = plan(dp=4), plan(dp=4, cp=2)
+    assert shared.num_gpus == 2 * alone.num_gpus
+    assert memory_of(shared, 0).activations < 0.6 * memory_of(alone, 0).activations
+    assert shared.stages[0].elements == alone.stages[0].elements - 1024 * 2048  # learned positions of half a sequence
+    assert estimate_step(shared).attention_s == pytest.approx(estimate_step(alone).attention_s / 2)
+
+
+def test_recomputation_costs_time_and_saves_memory() -> None:
+    results = [estimate_step(plan(dp=8, model={"recompute": level})) for level in ("none", "selective", "full")]
+    assert results[0].step_s < results[1].step_s < results[2].step_s
+    assert results[0].memory_bytes > results[2].memory_bytes
+
+
+def test_the_slowest_of_more_ranks_is_slower() -> None:
+    values = [slowest_of(number) for number in (1, 2, 8, 64, 2048)]
+    assert values == sorted(values)
+    assert values[0] == 0
+    assert values[1] == pytest.approx(0.5642, abs=0.03)  # 1 / sqrt(pi): exact for two
+
+
+def test_days_are_tokens_over_tokens_a_second() -> None:
+    result = estimate_step(plan(dp=8))
+    assert result.days(86_400 * result.tokens_per_s) == pytest.approx(1.0)
+
+
+# --- rows and the arena
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return load_rows()
+
+
+def test_rows_are_small_and_agree_with_the_mfu_that_their_sources_print(rows: list[Row]) -> None:
+    """Where the source counts as we do: its own printed figure, from its own formula, against ours from the seconds."""
+    import csv
+
+    assert ROWS_FILE.stat().st_size < 100_000
+    with ROWS_FILE.open(encoding="utf-8", newline="") as file:
+        cells = list(csv.DictReader(file))
+    compared = 0
+    for row, cell in zip(rows, cells, strict=True):
+        assert cell["source"]
+        assert cell["release"]
+        if cell["printed_mfu_percent"] and "nemotron" not in row.family and "fewer layers" not in row.note:
+            compared += 1
+            assert row.mfu == pytest.approx(float(cell["printed_mfu_percent"]), abs=0.6), row
+    assert compared > 80
+
+
+def test_our_seconds_and_mfu_are_inverse(rows: list[Row]) -> None:
+    row = rows[0]
+    assert arena.seconds_of(row.plan, mfu_percent(row.plan, row.step_s)) == pytest.approx(row.step_s)
+
+
+def test_numbers_are_at_most_six_a_generation() -> None:
+    assert len(dataclasses.fields(Numbers)) <= 6
+    assert {device.generation for device in DEVICES.values()} == set(NUMBERS)
+
+
+def test_fit_finds_the_numbers_that_made_the_rows(rows: list[Row]) -> None:
+    """Rows of a made-up machine: the fit must come back to its numbers as far as its prior lets it."""
+    truth = dataclasses.replace(fit.PRIOR, gemm=0.60, gemm_fp8=0.50)
+    chosen = [row for row in rows if row.plan.job.parallel.pp == 1][:60]
+    made = [dataclasses.replace(row, step_s=estimate_step(row.plan, truth).step_s) for row in chosen]
+    found = fit.fit(made)
+    assert found.gemm == pytest.approx(truth.gemm, abs=0.02)
+    assert found.gemm_fp8 == pytest.approx(truth.gemm_fp8, abs=0.03)
+
+
+def test_fit_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="rows: none"):
+        fit.fit([])
+
+
+def test_a_family_is_predicted_from_the_others_alone(rows: list[Row]) -> None:
+    """An estimator that remembers what it was fitted to sees no row of the family that it predicts."""
+    few = [row for row in rows if row.gpus <= 16]
+
+    def remember(seen: Any) -> Any:
+        by_plan = {id(row.plan): row.step_s for row in seen}
+        return lambda case: by_plan.get(id(case), 1.0)
+
+    predictions = arena.run_entry(arena.Entry("memory", remember), few)
+    assert all(one.fitted == pytest.approx(one.row.mfu) for one in predictions)
+    assert all(one.predicted != pytest.approx(one.row.mfu) for one in predictions)
+
+
+def test_nulls_say_what_they_are(rows: list[Row]) -> None:
+    few = [row for row in rows if "8b NeMo" in row.family or "70b NeMo" in row.family]
+    constant = arena.fit_constant([row for row in few if "70b" in row.family])
+    row = few[0]
+    others = [each.mfu for each in few if "70b" in each.family and each.plan.precision == row.plan.precision]
+    assert mfu_percent(row.plan, constant(row.plan)) == pytest.approx(sum(others) / len(others))
+    carried = arena.carried(few)
+    assert carried[0].scaled is None
+    assert carried[1].scaled == pytest.approx(carried[0].row.mfu)
+
+
+def test_series_hold_one_layout_smallest_first(rows: list[Row]) -> None:
+    series = arena.series_of(rows)
+    assert sum(len(each) for each in series) == len(rows)
+    for each in series:
+        assert [row.gpus for row in each] == sorted(row.gpus for row in each)
+        assert len({row.plan.precision for row in each}) == 1
+
+
+def test_estimator_that_gives_no_time_is_named(rows: list[Row]) -> None:
+    with pytest.raises(CheckFailed, match="estimator odd predicts nan s"):
+        arena.run_entry(arena.Entry("odd", lambda _: lambda _: math.nan), rows[:2])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("x = (", "cannot be imported"), ("x = 1", r"no function fit\(rows\)"), (None, "is no Python file")],
+)
+def test_estimator_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "mine.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        arena.entry_of(file)
+
+
+def test_estimator_file_is_entered(tmp_path: Path, rows: list[Row]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("NAME = 'two seconds'\ndef fit(rows):\n    return lambda plan: 2.0\n")
+    entry = arena.entries(file)[-1]
+    assert entry.name == "two seconds"
+    assert entry.fit(rows)(rows[0].plan) == 2.0
+
+
+# --- search
+
+
+def test_search_ranks_layouts_that_fit() -> None:
+    found = search(plan(dp=32, batch=64), top=5)
+    steps = [one.estimate.step_s for one in found.best]
+    assert steps == sorted(steps)
+    for one in found.best:
+        assert one.estimate.memory_bytes <= one.plan.device.memory_bytes - RESERVED_BYTES
+        assert one.plan.num_gpus == 32
+        assert "of 80.0 GiB" in one.reason
+    assert found.tried > len(found.best)
+
+
+def test_search_takes_recomputation_where_memory_asks_for_it() -> None:
+    case = plan(dp=8, batch=8)
+    small = dataclasses.replace(case, device=dataclasses.replace(case.device, memory_bytes=12 * 2**30))
+    found = search(small, top=3)
+    assert all(one.estimate.memory_bytes <= 10 * 2**30 for one in found.best)
+
+
+def test_search_that_finds_nothing_says_what_to_change() -> None:
+    case = plan(dp=8, batch=8)
+    tiny = dataclasses.replace(case, device=dataclasses.replace(case.device, memory_bytes=3 * 2**30))
+    with pytest.raises(ConfigError, match=r"fits on no layout of 8 H100: the least that a rank holds is .*; take more"):
+        search(tiny)
+
+
+# --- MegaScale's tables
+
+
+def test_calibration_meets_the_smallest_baseline_row_alone() -> None:
+    batch, gpus, seconds, _ = TABLE_2[0]
+    numbers = calibrate()
+    assert estimate_step(plan_of("Megatron-LM", "175b", gpus, batch), numbers).step_s == pytest.approx(
+        seconds, rel=1e-3
+    )
+    assert dataclasses.replace(numbers, gemm=0.5) == dataclasses.replace(NUMBERS["Ampere"], gemm=0.5)
+
+
+def test_papers_figures_are_those_of_its_seconds() -> None:
+    """Seconds of Megatron-LM's rows give the MFU that the paper prints, so the formula is the paper's."""
+    printed = (53.0, 49.9, 46.7, 44.7)
+    for (batch, gpus, seconds, _), mfu in zip(TABLE_2, printed, strict=False):
+        case = plan_of("Megatron-LM", "175b", gpus, batch)
+        assert seconds_at(case, mfu, is_windowed=False) == pytest.approx(seconds, rel=0.01)
+    assert len(LARGE) == 3
+    assert len(ABLATION) == 9
+
+
+def test_paper_summary_counts_what_is_within() -> None:
+    rows = [
+        PaperRow("t", "a", "s", 10.0, 10.3),
+        PaperRow("t", "b", "s", 10.0, 11.0),
+        PaperRow("t", "c", "s", 1, 1, True),
+    ]
+    assert summary(rows) == ["t: 1 of 2 within 4%; the worst is b, +10.0%"]
+
+
+# --- our own measured steps
+
+REPORTS = Path(__file__).parents[2] / "reports"
+
+
+def test_own_layouts_are_predicted_from_two() -> None:
+    """Two calibrate one factor; a pipeline, tensor parallelism and another card follow within the bars."""
+    names = ("2xh100_202611.dp2", "2xh100_202611.dp2_parallel", "2xh100_202611.pp2vp2", "2xh200_202611.tp2")
+    rows = own_rows([REPORTS / f"trainer_{name}.json" for name in names], 2)
+    assert [row.is_calibrating for row in rows] == [True, True, False, False]
+    assert sum(math.log(row.predicted_s / row.measured_s) for row in rows[:2]) == pytest.approx(0, abs=1e-9)
+    assert all(abs(row.error) < WORST_BAR for row in rows[2:])
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["trainer_2xh200_202611.tp2_8_layers_kept.json"], "held to 2 channels"),
+        (["convergence_h200_202611.json"], "give those of bench.mfu"),
+        (["trainer_2xh200_202611.dp2.json"], "hold 1 layouts, and 2 calibrate"),
+    ],
+)
+def test_own_record_that_says_nothing_is_refused(names: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        own_rows([REPORTS / name for name in names], 2)
+
+
+# --- commands
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(estimate, words)
+
+
+SMALL = (
+    *("--set", "job.model.preset=1.3b", "--set", "job.model.dtype=bfloat16", "--set", "cluster.gpus_per_server=8"),
+    *("--set", "cluster.nics_per_server=8", "--set", "job.parallel.dp=8", "--set", "job.batch.micro_batch_size=1"),
+)
+
+
+def test_step_prints_that_it_is_predicted() -> None:
+    result = run("step", *SMALL)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("predicted, not measured: tiny-gpt on 8 H100, bf16")
+    assert "with full attention" in result.output
+    assert "with causal; peak 989.5 TFLOP/s a GPU" in result.output
+
+
+def test_step_writes_a_predicted_record() -> None:
+    result = run("step", *SMALL, "--json", "-")
+    record = json.loads(result.stdout)
+    assert record["source"] == "predicted"
+    assert record["rows"][0]["step_s"] > 0
+    assert record["rows"][0]["fabric_slowdown"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("step", *SMALL, "--device", "H900"), "--device = H900: is not known; give one of A100"),
+        (("step", *SMALL, "--device", "A100", "--precision", "fp8"), "--precision = fp8: cannot be had on A100"),
+        (("step", *SMALL, "--cp", "3"), "--cp = 3: must be at least 1"),
+        (("step", *SMALL, "--set", "job.model.dtype=float32"), "job.model.dtype = float32"),
+        (("step", *SMALL, "--set", "job.parallel.tp=3"), "job.parallel.tp = 3: must divide"),
+        (("step", *SMALL, "--set", "job.parallel.dp=4"), "must equal cluster.servers x cluster.gpus_per_server = 8"),
+        (("arena", "nowhere.py"), "nowhere.py: is no Python file"),
+    ],
+)
+def test_bad_input_is_one_line_with_a_remedy(words: tuple[str, ...], says: str) -> None:
+    result = run(*words)
+    assert isinstance(result.exception, ConfigError), result.output
+    assert says in str(result.exception)
+    assert ";" in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_zero_3_with_interleaved_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="gathers parameters for every micro-batch"):
+        check_plan(plan(pp=4, vpp=2, dp=2, zero=3))

@@ -1,0 +1,224 @@
+"""Verdicts on a run, from events with a known fault, and `netlayer observe report` as text, record and page."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from netlayer.observe.command import observe
+from netlayer.observe.events import Counter, Event, EventWriter, Mark, Origin, Segment
+from netlayer.observe.verdicts.judge import Verdict, judge
+from netlayer.observe.verdicts.run import collect
+
+MS = 1_000_000
+HOSTILE = "<script>alert(1)</script>\x1b[31m"
+
+
+def events_of_run(
+    *,
+    ranks: int = 8,
+    steps: int = 40,
+    slow: dict[int, float] | None = None,
+    slow_from: int = 1,
+    gc_ms: dict[int, float] | None = None,
+    attempt: int = 0,
+    first: int = 1,
+    begin_ms: float = 0.0,
+    hosts: Iterable[str] | None = None,
+) -> Iterator[Event]:
+    """Ranks with 60 ms of forward, 30 ms of backward and a reduction of 1 MiB in 10 ms that waits for the slowest.
+
+    Args:
+        slow: factor of forward and backward, by rank, from step `slow_from` on.
+        gc_ms: pause of rank 1 in some steps.
+    """
+    rng = np.random.default_rng(1)
+    names = list(hosts or [f"h{rank // 4}" for rank in range(ranks)])
+    origins = [Origin(run="r", attempt=attempt, host=names[rank], rank=rank, pp=0, dp=rank) for rank in range(ranks)]
+    yield from (Mark(origin, "run_start" if not attempt else "restart", round(begin_ms * MS)) for origin in origins)
+    at = begin_ms
+    for step in range(first, first + steps):
+        factors = [(slow or {}).get(rank, 1.0) if step >= slow_from else 1.0 for rank in range(ranks)]
+        parts = rng.normal(1, 0.004, (ranks, 2)) * [60.0, 30.0] * np.array(factors)[:, None]
+        pauses = [(gc_ms or {}).get(step, 0.0) if rank == 1 else 0.0 for rank in range(ranks)]
+        ready = [at + parts[rank].sum() + pauses[rank] for rank in range(ranks)]
+        end = max(ready) + 10
+        for rank, origin in enumerate(origins):
+            middle = at + parts[rank, 0]
+            more: dict[str, Any] = {"step": step, "clock_offset_ns": 0, "clock_error_ns": 1000}
+            yield Segment(origin, "step", "step", round(at * MS), round(end * MS), **more)
+            yield Segment(origin, "forward", "forward", round(at * MS), round(middle * MS), **more)
+            yield Segment(
+                origin, "backward", "backward", round(middle * MS), round((middle + parts[rank, 1]) * MS), **more
+            )
+            if pauses[rank]:
+                yield Segment(
+                    origin, "gc", "gc", round((ready[rank] - pauses[rank]) * MS), round(ready[rank] * MS), **more
+                )
+            yield Segment(origin, "wait", "reduce_scatter", round(ready[rank] * MS), round(end * MS), **more)
+            group: dict[str, Any] = {"group": "reduce", "group_ranks": f"0:{ranks}:1", "seq": step, "bytes": 1 << 20}
+            yield Segment(
+                origin, "collective", "reduce_scatter", round(ready[rank] * MS), round(end * MS), **more, **group
+            )
+        at = end
+
+
+def verdict(events: Iterable[Event], subject: str, link_gbps: float | None = None) -> Verdict:
+    verdicts, _ = judge(collect(events), link_gbps)
+    return next(one for one in verdicts if one.subject == subject)
+
+
+def test_a_slow_rank_is_named_with_host_step_and_cause() -> None:
+    found = verdict(events_of_run(slow={5: 1.5}, slow_from=21), "straggler")
+    [row] = found.rows
+    assert (found.state, row["rank"], row["host"], row["cause"]) == ("found", 5, "h1", "slow computation")
+    assert abs(row["since_step"] - 21) <= 1
+    assert row["slowdown"] == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_healthy_run_has_no_straggler_and_says_what_would_be_seen() -> None:
+    found = verdict(events_of_run(), "straggler")
+    assert (found.state, found.rows) == ("none", ())
+    assert "8 ranks, 40 steps; one slower by" in found.line
+
+
+def test_a_rank_that_waits_is_never_a_suspect() -> None:
+    # All others are slow: rank 3 waits for them in every step.
+    found = verdict(events_of_run(slow={rank: 1.5 for rank in range(8) if rank != 3}), "straggler")
+    assert 3 not in [row["rank"] for row in found.rows]
+
+
+def test_two_ranks_cannot_be_told_apart() -> None:
+    assert verdict(events_of_run(ranks=2, slow={1: 2.0}), "straggler").state == "cannot tell"
+
+
+def test_irregular_garbage_collection_explains_drift_with_its_share() -> None:
+    pauses = dict.fromkeys(range(61, 101, 3), 40.0)
+    found = verdict(events_of_run(steps=100, gc_ms=pauses), "drift")
+    assert found.state == "found"
+    assert found.rows[0]["cause"] == "garbage collection"
+    assert found.rows[0]["share"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_throttled_rank_explains_drift() -> None:
+    events = [*events_of_run(steps=100, slow={2: 1.3}, slow_from=60)]
+    events.append(Mark(Origin(rank=2), "throttle", 60 * 100 * MS, attributes={"reason": "thermal"}))
+    found = verdict(events, "drift")
+    assert (found.state, found.rows[0]["cause"]) == ("found", "throttling")
+    assert found.rows[0]["share"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_steady_steps_do_not_drift() -> None:
+    assert verdict(events_of_run(steps=60), "drift").state == "none"
+
+
+def test_a_link_is_at_its_limit_or_not() -> None:
+    # 7/8 of 1 MiB in 10 ms are 0.734 Gb/s.
+    assert verdict(events_of_run(), "link limit", link_gbps=0.75).state == "found"
+    assert verdict(events_of_run(), "link limit", link_gbps=10.0).state == "none"
+    unknown = verdict(events_of_run(), "link limit")
+    assert unknown.state == "cannot tell"
+    assert "0.734 Gb/s" in unknown.line
+
+
+def sends(slow_rank: int | None) -> Iterator[Event]:
+    """Pairs 0-1, 2-3, ... and 1-2, 3-4, ... exchange 4 MiB in 2 ms; those of the slow rank in 3."""
+    for step in range(1, 13):
+        for source in range(8):
+            target = (source + 1) % 8
+            length = 3 if slow_rank in (source, target) else 2
+            begin = step * 100 * MS + source * 5 * MS
+            for rank, peer, name in ((source, target, "send"), (target, source, "recv")):
+                yield Segment(
+                    Origin(rank=rank), "collective", name, begin, begin + length * MS, step=step, peer=peer,
+                    bytes=4 << 20, flow=f"{source}-{target}-{step}", group="pipeline forward", clock_error_ns=0,
+                )  # fmt: skip
+
+
+def test_the_rank_that_all_slow_transfers_share_has_the_slow_link() -> None:
+    found = verdict(sends(4), "slow link")
+    assert found.state == "found"
+    assert found.line.startswith("rank 4 is in all 2 slow groups")
+    assert verdict(sends(None), "slow link").state == "none"
+
+
+def test_a_port_that_falls_silent_is_off_its_period() -> None:
+    events = [*events_of_run(steps=40)]
+    ends = sorted({event.end_ns for event in events if isinstance(event, Segment) and event.segment == "step"})
+    for port in range(4):
+        for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            value = 10.0 if port == 2 and number > 25 else 1000.0
+            origin = Origin("nic_watch", host="h0")
+            events.append(
+                Counter(origin, "nic.xmit_bytes", begin, end, value, "bytes", attributes={"port": f"mlx5_{port}"})
+            )
+    found = verdict(events, "traffic")
+    assert found.state == "found"
+    assert [row["port"] for row in found.rows] == ["h0 mlx5_2 xmit_bytes"]
+    assert verdict(events_of_run(), "traffic").state == "cannot tell"
+
+
+def test_effective_time_counts_what_a_restart_costs() -> None:
+    before = list(events_of_run(steps=20))
+    # Steps 16 to 20 are taken again, 2 s after the first start's last step.
+    last = max(event.end_ns for event in before) / MS
+    again = list(events_of_run(steps=20, first=16, attempt=1, begin_ms=last + 2000))
+    found = verdict([*before, *again], "effective time")
+    assert [row["steps_lost"] for row in found.rows] == [5, 0]
+    assert found.rows[1]["down_before_s"] == pytest.approx(2.0, abs=0.01)
+    assert "35 steps" in found.line
+    assert "1 restarts" in found.line
+
+
+def write(folder: Path, events: Iterable[Event]) -> Path:
+    """A run's output with one stream."""
+    with EventWriter(folder / "events", Origin(run="r", rank=0)) as writer:
+        writer.write(list(events))
+    return folder
+
+
+def test_the_command_names_the_straggler_and_fails(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", events_of_run(slow={5: 1.5}))
+    result = CliRunner().invoke(observe, ["report", str(run), "--json", str(tmp_path / "record.json")])
+    assert result.exit_code == 1
+    assert result.stdout.startswith("straggler: found: rank 5 (h1) is ")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["name"], record["source"]) == ("observe.report", "measured")
+    assert [row["rank"] for row in record["rows"] if row["table"] == "straggler"] == [5]
+
+
+def test_a_healthy_run_ends_with_0(tmp_path: Path) -> None:
+    result = CliRunner().invoke(observe, ["report", str(write(tmp_path / "run", events_of_run()))])
+    assert result.exit_code == 0
+    assert "straggler: none" in result.stdout
+
+
+def test_files_of_nobody_are_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing\n")
+    result = CliRunner().invoke(observe, ["report", str(tmp_path)])
+    assert result.exit_code != 0
+    assert "holds nothing that can be read" in str(result.exception)
+
+
+def test_hostile_names_and_lines_are_text_on_the_page_and_the_terminal(tmp_path: Path) -> None:
+    events = [*events_of_run(slow={5: 1.5}, hosts=[HOSTILE] * 8)]
+    events.append(Mark(Origin(rank=1, host=HOSTILE), "warning", 5, text=HOSTILE))
+    run = write(tmp_path / "run", events)
+    result = CliRunner().invoke(observe, ["report", str(run), "--out", str(tmp_path / "page")])
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert "\x1b" not in result.output
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert (tmp_path / "page" / "plots" / "heat_map.png").stat().st_size > 1000
+
+
+def test_the_last_steps_alone_are_judged_when_asked(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", events_of_run(slow={5: 1.5}, slow_from=31, steps=60))
+    result = CliRunner().invoke(observe, ["report", str(run), "--last-steps", "20", "--json", "-"])
+    rows = json.loads(result.stdout)["rows"]
+    [row] = [row for row in rows if row["table"] == "straggler"]
+    assert (row["rank"], row["since_step"]) == (5, 41)

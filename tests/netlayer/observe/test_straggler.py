@@ -1,0 +1,115 @@
+"""Detection of stragglers: who is named and since when, and above all who is not."""
+
+import numpy as np
+import pytest
+
+from netlayer.observe.verdicts.straggler import MIN_PEERS, detect, null_model
+
+
+def healthy(steps: int, ranks: int, seed: int = 0, noise: float = 0.01, offset: float = 0.005) -> np.ndarray:
+    """Own times around 1 s: common noise of a step, lasting offsets of ranks, noise of each."""
+    rng = np.random.default_rng(seed)
+    common = np.exp(rng.normal(0, 0.05, (steps, 1)))
+    return common * (1 + rng.normal(0, offset, (1, ranks))) * (1 + rng.normal(0, noise, (steps, ranks)))
+
+
+@pytest.mark.parametrize(("ranks", "slowdown"), [(8, 0.5), (64, 0.1), (1536, 0.05)])
+def test_a_rank_slow_from_the_start_is_named_alone(ranks: int, slowdown: float) -> None:
+    times = healthy(50, ranks)
+    times[:, 5] *= 1 + slowdown
+    [suspect] = detect(times).suspects
+    assert (suspect.column, suspect.since) == (5, 0)
+    assert suspect.slowdown == pytest.approx(slowdown, abs=0.02)
+
+
+@pytest.mark.parametrize("ranks", [8, 256])
+def test_the_step_from_which_on_a_rank_is_slow_is_told(ranks: int) -> None:
+    times = healthy(120, ranks)
+    times[80:, 3] *= 1.2
+    [suspect] = detect(times).suspects
+    assert suspect.column == 3
+    assert abs(suspect.since - 80) <= 1
+
+
+def test_a_change_smaller_than_the_spread_of_healthy_ranks_is_seen_against_the_own_past() -> None:
+    times = healthy(200, 256, noise=0.005, offset=0.02)
+    slow = int(np.argsort(times.mean(axis=0))[128])
+    times[100:, slow] *= 1.02
+    [suspect] = detect(times).suspects
+    assert (suspect.column, suspect.against) == (slow, "own past")
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("ranks", [8, 512])
+def test_nobody_is_named_in_a_healthy_run(ranks: int, seed: int) -> None:
+    assert detect(healthy(60, ranks, seed)).suspects == ()
+
+
+def test_single_pauses_accuse_nobody() -> None:
+    rng = np.random.default_rng(4)
+    times = healthy(100, 128)
+    times[rng.integers(100, size=300), rng.integers(128, size=300)] *= 3
+    assert detect(times).suspects == ()
+
+
+def test_a_rank_that_has_recovered_is_not_named() -> None:
+    times = healthy(120, 64)
+    times[20:60, 7] *= 1.3
+    assert detect(times).suspects == ()
+
+
+def test_what_slows_every_rank_accuses_nobody() -> None:
+    times = healthy(100, 64)
+    times[50:] *= 1.4
+    assert detect(times).suspects == ()
+
+
+def test_ranks_are_compared_with_those_of_equal_work() -> None:
+    times = healthy(60, 16)
+    times[:, 8:] *= 1.5  # the second pipeline stage has more layers
+    roles = [0] * 8 + [1] * 8
+    assert detect(times, roles).suspects == ()
+    times[:, 11] *= 1.4
+    assert [suspect.column for suspect in detect(times, roles).suspects] == [11]
+
+
+def test_many_slow_ranks_are_another_kind_of_work() -> None:
+    times = healthy(60, 30)
+    times[:, :12] *= 1.3
+    detection = detect(times)
+    assert detection.suspects == ()
+    assert (
+        detection.no_verdict
+        == "12 of 30 ranks with equal work are slower than the others: rather another kind of work than stragglers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [((60, MIN_PEERS - 1), "nobody to compare with"), ((3, 16), "no rank has 5 steps in the record")],
+)
+def test_too_little_to_compare_is_no_verdict(shape: tuple[int, int], reason: str) -> None:
+    detection = detect(healthy(*shape))
+    assert detection.suspects == ()
+    assert reason in detection.no_verdict
+
+
+def test_missing_steps_and_ranks_are_no_evidence() -> None:
+    times = healthy(60, 16)
+    times[10:30, 2] = np.nan
+    times[:, 9] = np.nan
+    times[:, 4] *= 1.5
+    assert [suspect.column for suspect in detect(times).suspects] == [4]
+
+
+def test_the_share_of_the_step_that_goes_with_the_suspect_is_that_of_the_slowest() -> None:
+    times = healthy(60, 16, noise=0.001, offset=0.001)
+    times[:, 6] *= 1.25
+    assert detect(times).returned == pytest.approx(0.2, abs=0.01)  # 1.25 becomes 1
+
+
+def test_the_null_model_takes_the_mean_and_falls_for_pauses() -> None:
+    times = healthy(20, 512)
+    times[3, 100] *= 3
+    assert null_model(times, 5)[100]
+    assert detect(times).suspects == ()

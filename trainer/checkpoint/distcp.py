@@ -1,0 +1,147 @@
+"""A file of items one after the other, with their digests at its end: what holds the tensors of a checkpoint.
+
+`torch.distributed.checkpoint` finds each item by offset and length in `.metadata`, and reads nothing else of a file. So
+what comes after the last item is ours: offset, length and CRC-32 of every item (JSON), then the length of that and a
+mark. The digest of this trailer lies in `meta.json`. Needs no torch: the process that writes starts in moments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+from zlib import crc32
+
+from trainer.checkpoint.digest import digest
+
+SUFFIX = ".distcp"
+_MARK = b"netlayer"
+_LENGTH_BYTES = 8
+_END = _LENGTH_BYTES + len(_MARK)
+_MAX_TRAILER_BYTES = 1 << 30
+
+Read = Callable[[int, int], bytes]
+"""Read (offset, length) of a file."""
+
+
+def file_of(rank: int, number: int = 0) -> str:
+    """Return the name of a rank's file, as torch's own writer names it."""
+    return f"__{rank}_{number}{SUFFIX}"
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where an item lies in its file, and the CRC-32 of its bytes."""
+
+    offset: int
+    length: int
+    crc: int
+
+
+class ItemWriter:
+    """Writes items to a stream, and the trailer at the end; digests are computed while the stream takes the bytes.
+
+    Args:
+        stream: open for writing, at its start; stays open.
+        on_write: called with the number of bytes after each piece.
+    """
+
+    def __init__(self, stream: IO[bytes], on_write: Callable[[int], None] = lambda _num_bytes: None) -> None:
+        self._stream, self._on_write = stream, on_write
+        self._thread = ThreadPoolExecutor(1, "digests")
+        self.places: list[Extent] = []
+        self.num_bytes = 0
+
+    def add(self, pieces: Sequence[bytes | memoryview]) -> Extent:
+        """Write one item, which is these pieces one after the other."""
+        # zlib lets go of the interpreter's lock, and so does a write: both take about as long.
+        crc = self._thread.submit(_crc_of, pieces)
+        length = 0
+        for piece in pieces:
+            self._stream.write(piece)
+            length += len(piece)
+            self._on_write(len(piece))
+        place = Extent(self.num_bytes, length, crc.result())
+        self.places.append(place)
+        self.num_bytes += length
+        return place
+
+    def finish(self) -> str:
+        """Write the trailer; return its digest."""
+        text = json.dumps([[place.offset, place.length, place.crc] for place in self.places]).encode()
+        self._stream.write(text + len(text).to_bytes(_LENGTH_BYTES, "little") + _MARK)
+        self.num_bytes += len(text) + _END
+        self.close()
+        return digest(text)
+
+    def close(self) -> None:
+        """End the thread; twice is once."""
+        self._thread.shutdown()
+
+
+def _crc_of(pieces: Iterable[bytes | memoryview]) -> int:
+    crc = 0
+    for piece in pieces:
+        crc = crc32(piece, crc)
+    return crc
+
+
+def read_trailer(size: int, read: Read) -> tuple[str, list[Extent]]:
+    """Return the digest of a file's trailer, and the places of its items.
+
+    Args:
+        size: of the file.
+
+    Raises:
+        ValueError: there is no such trailer: the file is cut short, or not one of ours.
+    """
+    end = read(size - _END, _END) if size >= _END else b""
+    length = int.from_bytes(end[:_LENGTH_BYTES], "little")
+    if end[_LENGTH_BYTES:] != _MARK or not 2 <= length <= min(_MAX_TRAILER_BYTES, size - _END):
+        raise ValueError(f"its {size} bytes do not end in digests: it is cut short, or another file")
+    text = read(size - _END - length, length)
+    return digest(text), _parse(text, size)
+
+
+def _parse(text: bytes, size: int) -> list[Extent]:
+    try:
+        rows: Any = json.loads(text)
+        places = [Extent(*row) for row in rows]
+        valid = all(type(n) is int and n >= 0 for place in places for n in (place.offset, place.length, place.crc))
+        valid = valid and all(place.offset + place.length <= size for place in places)
+    except (ValueError, RecursionError, TypeError):
+        valid = False
+    if not valid:
+        raise ValueError("its digests cannot be read")
+    return places
+
+
+def file_reader(path: Path) -> tuple[int, Read]:
+    """Return the size of a file, and what reads ranges of it."""
+    if not isinstance(path, Path):  # of an object store: `trainer.checkpoint.names.as_location`
+        return object_reader(path.fs, path.path)
+
+    def read(offset: int, length: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(offset)
+            content = file.read(length)
+        if len(content) < length:
+            raise ValueError(f"it ends {length - len(content)} bytes before byte {offset + length}")
+        return content
+
+    return path.stat().st_size, read
+
+
+def object_reader(fs: Any, path: str) -> tuple[int, Read]:
+    """Return the size of an object, and what reads ranges of it."""
+
+    def read(offset: int, length: int) -> bytes:
+        content: bytes = fs.cat_file(path, start=offset, end=offset + length)
+        if len(content) < length:
+            raise ValueError(f"it ends {length - len(content)} bytes before byte {offset + length}")
+        return content
+
+    return int(fs.size(path)), read

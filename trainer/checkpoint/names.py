@@ -1,0 +1,76 @@
+"""Names of checkpoints in their folder, and of what lies in one. Loads nothing: the writing process starts fast."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.digest import digest
+
+FORMAT = 4
+"""Of what is written: `trainer.checkpoint.dcp`."""
+OLD_FORMAT = 3
+"""A file of the safetensors format for each (tensor-parallel, pipeline) place: read, and no longer written."""
+META = "meta.json"
+TOKENIZER = "tokenizer.json"
+PENDING = ".new"
+"""End of the name of a checkpoint that is not verified yet: no finite loss was computed with its parameters."""
+OWN_DIGEST = "digest"
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}([^/].*)")
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+def as_location(path: Path | str) -> Path:
+    """Return a path, or what acts as one for a URL of an object store (`s3://...`).
+
+    Args:
+        path: a URL may have gone through a Path, which takes one of two slashes away.
+
+    Raises:
+        ImportError: a URL needs a package that is not installed.
+    """
+    url = _URL.match(str(path))
+    if url is None:
+        return Path(path)
+    from upath import UPath  # only here: most runs have no URL
+
+    # Without a listing that is kept: checkpoints come while somebody looks.
+    made: Any = UPath(f"{url[1]}://{url[2]}", use_listings_cache=False)
+    return made  # type: ignore[no-any-return]  # it has a Path's methods
+
+
+def sealed(facts: Mapping[str, Any]) -> str:
+    """The text of `meta.json`, with its own digest."""
+    return json.dumps({**facts, OWN_DIGEST: digest(json.dumps(facts).encode())}, indent=1) + "\n"
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Good ones, oldest first."""
+    return _named(folder, "")
+
+
+def pending_in(folder: Path) -> list[Path]:
+    """Return the checkpoints that are not verified yet, oldest first."""
+    return _named(folder, PENDING)
+
+
+def halves_in(folder: Path) -> list[Path]:
+    """Return folders that are no checkpoints: halves of saves in progress or killed, and replaced checkpoints."""
+    return sorted([*folder.glob(".step-*.part"), *folder.glob(".step-*.old")]) if isinstance(folder, Path) else []
+
+
+def step_of(path: Path) -> int:
+    """Return the step after which a checkpoint was saved, from its name."""
+    return int(path.name.removeprefix("step-").removesuffix(PENDING))
+
+
+def _named(folder: Path, suffix: str) -> list[Path]:
+    there: list[Path] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        there = list(folder.iterdir())
+    paths = (path for path in there if _NAME.fullmatch(path.name.removesuffix(suffix)))
+    return sorted(paths, key=step_of)

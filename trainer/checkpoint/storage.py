@@ -1,0 +1,251 @@
+"""The folder of a run's checkpoints, on a file system or in an object store (`s3://`, `gs://`, `hdfs://`, by fsspec).
+
+A checkpoint is whole or not there. A file system renames a folder at once, so all of it is made durable (fsync: files,
+then their folder) under a name that begins with a dot, and then renamed. An object store cannot: there the files have
+their names from the start, and `meta.json`, without which a folder is no checkpoint, is written last. A pending one's
+name ends in `.new` here, and there it has a `meta.json.new`. Needs no torch: the process that writes starts in moments.
+Not covered: stores that show a file before it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from netlayer.results import sync_folder
+from trainer.checkpoint.distcp import Read, file_reader, object_reader
+from trainer.checkpoint.names import META, PENDING, checkpoints_in, halves_in, step_of
+
+PART = ".part"
+_SYNC_BYTES = 256 << 20
+"""Written before the disk is waited for: a page cache full of it would hold up all other writes of the machine."""
+_OBJECT_BLOCK = 16 << 20  # of a multipart upload
+
+
+class Storage(Protocol):
+    """What writes checkpoints into one folder. `part` names a checkpoint in the making: what `part_name` gave."""
+
+    def create(self, part: str, needed_bytes: int) -> None:
+        """Make room for a checkpoint and create it, empty; what killed saves have left is removed.
+
+        Raises:
+            OSError: there is less room than is needed.
+        """
+
+    def write(self, part: str, file: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        """Open a new file of a checkpoint for writing; it is durable when the block ends, and gone where it fails."""
+
+    def reader(self, part: str, file: str) -> tuple[int, Read]:
+        """Return the size of a file of a checkpoint in the making, and what reads ranges of it."""
+
+    def publish(self, part: str, name: str, meta: bytes, *, pending: bool) -> None:
+        """Write `meta.json` of a checkpoint whose other files are durable, and give it its name."""
+
+    def commit(self, name: str) -> None:
+        """Make a pending checkpoint a good one."""
+
+    def discard(self, part: str) -> None:
+        """Remove a checkpoint in the making."""
+
+    def prune(self, keep: int, keep_every: int) -> None:
+        """Keep the newest `keep` good checkpoints, and those of every `keep_every`-th step (0: none)."""
+
+    def free_bytes(self) -> int:
+        """Return how much room there is; -1: it does not say."""
+
+
+def open_storage(location: str) -> Storage:
+    """Return what writes into a folder.
+
+    Args:
+        location: a path, or a URL that fsspec knows.
+
+    Raises:
+        ImportError: the package for such URLs is not installed.
+    """
+    return ObjectStorage(location) if "://" in location else LocalStorage(Path(location))
+
+
+def part_name(location: str, name: str, token: str) -> str:
+    """Return the name under which checkpoint `name` is made.
+
+    Args:
+        token: of the run: another run's half under this name could hold files that this one does not write.
+    """
+    if "://" in location:
+        return name
+    return f".{name}.{token}{PART}" if token else f".{name}{PART}"
+
+
+class LocalStorage:
+    """A folder of a file system."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def create(self, part: str, needed_bytes: int) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._clear()
+        # Refuse what cannot fit before any of it is written: a disk filled to the brim hurts others too.
+        if 0 <= self.free_bytes() < needed_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        (self._root / part).mkdir()
+
+    @contextlib.contextmanager
+    def write(self, part: str, file: str) -> Iterator[IO[bytes]]:
+        path = self._root / part / file
+        try:
+            with path.open("wb") as stream:
+                yield _Synced(stream)  # type: ignore[misc]  # a part of IO[bytes] is enough
+                stream.flush()
+                os.fsync(stream.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def reader(self, part: str, file: str) -> tuple[int, Read]:
+        return file_reader(self._root / part / file)
+
+    def publish(self, part: str, name: str, meta: bytes, *, pending: bool) -> None:
+        with self.write(part, META) as stream:
+            stream.write(meta)
+        sync_folder(self._root / part)
+        self._rename(self._root / part, self._root / (name + PENDING if pending else name))
+
+    def commit(self, name: str) -> None:
+        self._rename(self._root / f"{name}{PENDING}", self._root / name)
+
+    def discard(self, part: str) -> None:
+        shutil.rmtree(self._root / part, ignore_errors=True)
+
+    def prune(self, keep: int, keep_every: int) -> None:
+        for old in kept_apart(checkpoints_in(self._root), keep, keep_every):
+            old.replace(_old(old))
+        self._clear()
+
+    def free_bytes(self) -> int:
+        usage = shutil.disk_usage(self._root)
+        return usage.free if usage.total else -1  # some network file systems do not say
+
+    def _rename(self, path: Path, target: Path) -> None:
+        if target.exists():
+            target.replace(_old(target))  # renamed away before it is removed: one of the two is always there
+        path.replace(target)
+        sync_folder(target.parent)
+
+    def _clear(self) -> None:
+        """Remove what is no checkpoint, and of this run alone: no other has entered its folder."""
+        for path in halves_in(self._root):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def kept_apart(paths: list[Any], keep: int, keep_every: int) -> list[Any]:
+    """Return those of the checkpoints, oldest first, that are not to be kept."""
+    return [path for path in paths[:-keep] if not keep_every or step_of(path) % keep_every]
+
+
+def _old(path: Path) -> Path:
+    """Return the path of a replaced checkpoint, which is removed next."""
+    return path.with_name(f".{path.name}.old")
+
+
+class _Synced:
+    """A file that is written to the disk as it grows, and then leaves the page cache."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._unsynced = stream, 0
+
+    def write(self, content: Any) -> int:
+        written = self._stream.write(content)
+        self._unsynced += written
+        if self._unsynced >= _SYNC_BYTES:
+            self._stream.flush()
+            opened = self._stream.fileno()
+            os.fdatasync(opened)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._unsynced = 0
+        return written
+
+
+class ObjectStorage:
+    """A folder of an object store, or of a file system that fsspec alone reaches.
+
+    Raises:
+        ImportError: the package for its protocol is not installed.
+    """
+
+    def __init__(self, location: str) -> None:
+        from fsspec.core import url_to_fs
+
+        # Without a listing that is kept: other ranks, in other processes, write there too.
+        self._fs, self._root = url_to_fs(location, use_listings_cache=False, skip_instance_cache=True)
+
+    def create(self, part: str, needed_bytes: int) -> None:  # noqa: ARG002  (as LocalStorage)
+        self._clear()
+        self._remove(part)
+        with contextlib.suppress(FileExistsError):  # a prefix of a bucket is nothing that is made
+            self._fs.makedirs(f"{self._root}/{part}", exist_ok=True)
+
+    @contextlib.contextmanager
+    def write(self, part: str, file: str) -> Iterator[IO[bytes]]:
+        stream = self._fs.open(f"{self._root}/{part}/{file}", "wb", block_size=_OBJECT_BLOCK)
+        try:
+            yield stream
+        except BaseException:
+            # Closed, it would publish what is there so far; an upload that is not ended shows nothing.
+            with contextlib.suppress(Exception):
+                stream.discard()
+            raise
+        stream.close()
+
+    def reader(self, part: str, file: str) -> tuple[int, Read]:
+        path = f"{self._root}/{part}/{file}"
+        return object_reader(self._fs, path)
+
+    def publish(self, part: str, name: str, meta: bytes, *, pending: bool) -> None:  # noqa: ARG002  (as LocalStorage)
+        with self.write(part, META + PENDING if pending else META) as stream:
+            stream.write(meta)
+
+    def commit(self, name: str) -> None:
+        path = f"{self._root}/{name}/{META}"
+        self._fs.copy(f"{path}{PENDING}", path)
+        self._fs.rm(f"{path}{PENDING}")
+
+    def discard(self, part: str) -> None:
+        with contextlib.suppress(OSError):
+            self._remove(part)
+
+    def prune(self, keep: int, keep_every: int) -> None:
+        good = [Path(name) for name in self._names() if self._fs.exists(f"{self._root}/{name}/{META}")]
+        for old in kept_apart(sorted(good, key=step_of), keep, keep_every):
+            self._remove(old.name)
+
+    def free_bytes(self) -> int:
+        return -1
+
+    def _names(self) -> list[str]:
+        try:
+            listed = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        names = (path.rstrip("/").rpartition("/")[2] for path in listed)
+        return [name for name in names if name.startswith("step-") and name.removeprefix("step-").isdigit()]
+
+    def _clear(self) -> None:
+        for name in self._names():
+            if not any(self._fs.exists(f"{self._root}/{name}/{META}{end}") for end in ("", PENDING)):
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """Remove a checkpoint, first of all what makes it one."""
+        for end in ("", PENDING):
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(f"{self._root}/{name}/{META}{end}")
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(f"{self._root}/{name}", recursive=True)
