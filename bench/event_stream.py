@@ -46,7 +46,7 @@ _CONNECT_PAUSE = 256  # connections after which the listener's queue may drain
 
 @dataclass(frozen=True)
 class Sent:
-    """What one process of senders has done: see `Row`."""
+    """Result of one process of senders: see `Row`."""
 
     batches: int
     skipped: int
@@ -158,12 +158,12 @@ def measure(ranks: int, seconds: int, num_events: int, senders: int, stages: Sta
         collector.start()
         begin, links, processes = context.Barrier(senders + 1), list[Connection](), list[Any]()
         for number in range(senders):
-            mine, other = context.Pipe()
+            end, other = context.Pipe()
             share = range(number, ranks, senders)
             arguments = (port, list(share), ranks, seconds, num_events, payload, begin, other)
             processes.append(context.Process(target=_send, args=arguments, daemon=True))
             processes[-1].start()
-            links.append(mine)
+            links.append(end)
         try:
             begin.wait(_LATE_S)
             before, begun_s = _cpu_s(redis), time.monotonic()
