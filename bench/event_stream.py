@@ -17,7 +17,7 @@ import selectors
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,8 +109,8 @@ def command(options: RunOptions, ranks: int, seconds: int, events: int, senders:
     """
     check_files(ranks)
     started = utc_now()
-    with Stages() as stages:
-        row = measure(ranks, seconds, events, senders, stages)
+    with Stages() as stages, stages.open("sending") as bar:
+        row = measure(ranks, seconds, events, senders, bar)
     record = RunRecord(
         name="bench.event_stream",
         source="measured",
@@ -146,10 +146,15 @@ def describe(row: Row) -> str:
     )
 
 
-def measure(ranks: int, seconds: int, num_events: int, senders: int, stages: Stages | None = None) -> Row:
-    """Send and collect; every process is gone afterwards."""
+def measure(
+    ranks: int,
+    seconds: int,
+    num_events: int,
+    senders: int,
+    on_second: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Row:
+    """Send and collect; every process is gone afterwards. `on_second` hears of the seconds."""
     payload, encode_ms = _payload(num_events)
-    bar = (stages or Stages()).open
     with server(Way("ours", "redis"), ranks) as (port, redis), tempfile.TemporaryDirectory() as folder:
         url, context = f"redis://127.0.0.1:{port}", multiprocessing.get_context("spawn")
         over = context.Event()
@@ -168,10 +173,9 @@ def measure(ranks: int, seconds: int, num_events: int, senders: int, stages: Sta
             begin.wait(_LATE_S)
             before, begun_s = _cpu_s(redis), time.monotonic()
             collector_before = _cpu_s(psutil.Process(collector.pid))
-            with bar("sending") as progress:
-                for second in range(seconds):
-                    time.sleep(1)
-                    progress(second + 1, seconds)
+            for second in range(seconds):
+                time.sleep(1)
+                on_second(second + 1, seconds)
             sent = [_receive(link) for link in links]
             elapsed_s = time.monotonic() - begun_s
             redis_cpu_s = _cpu_s(redis) - before
