@@ -41,6 +41,7 @@ from netlayer.results import RunRecord, utc_now, write_text
 
 _RUN = "flood"
 _LATE_S = 120.0  # for what was sent to be answered and collected
+_LOOK_EVERY = 32  # sends without a look at answers
 _CONNECT_PAUSE = 256  # connections after which the listener's queue may drain
 
 
@@ -279,6 +280,7 @@ class _Senders:
                 time.sleep(0.01)
         self._sent_s: dict[int, float] = {}
         """By rank: when the batch was sent whose answer has not come."""
+        self._late = 0
         self._numbers = dict.fromkeys(ranks, 0)
         self._answers_ms: list[float] = []
 
@@ -290,6 +292,9 @@ class _Senders:
         for second in range(seconds):
             for rank, link in self._links:
                 self._read_until(begun_s + second + rank / self._num_ranks)
+                # A second that is over cannot be sent in; before that, an answer that is late may still come.
+                while rank in self._sent_s and time.monotonic() < begun_s + second + 1 + rank / self._num_ranks:
+                    self._read(0.01)
                 if rank in self._sent_s:
                     skipped += 1
                     continue
@@ -320,9 +325,14 @@ class _Senders:
                 self._read(0.001)
 
     def _read_until(self, due_s: float) -> None:
-        """Take answers until it is time; at least once where there is none to lose."""
+        """Take answers until it is time; who is late looks now and then, or no answer would ever be taken."""
+        self._late += 1
         while (left_s := due_s - time.monotonic()) > 0:
+            self._late = 0
             self._read(left_s)
+        if self._late >= _LOOK_EVERY:
+            self._late = 0
+            self._read(0)
 
     def _read(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
