@@ -193,11 +193,11 @@ def measure(noise: Noise, num_steps: int, quiet_steps: int, setting: Setting) ->
     ours = _smallest(counts["ours"])
     nulls = {k: _smallest(counts[str(k)]) for k in _NULL_K}
     best = min((k for k in _NULL_K if nulls[k] is not None), key=lambda k: (nulls[k], k), default=None)
-    shown = ours if ours is not None else len(GRID) - 1
-    precision, recall = _rates(counts["ours"][shown])
+    level = ours if ours is not None else len(GRID) - 1
+    precision, recall = _rates(counts["ours"][level])
     null_best = nulls[best] if best is not None else None
     null_3 = nulls[_NULL_K[0]]
-    errors = onset_errors[shown]
+    errors = onset_errors[level]
     return Row(
         noise.name,
         len(noise.series),
@@ -212,7 +212,7 @@ def measure(noise: Noise, num_steps: int, quiet_steps: int, setting: Setting) ->
         precision,
         recall,
         float(np.median(errors)) if errors else None,
-        100 * float(np.mean(gains[shown])),
+        100 * float(np.mean(gains[level])),
     )
 
 

@@ -74,7 +74,7 @@ def judge(run: Run, link_gbps: float | None = None) -> tuple[list[Verdict], Dete
 
 
 def straggler(run: Run, detection: Detection) -> Verdict:
-    """Which ranks are slow, since when, and in what."""
+    """Name the ranks that are slow, since when, and in what."""
     if detection.no_verdict:
         return Verdict("straggler", "cannot tell", detection.no_verdict)
     if not detection.suspects:
@@ -127,7 +127,7 @@ def _cause(run: Run, suspect: Suspect) -> tuple[str, float]:
 
 
 def slow_link(run: Run) -> Verdict:
-    """Which rank or pair moves bytes more slowly than others do in the same collective."""
+    """Name the rank or pair that moves bytes more slowly than others do in the same collective."""
     rates = _rates(run)
     if rates is None:
         return Verdict("slow link", "cannot tell", "no collective has a size, a group and the times of all its ranks")
@@ -201,7 +201,7 @@ def _rates(run: Run) -> dict[str, dict[tuple[int, ...], list[float]]] | None:
 
 
 def drift(run: Run, detection: Detection) -> Verdict:
-    """By how much steps became longer over the run, and what explains it."""
+    """Say by how much steps became longer over the run, and what explains it."""
     step_s = _median_of_ranks(run.step_s)
     first = min(_WARM_UP_STEPS, len(step_s) // 10)
     quarter = max(_QUARTER_STEPS, (len(step_s) - first) // 4)
@@ -269,7 +269,7 @@ def _median_of_ranks(times: Times) -> Times:
 
 
 def traffic(run: Run) -> Verdict:
-    """Which ports moved less in a step than they used to, while the others did not."""
+    """Name the ports that moved less in a step than they used to, while the others did not."""
     if not run.traffic:
         return Verdict("traffic", "cannot tell", "no counters of bytes: sample them with netlayer nic watch")
     ends = np.array(run.step_end_ns)
@@ -332,7 +332,7 @@ def _bytes_between(port: Traffic, edges: Any) -> Times:
 
 
 def link_limit(run: Run, link_gbps: float | None) -> Verdict:
-    """Whether data- and pipeline-parallel transfers reach the link's physical rate, link by link."""
+    """Say whether data- and pipeline-parallel transfers reach the link's physical rate, link by link."""
     rates: dict[str, list[float]] = defaultdict(list)
     for kind, by_group in (_rates(run) or {}).items():
         name, group, _ = kind.rsplit(" ", 2)[0].partition(" ")[0], kind.split(" ", 1)[1].rsplit(" ", 1)[0], ""

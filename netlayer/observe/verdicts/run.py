@@ -1,4 +1,4 @@
-"""What the events of a run say, as tables: times by step and rank, collectives, starts of the run, traffic of ports.
+"""Tables of what the events of a run say: times by step and rank, collectives, starts of the run, traffic of ports.
 
 The events are read once. What is kept grows with steps times ranks, not with the number of events; `last_steps` bounds
 it for long runs.
@@ -206,6 +206,7 @@ class _Collector:
         self._num_readings += 1
 
     def run(self) -> Run:
+        """Return the tables of all that was taken in."""
         steps = sorted(self._cells)[-(self._last_steps or 0) :]
         ranks = sorted({rank for step in steps for rank in self._cells[step]})
         shape = len(steps), len(ranks)

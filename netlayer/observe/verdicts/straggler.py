@@ -249,7 +249,7 @@ def _change_scores(times: Times, noise: Times) -> _Scores:
 
 
 def _excess(scores: Times, normal: tuple[float, float]) -> float:
-    """How far the scores of ranks that noise made fast exceed those of normal noise; at least 1.
+    """Return how far the scores of ranks that noise made fast exceed those of normal noise; at least 1.
 
     Args:
         scores: of the fast direction.
