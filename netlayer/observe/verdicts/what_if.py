@@ -312,7 +312,7 @@ class _Builder:
         return any(self.places[stage, "all_reduce"] for stage in range(self.num_stages))
 
     def _end_of_step(self, stage: int) -> None:
-        """Order what follows the last computation: garbage collection, small gradients, (scattered gradients,) clip, optimizer."""
+        """Order what follows the last computation: garbage collection, gradients, clip, optimizer."""
         last = max(self._compute(stage), key=lambda at: self.end[at])
         collection = self.places[stage, GC]
         for at in collection:
