@@ -16,7 +16,7 @@ from typing import Any
 from netlayer.errors import ConfigError
 from netlayer.units import format_size
 from trainer.checkpoint.dcp import METADATA
-from trainer.checkpoint.distcp import SUFFIX, local_read, read_trailer
+from trainer.checkpoint.distcp import SUFFIX, file_reader, read_trailer
 from trainer.checkpoint.file import DIGESTS, TensorFile, header_digest
 from trainer.checkpoint.meta import (
     ALTERED,
@@ -134,7 +134,7 @@ def _check_ends(meta: Meta) -> None:
         with undamaged(meta.field, file):
             if meta.format == OLD_FORMAT:
                 TensorFile(file, meta.digests[name])
-            elif name.endswith(SUFFIX) and read_trailer(*local_read(file))[0] != meta.digests[name]:
+            elif name.endswith(SUFFIX) and read_trailer(*file_reader(file))[0] != meta.digests[name]:
                 raise ValueError(ALTERED)
 
 
