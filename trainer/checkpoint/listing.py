@@ -98,9 +98,10 @@ def _row(path: Path, *, may_be_plain: bool = False) -> Row:
     Args:
         may_be_plain: it may be of torch.distributed.checkpoint alone; one of a run that lacks `meta.json` is damaged.
     """
+    has_renames = isinstance(path, Path)  # an object store cannot rename a folder: `trainer.checkpoint.storage`
     try:
         if not may_be_plain and not (path / META).is_file():
-            if not isinstance(path, Path):  # an object store, which cannot rename a folder
+            if not has_renames:
                 state = "pending" if (path / f"{META}{PENDING}").is_file() else "part"
                 return Row(path.name, step_of(path), None, None, None, None, *_size(path), state)
             raise ConfigError(FIELD, path, f"lacks {META}", "")
@@ -186,8 +187,8 @@ class Verification:
     def checks(self) -> Iterator[Check]:
         """Read, and yield each file as it is done."""
         if self._files is None:
-            for file, damage in self._source.verify():
-                yield Check(file, damage)
+            for name, damage in self._source.verify():
+                yield Check(name, damage)
             return
         for file in self._files.files:
             try:
