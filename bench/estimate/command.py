@@ -100,7 +100,7 @@ def step(
 @_DEVICE
 @_PRECISION
 @_ZERO
-@click.option("--top", type=click.IntRange(1, 100), default=10, show_default=True, help="Layouts to print.")
+@click.option("--top", type=click.IntRange(1, 100), default=5, show_default=True, help="Layouts to print.")
 @run_options
 def search(options: RunOptions, device: str, precision: str, zero: int, top: int) -> None:
     """Rank the layouts of --config's job on its GPUs that memory and divisibility allow, with reasons.

@@ -8,6 +8,7 @@ recomputation, the layout. MFU is counted anew from each row's step time, by one
 from __future__ import annotations
 
 import csv
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +39,7 @@ class Row:
     step_s: float
     note: str = ""
 
-    @property
+    @functools.cached_property
     def mfu(self) -> float:
         """Full attention, over the dense peak of the GEMMs' precision; in percent."""
         return mfu_percent(self.plan, self.step_s)
