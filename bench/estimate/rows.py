@@ -62,6 +62,7 @@ def load_rows(path: Path = ROWS_FILE) -> list[Row]:
 
 
 def _row(cells: dict[str, Any]) -> Row:
+    """Return the row of a line of the file; a row without seconds has tokens a second and GPU."""
     numbers = {
         key: int(cells[key])
         for key in ["layers", "vocab", "gpus", "gbs", "seq", "tp", "pp", "vp", "cp", "mbs", "zero", "deferred_heads"]

@@ -48,7 +48,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Args:
@@ -68,7 +68,7 @@ def search(
     top: int = 5,
     numbers: Numbers | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Found:
+) -> SearchResult:
     """Rank the layouts of `base`'s job on as many GPUs.
 
     Args:
@@ -100,7 +100,7 @@ def search(
     estimates = [(plan, estimate_step(plan, numbers)) for _, plan in fitting[: top + 3]]
     estimates.sort(key=lambda pair: pair[1].step_s)
     best = tuple(Candidate(plan, estimate, _reason(plan, estimate)) for plan, estimate in estimates[:top])
-    return Found(best, len(layouts), refused)
+    return SearchResult(best, len(layouts), refused)
 
 
 def describe(plan: Plan) -> str:
