@@ -5,7 +5,8 @@ counts where the layers are few: 125m has 163.9 million parameters, and 125.3 mi
 
 The Llama 3 and Qwen3 shapes are as published with the weights (Llama-3.2-1B, Meta-Llama-3-8B and -70B, Llama-3.1-405B;
 Qwen3-0.6B and -8B), so are their numbers of parameters: 1,235,814,400, 8,030,261,248, 70,553,706,496 and
-405,853,388,800; 596,049,920 and 8,190,735,360. `seq_len` is what a training sequence has here, not the most that the published model reads.
+405,853,388,800; 596,049,920 and 8,190,735,360. `seq_len` is what a training sequence has here, not the most that the
+published model reads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _qwen3(
 def _nemotron4(layers: int, hidden: int, heads: int) -> Mapping[str, object]:
     """arXiv 2402.16819 and 2406.11704; GELU stands for their squared ReLU, which takes as many FLOPs and bytes."""
     nemotron4 = {"vocab_size": 256_000, "seq_len": 4096, "norm": "layernorm", "activation": "gelu"}
-    return _llama3(layers, hidden, heads, 4 * hidden, **nemotron4)
+    return {**_llama3(layers, hidden, heads, 4 * hidden), **nemotron4}
 
 
 # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json
