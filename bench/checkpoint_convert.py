@@ -82,9 +82,9 @@ def command(options: RunOptions, preset: str, layers: int | None, dtype: str, wo
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 rows.append(pool.submit(convert, step, folder / source, folder / target, dtype, config).result())
             row = rows[-1]
-            held = f"{format_size(row.anonymous_bytes)} anonymous, {format_size(row.resident_bytes)} resident"
+            memory = f"{format_size(row.anonymous_bytes)} anonymous, {format_size(row.resident_bytes)} resident"
             speed = f"{row.num_bytes / row.seconds / 1e6:,.0f} MB/s"
-            click.echo(f"{step}: {format_size(row.num_bytes)} in {row.seconds:.1f} s ({speed}), peak {held}")
+            click.echo(f"{step}: {format_size(row.num_bytes)} in {row.seconds:.1f} s ({speed}), peak {memory}")
         names = sorted(path.name for path in (folder / "theirs").glob("*.safetensors"))
         same = all(_same(folder / "theirs" / name, folder / "again" / name) for name in names)
     finally:

@@ -96,14 +96,14 @@ def command(
         arguments = (job, place.init_method("stall"), backend, folder, turns, ways.split(","))
         rows = launch(measure, ranks, args=arguments, log_dir=folder / "logs")[0]
     if options.json_file:
-        given = {"model": model, "layers": layers, "ranks": ranks, "micro_batches": micro_batches, "turns": turns}
+        settings = {"model": model, "layers": layers, "ranks": ranks, "micro_batches": micro_batches, "turns": turns}
         record = RunRecord(
             name="bench.checkpoint_stall",
             source="measured",
             rows=[dataclasses.asdict(row) for row in rows],
             started_utc=started,
             ended_utc=utc_now(),
-            arguments={**options.arguments(), **given, "ways": ways, "backend": backend},
+            arguments={**options.arguments(), **settings, "ways": ways, "backend": backend},
             environment=environ.snapshot(options.seed),
         )
         write_text(options.json_file, record.to_json())
@@ -249,8 +249,8 @@ class _Training:
     def everyones(self, own: Sequence[float]) -> list[list[float]]:
         """Return the numbers of all ranks."""
         scale = 10**6
-        told = self._model.world.tell([round(each * scale) for each in own], "measurement")
-        return [[each / scale for each in row] for row in told]
+        scaled = self._model.world.all_gather_ints([round(each * scale) for each in own], "measurement")
+        return [[each / scale for each in row] for row in scaled]
 
     def forget(self, way: str) -> None:
         """Remove what was written, so that the storage does not fill up."""

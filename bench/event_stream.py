@@ -17,7 +17,7 @@ import selectors
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,12 +41,13 @@ from netlayer.results import RunRecord, utc_now, write_text
 
 _RUN = "flood"
 _LATE_S = 120.0  # for what was sent to be answered and collected
+_LOOK_EVERY = 32  # sends without a look at answers
 _CONNECT_PAUSE = 256  # connections after which the listener's queue may drain
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one process of senders has done: see `Row`."""
+    """Result of one process of senders: see `Row`."""
 
     batches: int
     skipped: int
@@ -109,8 +110,8 @@ def command(options: RunOptions, ranks: int, seconds: int, events: int, senders:
     """
     check_files(ranks)
     started = utc_now()
-    with Stages() as stages:
-        row = measure(ranks, seconds, events, senders, stages)
+    with Stages() as stages, stages.open("sending") as bar:
+        row = measure(ranks, seconds, events, senders, bar)
     record = RunRecord(
         name="bench.event_stream",
         source="measured",
@@ -146,10 +147,15 @@ def describe(row: Row) -> str:
     )
 
 
-def measure(ranks: int, seconds: int, num_events: int, senders: int, stages: Stages | None = None) -> Row:
-    """Send and collect; every process is gone afterwards."""
+def measure(
+    ranks: int,
+    seconds: int,
+    num_events: int,
+    senders: int,
+    on_second: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Row:
+    """Send and collect; every process is gone afterwards. `on_second` hears of the seconds."""
     payload, encode_ms = _payload(num_events)
-    bar = (stages or Stages()).open
     with server(Way("ours", "redis"), ranks) as (port, redis), tempfile.TemporaryDirectory() as folder:
         url, context = f"redis://127.0.0.1:{port}", multiprocessing.get_context("spawn")
         over = context.Event()
@@ -158,20 +164,19 @@ def measure(ranks: int, seconds: int, num_events: int, senders: int, stages: Sta
         collector.start()
         begin, links, processes = context.Barrier(senders + 1), list[Connection](), list[Any]()
         for number in range(senders):
-            mine, other = context.Pipe()
+            end, other = context.Pipe()
             share = range(number, ranks, senders)
             arguments = (port, list(share), ranks, seconds, num_events, payload, begin, other)
             processes.append(context.Process(target=_send, args=arguments, daemon=True))
             processes[-1].start()
-            links.append(mine)
+            links.append(end)
         try:
             begin.wait(_LATE_S)
             before, begun_s = _cpu_s(redis), time.monotonic()
             collector_before = _cpu_s(psutil.Process(collector.pid))
-            with bar("sending") as progress:
-                for second in range(seconds):
-                    time.sleep(1)
-                    progress(second + 1, seconds)
+            for second in range(seconds):
+                time.sleep(1)
+                on_second(second + 1, seconds)
             sent = [_receive(link) for link in links]
             elapsed_s = time.monotonic() - begun_s
             redis_cpu_s = _cpu_s(redis) - before
@@ -275,6 +280,7 @@ class _Senders:
                 time.sleep(0.01)
         self._sent_s: dict[int, float] = {}
         """By rank: when the batch was sent whose answer has not come."""
+        self._late = 0
         self._numbers = dict.fromkeys(ranks, 0)
         self._answers_ms: list[float] = []
 
@@ -286,6 +292,9 @@ class _Senders:
         for second in range(seconds):
             for rank, link in self._links:
                 self._read_until(begun_s + second + rank / self._num_ranks)
+                # A second that is over cannot be sent in; before that, an answer that is late may still come.
+                while rank in self._sent_s and time.monotonic() < begun_s + second + 1 + rank / self._num_ranks:
+                    self._read(0.01)
                 if rank in self._sent_s:
                     skipped += 1
                     continue
@@ -316,9 +325,14 @@ class _Senders:
                 self._read(0.001)
 
     def _read_until(self, due_s: float) -> None:
-        """Take answers until it is time; at least once where there is none to lose."""
+        """Take answers until it is time; who is late looks now and then, or no answer would ever be taken."""
+        self._late += 1
         while (left_s := due_s - time.monotonic()) > 0:
+            self._late = 0
             self._read(left_s)
+        if self._late >= _LOOK_EVERY:
+            self._late = 0
+            self._read(0)
 
     def _read(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):

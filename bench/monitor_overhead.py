@@ -61,7 +61,7 @@ class Block:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank has measured: see `Row`."""
+    """Result of one rank: see `Row`."""
 
     blocks: Sequence[Block]
     num_events: int
@@ -293,7 +293,7 @@ def run_rank(
 
 
 def _turns(pairs: int) -> Iterator[bool]:
-    """On and off in turn: off on, on off, off on, ..."""
+    """Yield off and on in turn: off on, on off, off on, ..."""
     for number in range(pairs):
         yield number % 2 == 1
         yield number % 2 == 0

@@ -50,7 +50,7 @@ _MODEL = {"layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 128, "vocab_size"
 
 @dataclass(frozen=True)
 class Fault:
-    """For 20 steps from `step` on `rank` sleeps for `share` of the median step before; kind `none`: nobody does."""
+    """Sleep of `rank`: a `share` of the median step before, in 20 steps from `step` on; of kind `none`: no sleep."""
 
     kind: str
     rank: int

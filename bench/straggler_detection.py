@@ -14,7 +14,7 @@ hosts share, such as a slow switch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -193,11 +193,11 @@ def measure(noise: Noise, num_steps: int, quiet_steps: int, setting: Setting) ->
     ours = _smallest(counts["ours"])
     nulls = {k: _smallest(counts[str(k)]) for k in _NULL_K}
     best = min((k for k in _NULL_K if nulls[k] is not None), key=lambda k: (nulls[k], k), default=None)
-    shown = ours if ours is not None else len(GRID) - 1
-    precision, recall = _rates(counts["ours"][shown])
+    level = ours if ours is not None else len(GRID) - 1
+    precision, recall = _rates(counts["ours"][level])
     null_best = nulls[best] if best is not None else None
     null_3 = nulls[_NULL_K[0]]
-    errors = onset_errors[shown]
+    errors = onset_errors[level]
     return Row(
         noise.name,
         len(noise.series),
@@ -212,7 +212,7 @@ def measure(noise: Noise, num_steps: int, quiet_steps: int, setting: Setting) ->
         precision,
         recall,
         float(np.median(errors)) if errors else None,
-        100 * float(np.mean(gains[shown])),
+        100 * float(np.mean(gains[level])),
     )
 
 
@@ -291,7 +291,35 @@ def command(
     )
     if options.json_file:
         write_text(options.json_file, record.to_json())
-    write_text(open_out(options.out, "straggler_detection") / "records" / f"{record.name}.json", record.to_json())
+    folder = open_out(options.out, "straggler_detection")
+    write_text(folder / "records" / f"{record.name}.json", record.to_json())
+    click.echo(f"report: {write_page([asdict(row) for row in rows], folder)}", err=True)
+
+
+def write_page(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """Write a page with charts of the smallest slowdown by number of steps; `rows` are those of a record."""
+    import pandas as pd
+
+    from netlayer.report import Axis, Report, charts
+
+    page = Report("Smallest straggler that is found", "measured noise, made faults")
+    section = page.section("By number of steps", "Precision and recall of at least 0.99.", source="simulated")
+    x, y = Axis("steps", "Steps that the hosts are slow"), Axis("slowdown", "Smallest slowdown", "share", zero=True)
+    settings = dict.fromkeys((row["noise"], row["begins"]) for row in rows)
+    for number, setting in enumerate(settings):
+        points = [
+            {"steps": row["steps_slow"], "slowdown": row[key] / 100, "finder": finder}
+            for row in rows
+            for key, finder in (("smallest_percent", "observe report"), ("smallest_null_percent", "median + k MAD"))
+            if (row["noise"], row["begins"]) == setting and row[key] is not None
+        ]
+        if points:
+            title = f"{setting[0]}, slow {setting[1]}"
+            chart = charts.line(pd.DataFrame(points), x, y, colour="finder", title=title)
+            caption = f"Smallest slowdown found, {title}; k is the best for each length."
+            section.chart(chart, name=f"smallest_{number}", caption=caption)
+    section.table(pd.DataFrame(rows))
+    return page.write(folder)
 
 
 def _line(row: Row) -> str:
@@ -299,7 +327,7 @@ def _line(row: Row) -> str:
         return f"{value:.2f}%" if value is not None else f"above {100 * GRID[-1]:.0f}%"
 
     return (
-        f"{row.noise}: slow from {row.begins}, {row.steps_slow} steps: {percent(row.smallest_percent)} found; "
+        f"{row.noise}: slow {row.begins}, {row.steps_slow} steps: {percent(row.smallest_percent)} found; "
         f"null {percent(row.smallest_null_percent)} (k {row.null_k}), k 3 {percent(row.smallest_null_k3_percent)}; "
         f"onset error {row.onset_error_steps} steps, MFU +{row.returned_percent:.2f}%"
     )

@@ -42,7 +42,7 @@ _COMMANDS = {
     ),
     "data": Lazy("trainer.commands.data:data", "Token datasets on disk: prepare, inspect, Megatron's files both ways."),
     "nic": Lazy("congestion.nic.cli:nic", "RDMA NICs: inventory, configuration, timers, packets, counters."),
-    "observe": Lazy("netlayer.observe.command:observe", "A job that stands still: which rank is to blame."),
+    "observe": Lazy("netlayer.observe.command:observe", "A slow or hung job: which rank is to blame; all events."),
     "quickstart": Lazy("bench.quickstart.command:quickstart", "The main job: bench, fabric, training and one report."),
     "retransmit": Lazy(
         "congestion.commands.retransmit:retransmit", "Which retransmit timers outlive which link flaps."

@@ -124,6 +124,7 @@ COMMANDS: tuple[Command, ...] = (
         '"select rank, segment, count(*) as n, round(avg(end_ns - start_ns) / 1e6, 3) as ms from events '
         "where kind = 'segment' group by all order by rank, ms desc\""
     ),
+    Command(".venv/bin/netlayer observe report runs/observed --out runs/observed/observe"),
     _only_parsed(
         ".venv/bin/netlayer observe collect redis://10.0.0.1:6379 --run tiny-gpt --out events",
         "collects until it is ended, from a server that is not there",

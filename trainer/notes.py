@@ -76,8 +76,8 @@ class NotesInFlight:
         if self._arrived is not None:
             self._arrived.synchronize()
         *losses, num_asked, num_done, num_failed, num_lost, grad_norm, own_square = self._numbers.tolist()
-        asked, done, failed, lost = (round(each) for each in (num_asked, num_done, num_failed, num_lost))
-        return Notes(losses, asked, done, failed, lost, grad_norm, own_square)
+        stops, done, failures, lost = (round(each) for each in (num_asked, num_done, num_failed, num_lost))
+        return Notes(losses, stops, done, failures, lost, grad_norm, own_square)
 
 
 def spread_losses(model: ParallelModel, loss: Tensor) -> Tensor:

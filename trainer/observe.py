@@ -45,7 +45,7 @@ _ATTEMPT = "attempt"
 
 @dataclass(frozen=True)
 class _Common:
-    """What rank 0 tells the others."""
+    """Facts of rank 0 that all ranks need."""
 
     attempt: int
     reference: Reference

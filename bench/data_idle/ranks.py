@@ -51,6 +51,7 @@ def run_rank(context: RankContext, order: Order, init_method: str, backend: Back
 
 
 def _take_turn(name: str, run: int, step: int, order: Order, mixture: Mixture, trainer: Trainer) -> IdleRow:
+    """Train some steps on the batches of one system; return what they cost, of the rank that waits longest."""
     begin_s = time.perf_counter()
     inner = OPENERS[name](order, mixture, trainer.model)
     inner.open(order.seed, 0, None)
@@ -131,7 +132,7 @@ class _TimedFeed:
         self.first_s = 0.0
 
     def open(self, seed: int, steps_done: int, resumed: Meta | None) -> None:
-        """It is open."""
+        """Do nothing: it is open."""
 
     def training(self, step: int) -> Batches:
         events = self._pair()

@@ -76,7 +76,7 @@ class LoaderFeed:
         self._batches: Iterator[dict[str, torch.Tensor]] = iter(self._loader)
 
     def open(self, seed: int, steps_done: int, resumed: Meta | None) -> None:
-        """The worker has begun."""
+        """Do nothing: the worker has begun."""
 
     def training(self, step: int) -> Batches:  # noqa: ARG002  (they come in order)
         device, model = self._model.device, self._model
@@ -155,7 +155,7 @@ def _open_megatron(order: Order, mixture: Mixture, model: ParallelModel) -> Feed
 
 
 class _Tokenizer:
-    """What Megatron's dataset asks of a tokenizer."""
+    """Answers to what Megatron's dataset asks of a tokenizer."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.eod, self.pad = vocab_size, 0, 0

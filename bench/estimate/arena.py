@@ -34,6 +34,7 @@ Predict = Callable[[Plan], float]
 Fit = Callable[[Sequence[Row]], Predict]
 OURS, CONSTANT, LOG_LINEAR, CARRIED = "ours", "one constant", "linear in log GPUs", "smallest row's MFU"
 TARGETS = {"ratio to the constant": 0.5, "aim, points": 1.0, "from the smallest row, points": 0.35}
+ANY = "any"
 LEAST_ROWS = 4
 """Rows of a family from which an estimator must beat every null there."""
 
@@ -115,10 +116,10 @@ def fit_ours(rows: Sequence[Row]) -> Predict:
 
 def fit_constant(rows: Sequence[Row]) -> Predict:
     """One MFU a precision: the mean of the rows'."""
+    means = {precision: sum(row.mfu for row in alike) / len(alike) for precision, alike in _by_precision(rows).items()}
 
     def predict(plan: Plan) -> float:
-        alike = [row.mfu for row in rows if row.plan.precision == plan.precision] or [row.mfu for row in rows]
-        return seconds_of(plan, sum(alike) / len(alike))
+        return seconds_of(plan, means[plan.precision] if plan.precision in means else means[ANY])
 
     return predict
 
@@ -126,14 +127,26 @@ def fit_constant(rows: Sequence[Row]) -> Predict:
 def fit_log_linear(rows: Sequence[Row]) -> Predict:
     """MFU as a line over the logarithm of the number of GPUs, a precision."""
 
-    def predict(plan: Plan) -> float:
-        alike = [row for row in rows if row.plan.precision == plan.precision] or list(rows)
+    lines: dict[str, tuple[float, float, float]] = {}
+    for precision, alike in _by_precision(rows).items():
         x = np.array([math.log2(row.gpus) for row in alike])
         y = np.array([row.mfu for row in alike])
         slope = float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else 0.0
-        return seconds_of(plan, max(1.0, float(y.mean()) + slope * (math.log2(plan.num_gpus) - float(x.mean()))))
+        lines[precision] = slope, float(x.mean()), float(y.mean())
+
+    def predict(plan: Plan) -> float:
+        slope, middle, mean = lines[plan.precision] if plan.precision in lines else lines[ANY]
+        return seconds_of(plan, max(1.0, mean + slope * (math.log2(plan.num_gpus) - middle)))
 
     return predict
+
+
+def _by_precision(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Group the rows by precision; `ANY` holds all of them, for a precision that they lack."""
+    groups: dict[str, list[Row]] = {ANY: list(rows)}
+    for row in rows:
+        groups.setdefault(row.plan.precision, []).append(row)
+    return groups
 
 
 def seconds_of(plan: Plan, mfu: float) -> float:
@@ -200,15 +213,21 @@ def series_of(rows: Sequence[Row]) -> list[list[Row]]:
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         plan, parallel = row.plan, row.plan.job.parallel
-        software = plan.precision, plan.kernels, plan.attention, plan.zero, plan.job.overlap.model_dump_json()
+        software = plan.precision, plan.kernels, plan.attention, plan.zero, plan.job.overlap.tp
         layout = parallel.tp, parallel.pp, parallel.vpp, plan.cp, plan.job.batch.micro_batch_size
-        groups.setdefault((row.family, row.release, plan.job.model.layers, software[:4], layout), []).append(row)
+        groups.setdefault((row.family, row.release, plan.job.model.layers, software, layout), []).append(row)
     return [sorted(group, key=lambda row: row.gpus) for group in groups.values()]
 
 
 @dataclass(frozen=True)
 class Score:
-    """Mean absolute errors of one estimator, MFU points; None where it predicts nothing."""
+    """Mean absolute errors of one estimator, MFU points; None where it predicts nothing.
+
+    Args:
+        predicted: each family from the others alone.
+        scaled, scaled_bf16: from the smallest row of a series, of all rows and of those in bfloat16.
+        fitted: of a fit that saw all rows.
+    """
 
     estimator: str
     family: str
@@ -216,6 +235,7 @@ class Score:
     predicted: float | None
     scaled: float | None
     fitted: float | None
+    scaled_bf16: float | None
 
 
 def scores(predictions: Sequence[Prediction], rows: Sequence[Row]) -> list[Score]:
@@ -232,6 +252,9 @@ def scores(predictions: Sequence[Prediction], rows: Sequence[Row]) -> list[Score
                 _mean([abs(each.error) for each in own]),
                 _mean(scaled),
                 _mean([abs(each.fitted - each.row.mfu) for each in own]),
+                _mean(
+                    [abs(e.scaled_error) for e in own if e.scaled_error is not None and e.row.plan.precision == "bf16"]
+                ),
             )
         )
     return table
@@ -260,9 +283,11 @@ def bars(by_estimator: dict[str, list[Score]], estimator: str = OURS) -> list[Ba
         Bar("all rows, half of the constant null's error", TARGETS["ratio to the constant"] * constant, total),
         Bar("all rows, aim", TARGETS["aim, points"], total),
     ]
-    scaled = own["all"].scaled
-    if scaled is not None:
-        table.append(Bar("from the smallest row of a series", TARGETS["from the smallest row, points"], scaled))
+    table += [
+        Bar(f"from the smallest row of a series{of}", TARGETS["from the smallest row, points"], value)
+        for of, value in (("", own["all"].scaled), (", bf16", own["all"].scaled_bf16))
+        if value is not None
+    ]
     for family, score in own.items():
         if family != "all" and score.num_rows >= LEAST_ROWS and score.predicted is not None:
             best = min(null[family].predicted or math.inf for null in nulls.values())

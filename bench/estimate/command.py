@@ -100,7 +100,7 @@ def step(
 @_DEVICE
 @_PRECISION
 @_ZERO
-@click.option("--top", type=click.IntRange(1, 100), default=10, show_default=True, help="Layouts to print.")
+@click.option("--top", type=click.IntRange(1, 100), default=5, show_default=True, help="Layouts to print.")
 @run_options
 def search(options: RunOptions, device: str, precision: str, zero: int, top: int) -> None:
     """Rank the layouts of --config's job on its GPUs that memory and divisibility allow, with reasons.
@@ -123,17 +123,17 @@ def search(options: RunOptions, device: str, precision: str, zero: int, top: int
     config.check_world()
     plan = _plan(config, device, precision, zero, 1, "fused")
     with Stages() as stages, stages.open("layouts") as bar:
-        found = run_search(plan, top=top, on_progress=bar)
+        result = run_search(plan, top=top, on_progress=bar)
     rows = [
         {"rank": rank, **_row(one.plan, one.estimate), "layout": one.label, "reason": one.reason}
-        for rank, one in enumerate(found.best, start=1)
+        for rank, one in enumerate(result.best, start=1)
     ]
     arguments = {"device": device, "precision": precision, "zero": zero, "top": top}
     _keep(options, "estimate.search", rows, started, arguments, config.model_dump(mode="json"))
     if str(options.json_file) == "-":
         return
-    refused = ", ".join(f"{number:,} by {rule}" for rule, number in found.refused.most_common())
-    note = f"{found.tried:,} layouts tried; refused: {refused or 'none'}. Loses by: shares of the step"
+    refused = ", ".join(f"{number:,} by {rule}" for rule, number in result.refused.most_common())
+    note = f"{result.tried:,} layouts tried; refused: {refused or 'none'}. Loses by: shares of the step"
     columns = {
         "rank": "",
         "layout": "layout",
@@ -379,6 +379,7 @@ def _print_step(plan: Plan, result: StepEstimate, slowdown: float, tokens: float
 
 
 def _prediction_rows(predictions: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return each row under each estimator as a row of the record."""
     from bench.estimate.search import describe
 
     rows = []

@@ -50,7 +50,7 @@ class Times:
 
     @property
     def compute(self) -> float:
-        """What the multiprocessors do, slowed by the exchanges that run meanwhile."""
+        """Seconds of the multiprocessors, slowed by the exchanges that run meanwhile."""
         return self.gemm + self.attention + self.pointwise + BORROWED * self.hidden
 
     @property
@@ -128,6 +128,7 @@ class Operators:
         return self._halves[key]
 
     def _half(self, window: int, is_mlp: bool) -> ChunkTimes:
+        """Return the times of a half block: GEMMs, attention, bytes of all else, exchanges; then the same backward."""
         plan = self.plan
         model, tp, tokens = plan.job.model, plan.job.parallel.tp, plan.tokens
         h, f, a, g = model.hidden, model.ffn_hidden, model.attention_width, model.kv_width
@@ -267,11 +268,13 @@ class Operators:
         scatter = self.network.tp(rows * width)
         if not plan.job.overlap.tp:
             return (gather + scatter, gather), (0.0, gather + scatter)
-        under = gemm * (1 - 1 / tp)
+        # Of the two linears each hides one exchange forward; backward, the first gather has one input gradient to hide
+        # under, the others have the three GEMMs that are left.
+        under = gemm / 2 * (1 - 1 / tp)
         late_gather = max(0.0, gather - under)
         tail = scatter / PARTS
         late_scatter = tail + max(0.0, scatter - tail - under)
-        exposed = late_gather + late_scatter, late_gather + max(0.0, gather + scatter - 2 * gemm)
+        exposed = late_gather + late_scatter, late_gather + max(0.0, gather + scatter - 1.5 * gemm)
         all_of_it = gather + scatter, 2 * gather + scatter
         return exposed, (all_of_it[0] - exposed[0], all_of_it[1] - exposed[1])
 

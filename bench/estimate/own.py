@@ -84,8 +84,8 @@ def _case(file: Path, record: RunRecord) -> tuple[Plan, float]:
 
 def _device(file: Path, record: RunRecord) -> Device:
     name = record.devices[0] if record.devices else "no device"
-    found = next((device for device in DEVICES.values() if device.driver_name == name), None)
-    if found is None:
+    device = next((each for each in DEVICES.values() if each.driver_name == name), None)
+    if device is None:
         rule = f"was measured on {name}, of which there are no numbers"
         raise ConfigError("RECORDS", file, rule, f"give records of {', '.join(DEVICES)}")
-    return found
+    return device

@@ -45,6 +45,7 @@ def arena_page(
 
 
 def _scores(report: Report, arena: _Arena) -> None:
+    """Open the section of errors: totals, a chart of ours and the constant, a table of all estimators."""
     section = report.section("Errors by family", source="predicted")
     total = {name: scores[0] for name, scores in arena.scores.items()}
     section.figures(
@@ -100,6 +101,7 @@ def _bars(report: Report, arena: _Arena) -> None:
 
 
 def _rows(report: Report, arena: _Arena) -> None:
+    """Open the section of rows: a chart of measured and predicted MFU, and the table with the sources."""
     section = report.section("Every row", source=("measured", "predicted"))
     rows = [
         {

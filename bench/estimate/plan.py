@@ -1,4 +1,4 @@
-"""What an estimate is of: a job, where it runs, and what the software does.
+"""Plans: the job that is estimated, where it runs, and what the software does.
 
 A `Plan` holds what `JobConfig` does, and what the trainer does not build (context parallelism, FP8, other stages of
 ZeRO), so that rows of other software can be predicted too.
@@ -122,7 +122,7 @@ class Plan:
 
     @functools.cached_property
     def stages(self) -> tuple[StageFacts, ...]:
-        """What each stage holds and exchanges, whatever the numbers are."""
+        """Contents and exchanges of each stage, whatever the numbers are."""
         job = self.share_job
         facts = []
         for stage in range(job.parallel.pp):

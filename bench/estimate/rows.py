@@ -8,6 +8,7 @@ recomputation, the layout. MFU is counted anew from each row's step time, by one
 from __future__ import annotations
 
 import csv
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +39,7 @@ class Row:
     step_s: float
     note: str = ""
 
-    @property
+    @functools.cached_property
     def mfu(self) -> float:
         """Full attention, over the dense peak of the GEMMs' precision; in percent."""
         return mfu_percent(self.plan, self.step_s)
@@ -61,6 +62,7 @@ def load_rows(path: Path = ROWS_FILE) -> list[Row]:
 
 
 def _row(cells: dict[str, Any]) -> Row:
+    """Return the row of a line of the file; a row without seconds has tokens a second and GPU."""
     numbers = {
         key: int(cells[key])
         for key in ["layers", "vocab", "gpus", "gbs", "seq", "tp", "pp", "vp", "cp", "mbs", "zero", "deferred_heads"]

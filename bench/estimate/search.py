@@ -48,7 +48,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Args:
@@ -65,15 +65,15 @@ class Found:
 def search(
     base: Plan,
     *,
-    top: int = 10,
+    top: int = 5,
     numbers: Numbers | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> Found:
+) -> SearchResult:
     """Rank the layouts of `base`'s job on as many GPUs.
 
     Args:
         base: job, cluster and device; its own layout, micro-batch and recomputation are one of those tried.
-        top: layouts that are run by their schedules and given back.
+        top: layouts that are given back; three more are run by their schedules, lest the closed form misplaces them.
         on_progress: called with layouts done and all of them.
 
     Raises:
@@ -97,10 +97,10 @@ def search(
     if not fitting:
         raise _fits_nowhere(base, least_bytes, refused)
     fitting.sort(key=lambda pair: pair[0])
-    estimates = [(plan, estimate_step(plan, numbers)) for _, plan in fitting[: 2 * top]]
+    estimates = [(plan, estimate_step(plan, numbers)) for _, plan in fitting[: top + 3]]
     estimates.sort(key=lambda pair: pair[1].step_s)
     best = tuple(Candidate(plan, estimate, _reason(plan, estimate)) for plan, estimate in estimates[:top])
-    return Found(best, len(layouts), refused)
+    return SearchResult(best, len(layouts), refused)
 
 
 def describe(plan: Plan) -> str:

@@ -320,8 +320,8 @@ def memory_of(plan: Plan, stage: int) -> Estimate:
         changes = {"parameters": min(elements, share + units) * width, "gradients": share * wide}
         changes["construction"] = 0  # made in shards
     if plan.precision == "fp8":
-        held = min(elements, share) if plan.zero == 3 else elements
-        changes["parameters"] = changes.get("parameters", estimate.parameters) + 2 * held
+        resident = min(elements, share) if plan.zero == 3 else elements
+        changes["parameters"] = changes.get("parameters", estimate.parameters) + 2 * resident
     return dataclasses.replace(estimate, **changes)
 
 

@@ -36,7 +36,7 @@ _MOST_ADDRESSES = 8
 
 @dataclass(frozen=True)
 class Reference:
-    """What rank 0 tells the others of its clock. Picklable.
+    """Rank 0's clock, as the others are told of it. Picklable.
 
     Args:
         kernel: identity of its host's running kernel: who has the same has the same clock.

@@ -88,7 +88,7 @@ class Attachment:
 
     def _before_forward(self, *_: object) -> None:
         self._numbered()
-        facts = {} if torch.is_grad_enabled() else {"grad": False}
+        facts: dict[str, Any] = {} if torch.is_grad_enabled() else {"grad": False}
         segment = self._monitor.segment("forward", micro_batch=self._num_forward, **facts)
         segment.__enter__()
         self._forward.append(segment)
@@ -100,7 +100,7 @@ class Attachment:
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._begin_backward)
+                    tensor.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, _grad: Tensor) -> None:
         """Begin the segment of the backward pass that comes to the first of the model's outputs."""

@@ -380,6 +380,7 @@ class Monitor:
         return [self._collective(entry)]
 
     def _step_events(self, comm: StepComm) -> Iterator[Event]:
+        """Segments of a recorded step: itself, its computations, its waits and its collectives."""
         timing = "device" if self._by_events else "host"
         is_graph = any(done.name == _GRAPH for done in comm.computations)
         begin, end = comm.marks
@@ -431,6 +432,7 @@ class Monitor:
             yield self._collective(one)
 
     def _collective(self, one: Collective) -> Segment:
+        """Segment of a collective; where its end is not known, that of its launch, and an attribute says so."""
         labels = dict(one.labels)
         end = one.ended
         if end is None:

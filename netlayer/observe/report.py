@@ -158,6 +158,7 @@ def _verdict_section(page: Report, report: RunReport) -> None:
 
 
 def _map_section(page: Report, report: RunReport) -> None:
+    """Add the heat map: own time of each rank and step against its peers."""
     import pandas as pd
 
     from netlayer.report import Axis, charts
@@ -182,7 +183,7 @@ def _map_section(page: Report, report: RunReport) -> None:
         "Own time of each rank (its step without waits for others) against the median of the ranks with equal work.",
         source="measured",
     )
-    shown = f"{len(columns)} of {len(run.ranks)} ranks, the slowest first" if len(columns) < len(run.ranks) else ""
+    omitted = f"{len(columns)} of {len(run.ranks)} ranks, the slowest first" if len(columns) < len(run.ranks) else ""
     thin = f"each cell is the median of {stride} steps" if stride > 1 else ""
     chart = charts.heatmap(
         pd.DataFrame(cells),
@@ -193,7 +194,7 @@ def _map_section(page: Report, report: RunReport) -> None:
         height=max(140, min(900, 14 * len(columns))),
     )
     caption = ". ".join(
-        filter(None, ("Bright rows are slow ranks, bright columns slow steps of few ranks", shown, thin))
+        filter(None, ("Bright rows are slow ranks, bright columns slow steps of few ranks", omitted, thin))
     )
     section.chart(chart, name="heat_map", caption=caption + ".")
 
@@ -274,14 +275,14 @@ def _end(page: Report, report: RunReport) -> None:
     import pandas as pd
 
     run = report.run
-    shown = [
+    mark_rows = [
         (mark.name, mark.step, mark.origin.rank, mark.origin.host or "", printable((mark.text or "")[:300]))
         for mark in run.marks[:_MOST_MARKS]
     ]
     section = page.section("Evidence", "Where this comes from, and what could not be read.", source="measured")
     section.keyvalues({"files": report.kinds or "none", "marks": dict(run.num_marks) or "none"})
-    if shown:
-        section.table(pd.DataFrame(shown, columns=["mark", "step", "rank", "host", "text"]))
+    if mark_rows:
+        section.table(pd.DataFrame(mark_rows, columns=["mark", "step", "rank", "host", "text"]))
     for note in report.notes[:_MOST_MARKS]:
         section.note(printable(note))
 

@@ -14,7 +14,8 @@ all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it lea
 - Pipeline: an activation and a gradient for each micro-batch and boundary between chunks; a rank of a tensor-parallel
   group sends its rows of them.
 - A tied token table that both ends of a pipeline hold: its gradient, once.
-- Once a step: the norm of all gradients, the losses with a flag, LAMB's norms of w and of its update.
+- Once a step: the norm of all gradients, the losses with a flag and three numbers of a save, LAMB's norms of w and of
+  its update.
 
 When weights' gradients are computed (zero bubble) changes no byte. `cp` and `dp_replicate` have degree 1 and carry
 nothing yet. Not covered: evaluation, checkpoints, what ranks agree upon at the start and compare now and then.
@@ -216,7 +217,7 @@ def _world(job: JobConfig) -> Iterator[Collective]:
     wide, ranks = master_dtype(job), job.parallel.layout.world_size
     width = DTYPE_BYTES[wide]
     yield Collective("world", "all_reduce", "gradient norm", wide, ranks, 1, width)
-    yield Collective("world", "all_reduce", "losses", wide, ranks, 1, (job.parallel.dp + 1) * width)
+    yield Collective("world", "all_reduce", "losses", wide, ranks, 1, (job.parallel.dp + 4) * width)
 
 
 def _units(job: JobConfig, stage: int) -> list[Unit]:

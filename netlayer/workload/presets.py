@@ -38,7 +38,7 @@ def _qwen3(
 def _nemotron4(layers: int, hidden: int, heads: int) -> Mapping[str, object]:
     """arXiv 2402.16819 and 2406.11704; GELU stands for their squared ReLU, which takes as many FLOPs and bytes."""
     nemotron4 = {"vocab_size": 256_000, "seq_len": 4096, "norm": "layernorm", "activation": "gelu"}
-    return _llama3(layers, hidden, heads, 4 * hidden, **nemotron4)
+    return {**_llama3(layers, hidden, heads, 4 * hidden), **nemotron4}
 
 
 # https://huggingface.co/meta-llama/Llama-3.2-1B/blob/main/config.json

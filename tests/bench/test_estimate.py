@@ -248,9 +248,9 @@ def test_fit_finds_the_numbers_that_made_the_rows(rows: list[Row]) -> None:
     truth = dataclasses.replace(fit.PRIOR, gemm=0.60, gemm_fp8=0.50)
     chosen = [row for row in rows if row.plan.job.parallel.pp == 1][:60]
     made = [dataclasses.replace(row, step_s=estimate_step(row.plan, truth).step_s) for row in chosen]
-    found = fit.fit(made)
-    assert found.gemm == pytest.approx(truth.gemm, abs=0.02)
-    assert found.gemm_fp8 == pytest.approx(truth.gemm_fp8, abs=0.03)
+    fitted = fit.fit(made)
+    assert fitted.gemm == pytest.approx(truth.gemm, abs=0.02)
+    assert fitted.gemm_fp8 == pytest.approx(truth.gemm_fp8, abs=0.03)
 
 
 def test_fit_of_nothing_is_refused() -> None:
@@ -319,21 +319,21 @@ def test_estimator_file_is_entered(tmp_path: Path, rows: list[Row]) -> None:
 
 
 def test_search_ranks_layouts_that_fit() -> None:
-    found = search(plan(dp=32, batch=64), top=5)
-    steps = [one.estimate.step_s for one in found.best]
+    result = search(plan(dp=32, batch=64), top=5)
+    steps = [one.estimate.step_s for one in result.best]
     assert steps == sorted(steps)
-    for one in found.best:
+    for one in result.best:
         assert one.estimate.memory_bytes <= one.plan.device.memory_bytes - RESERVED_BYTES
         assert one.plan.num_gpus == 32
         assert "of 80.0 GiB" in one.reason
-    assert found.tried > len(found.best)
+    assert result.tried > len(result.best)
 
 
 def test_search_takes_recomputation_where_memory_asks_for_it() -> None:
     case = plan(dp=8, batch=8)
     small = dataclasses.replace(case, device=dataclasses.replace(case.device, memory_bytes=12 * 2**30))
-    found = search(small, top=3)
-    assert all(one.estimate.memory_bytes <= 10 * 2**30 for one in found.best)
+    result = search(small, top=3)
+    assert all(one.estimate.memory_bytes <= 10 * 2**30 for one in result.best)
 
 
 def test_search_that_finds_nothing_says_what_to_change() -> None:

@@ -49,6 +49,7 @@ from trainer.checkpoint.resume import Start, check_steps_left
 from trainer.data.prepare import Corpus
 from trainer.loop import RankInfo, Trainer, run
 from trainer.plan import prepare
+from trainer.sample import Sampler
 
 from .conftest import tiny_job
 
@@ -492,6 +493,18 @@ def test_a_text_is_read_in_the_tokens_of_the_imported_model(
     assert read.tokenizer_file.read_text() == corpus.tokenizer_file.read_text()
     with pytest.raises(ConfigError, match=r"has no <\|end\|> to end a document .*; make tokens with netlayer"):
         prepare(job, 1, 0, tmp_path, resume=tmp_path / "without")
+
+
+def test_text_of_an_imported_model_needs_a_prompt_where_no_token_begins_one(corpus: Corpus, tmp_path: Path) -> None:
+    config = config_named("Llama", vocab_size=300, seq_len=16)
+    tokenizer = corpus.tokenizer_file.read_text().replace("<|end|>", "<|im_end|>").encode()
+    sampler = Sampler(
+        find(save_own(tmp_path / "own", config, values_of(random_model(config)), tokenizer=tokenizer)),
+        torch.device("cpu"),
+    )
+    assert "".join(sampler.text("the rank", 5, 0.0, 0, 0)).startswith("the rank")
+    with pytest.raises(ConfigError, match=r"--prompt: is needed: the tokenizer of .* has no <\|end\|> to begin with"):
+        "".join(sampler.text("", 5, 0.0, 0, 0))
 
 
 @pytest.mark.slow

@@ -161,10 +161,13 @@ def test_a_norm_that_is_no_number_as_a_sum_alone_says_so(text_folder: Path, corp
         trainer.read(launched)
 
 
+@pytest.mark.parametrize(
+    ("beside", "there"), [(True, ["step-000002"]), (False, ["step-000002", "step-000004.new"])]
+)  # beside the training nothing is written before a step has shown that it is sound
 def test_no_checkpoint_is_written_with_a_loss_that_is_no_number(
-    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool, there: list[str]
 ) -> None:
-    job = tiny_job(text_folder, checkpoint={"every_steps": 2})
+    job = tiny_job(text_folder, checkpoint={"every_steps": 2, "asynchronous": beside})
     trainer, rows = Trainer(job, corpus, 0, ALONE), list[Row]()
     launch = trainer.launch
 
@@ -178,7 +181,7 @@ def test_no_checkpoint_is_written_with_a_loss_that_is_no_number(
     with pytest.raises(CheckFailed, match=r"step 5: the loss is nan on rank 0"):
         run(trainer, EvaluationConfig(every_steps=100), rows.append, lambda _row: None, tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == ["step-000002", "step-000004.new"]
+    assert [path.name for path in sorted(tmp_path.glob("step-*"))] == there
 
 
 @pytest.mark.parametrize(

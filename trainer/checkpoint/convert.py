@@ -287,6 +287,7 @@ def open_foreign(path: Path, origin: Origin, config: Path | None = None, seq_len
     if not path.exists():
         raise ConfigError(FIELD, path, "is not there", "give a file or a folder")
     tokenizer = path / TOKENIZER if (path / TOKENIZER).is_file() else None
+    buffers: tuple[str, ...] = ()
     if origin == "dcp":
         checkpoint = open_checkpoint(path, FIELD)
         dcp = _DcpTensors(checkpoint)
@@ -296,7 +297,7 @@ def open_foreign(path: Path, origin: Origin, config: Path | None = None, seq_len
         return Foreign(path, model, layout, dcp, dcp.wide_dtype(), tokenizer)
     if origin == "safetensors":
         model = _own_model(path, config, seq_len)
-        files, layout, buffers = SafetensorsFiles(path), own_layout(model), ()
+        files, layout = SafetensorsFiles(path), own_layout(model)
     else:
         if config is not None:
             rule = f"has no effect: the model is what {CONFIG} says"

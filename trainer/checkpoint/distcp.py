@@ -34,7 +34,7 @@ def file_of(rank: int, number: int = 0) -> str:
 
 @dataclass(frozen=True)
 class Extent:
-    """Where an item lies in its file, and the CRC-32 of its bytes."""
+    """Range of an item in its file, and the CRC-32 of its bytes."""
 
     offset: int
     length: int

@@ -97,7 +97,7 @@ class Layout:
         late: list[tuple[str, str]] = []
         for name, pieces in self.pieces.items():
             whole = read(name)
-            for piece, rows in zip(pieces, whole.split([piece.rows for piece in pieces]), strict=True):
+            for piece, rows in zip(pieces, torch.split(whole, [piece.rows for piece in pieces]), strict=True):
                 yield piece.name, piece.to_theirs(rows)
                 if piece.name in sources:
                     late.append((sources[piece.name], name))

@@ -16,7 +16,7 @@ from typing import Any
 from netlayer.errors import ConfigError
 from netlayer.units import format_size
 from trainer.checkpoint.dcp import METADATA
-from trainer.checkpoint.distcp import SUFFIX, local_read, read_trailer
+from trainer.checkpoint.distcp import SUFFIX, file_reader, read_trailer
 from trainer.checkpoint.file import DIGESTS, TensorFile, header_digest
 from trainer.checkpoint.meta import (
     ALTERED,
@@ -98,9 +98,10 @@ def _row(path: Path, *, may_be_plain: bool = False) -> Row:
     Args:
         may_be_plain: it may be of torch.distributed.checkpoint alone; one of a run that lacks `meta.json` is damaged.
     """
+    has_renames = isinstance(path, Path)  # an object store cannot rename a folder: `trainer.checkpoint.storage`
     try:
         if not may_be_plain and not (path / META).is_file():
-            if not isinstance(path, Path):  # an object store, which cannot rename a folder
+            if not has_renames:
                 state = "pending" if (path / f"{META}{PENDING}").is_file() else "part"
                 return Row(path.name, step_of(path), None, None, None, None, *_size(path), state)
             raise ConfigError(FIELD, path, f"lacks {META}", "")
@@ -134,7 +135,7 @@ def _check_ends(meta: Meta) -> None:
         with undamaged(meta.field, file):
             if meta.format == OLD_FORMAT:
                 TensorFile(file, meta.digests[name])
-            elif name.endswith(SUFFIX) and read_trailer(*local_read(file))[0] != meta.digests[name]:
+            elif name.endswith(SUFFIX) and read_trailer(*file_reader(file))[0] != meta.digests[name]:
                 raise ValueError(ALTERED)
 
 
@@ -186,8 +187,8 @@ class Verification:
     def checks(self) -> Iterator[Check]:
         """Read, and yield each file as it is done."""
         if self._files is None:
-            for file, damage in self._source.verify():
-                yield Check(file, damage)
+            for name, damage in self._source.verify():
+                yield Check(name, damage)
             return
         for file in self._files.files:
             try:

@@ -72,5 +72,6 @@ def _named(folder: Path, suffix: str) -> list[Path]:
     there: list[Path] = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         there = list(folder.iterdir())
-    paths = (path for path in there if _NAME.fullmatch(path.name.removesuffix(suffix)))
+    ends = (path for path in there if path.name.endswith(suffix))
+    paths = (path for path in ends if _NAME.fullmatch(path.name.removesuffix(suffix)))
     return sorted(paths, key=step_of)

@@ -286,8 +286,8 @@ class PlainCheckpoint(Checkpoint):
             size, read = file_reader(self.path / file)
             places: list[Extent] = []
             if self.meta is not None:
-                found, places = read_trailer(size, read)
-                if found != self.meta.digests[file]:
+                trailer_digest, places = read_trailer(size, read)
+                if trailer_digest != self.meta.digests[file]:
                     raise ValueError("its digests are not as they were written")
             self._opened[file] = read, {place.offset: place for place in places}
         return self._opened[file]
@@ -298,7 +298,7 @@ class OldCheckpoint(Checkpoint):
 
     def __init__(self, meta: Meta) -> None:
         super().__init__(meta.path, meta, meta.field)
-        self._found = meta
+        self._checked = meta
         self._files: dict[tuple[int, int], TensorFile] = {}
         self._parts: dict[int, dict[str, Part]] = {}
         self._places: dict[str, tuple[str, int]] = {}  # key in its file, stage
@@ -326,7 +326,7 @@ class OldCheckpoint(Checkpoint):
         if part is not None:
             shape[part.dim] = sum(part.sizes)
         if parameter in (EMBEDDING, HEAD):  # the rows that pad it depend on the layout
-            shape[0] = int(self._found.model["vocab_size"])
+            shape[0] = int(self._checked.model["vocab_size"])
         return tuple(shape)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -339,14 +339,14 @@ class OldCheckpoint(Checkpoint):
 
     def verify(self) -> Iterator[tuple[str, str]]:
         yield META, ""
-        if TOKENIZER in self._found.digests:
-            yield TOKENIZER, _damage(lambda: self._found.tokenizer_file)
-        for tp in range(self._found.tp):
-            for pp in range(self._found.pp):
+        if TOKENIZER in self._checked.digests:
+            yield TOKENIZER, _damage(lambda: self._checked.tokenizer_file)
+        for tp in range(self._checked.tp):
+            for pp in range(self._checked.pp):
                 yield file_name(tp, pp), _damage(lambda tp=tp, pp=pp: self._verify_file(tp, pp))  # type: ignore[misc]
 
     def _verify_file(self, tp: int, pp: int) -> None:
-        with self._found.undamaged(file_name(tp, pp)):
+        with self._checked.undamaged(file_name(tp, pp)):
             file = self._file(tp, pp)
             for key in file.names():
                 self.bytes_read += file[key].nbytes
@@ -358,8 +358,8 @@ class OldCheckpoint(Checkpoint):
         if part is None:  # all tensor-parallel ranks hold the same
             yield Chunk((0,) * len(whole), whole, lambda: self._read(0, pp, key))
             return
-        for tp in range(self._found.tp):
-            for start, own, length in part.spans(tp, self._found.tp):
+        for tp in range(self._checked.tp):
+            for start, own, length in part.spans(tp, self._checked.tp):
                 offsets, sizes = [0] * len(whole), list(whole)
                 offsets[part.dim] = start
                 sizes[part.dim] = max(0, min(length, whole[part.dim] - start))  # without the rows that pad a table
@@ -370,7 +370,7 @@ class OldCheckpoint(Checkpoint):
                 yield Chunk(offsets, sizes, load)
 
     def _read(self, tp: int, pp: int, key: str) -> Tensor:
-        with self._found.undamaged(file_name(tp, pp)):
+        with self._checked.undamaged(file_name(tp, pp)):
             file = self._file(tp, pp)
             file.release()  # what was read before
             tensor = file[key]
@@ -380,8 +380,8 @@ class OldCheckpoint(Checkpoint):
     def _file(self, tp: int, pp: int) -> TensorFile:
         if (tp, pp) not in self._files:
             name = file_name(tp, pp)
-            with self._found.undamaged(name):
-                file = TensorFile(self._found.path / name, self._found.digests[name])
+            with self._checked.undamaged(name):
+                file = TensorFile(self._checked.path / name, self._checked.digests[name])
                 spread = json.loads(file.metadata[PARTS])
                 if tp == 0:
                     self._parts[pp] = {name: Part(dim, tuple(sizes)) for name, (dim, sizes) in spread.items()}

@@ -73,7 +73,7 @@ def load(meta: Meta, model: ParallelModel, optimizers: Optimizers, *, model_only
                 reader.load_moments(chunk, optimizer, meta.step)
         moments = checkpoint.bytes_read - parameters
     _raise_on_all(model, errors)
-    totals = model.world.tell([parameters, moments], "checkpoint")
+    totals = model.world.all_gather_ints([parameters, moments], "checkpoint")
     restored = Restored(sum(p for p, _ in totals), sum(m for _, m in totals), time.monotonic() - begun_s)
     if model.world.rank == 0:
         line = "restored step %d: %s of parameters, %s of the optimiser from storage in %.1f s"

@@ -60,9 +60,6 @@ class SafetensorsFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def __iter__(self) -> Iterable[str]:
-        return iter(self._files)
-
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

@@ -132,7 +132,7 @@ class Failed:
 
 
 class _Writer(Protocol):
-    """What runs commands, one at a time."""
+    """Something that runs commands, one at a time."""
 
     def start(self, command: Command) -> None:
         """Begin one; `reply` has what became of it."""
@@ -279,8 +279,8 @@ class Saver:
         save.is_verified = save.is_verified or is_verified
         while self._save is save:
             is_done, is_failed = self._poll(waits=True)
-            told = self._model.world.tell([int(is_done), int(is_failed)], "checkpoint")
-            self._advance(sum(done for done, _ in told), sum(failed for _, failed in told))
+            ranks = self._model.world.all_gather_ints([int(is_done), int(is_failed)], "checkpoint")
+            self._advance(sum(done for done, _ in ranks), sum(failed for _, failed in ranks))
         last = self.outcomes[-1]
         return last.path if isinstance(last, Published) else None
 
@@ -387,12 +387,12 @@ class Saver:
             self._own = self._writer.reply(waits=True)
         own = self._own or Reply(0)
         code = 0 if own.text == "given up" else own.errno
-        told = self._model.world.tell([code, own.free_bytes], "checkpoint")
+        replies = self._model.world.all_gather_ints([code, own.free_bytes], "checkpoint")
         texts = self._model.world.all_gather_text(own.text if code else "", "checkpoint")
-        rank = next(rank for rank, (code, _) in enumerate(told) if code)
-        room = next((rank for rank, (code, _) in enumerate(told) if code in FULL_DISK), None)
+        rank = next(rank for rank, (code, _) in enumerate(replies) if code)
+        room = next((rank for rank, (code, _) in enumerate(replies) if code in FULL_DISK), None)
         rank = rank if room is None else room
-        reply = Reply(0, errno=told[rank][0], text=texts[rank], free_bytes=told[rank][1])
+        reply = Reply(0, errno=replies[rank][0], text=texts[rank], free_bytes=replies[rank][1])
         if self._rank == 0:
             self._call(Discard(save.part))
         error = self._error(save.name, reply, rank)
@@ -500,7 +500,7 @@ class Saver:
 
 
 class StateLost(CheckFailed):
-    """What a checkpoint would hold is not finite, on these ranks; the same on all of them."""
+    """A state to be saved that is not finite, on these ranks; the same error on all of them."""
 
     def __init__(self, step: int, ranks: list[int]) -> None:
         super().__init__(f"step {step}: parameters or moments of the optimiser are not finite")
@@ -575,6 +575,7 @@ class _Process:
         self._end()
 
     def _launch(self) -> None:
+        """Start the process, and send it what stays the same from save to save."""
         ours, theirs = Pipe()
         settings = {
             "pipe": theirs.fileno(),
@@ -628,7 +629,7 @@ def open_saver(
             staging.close()
         line = f"checkpoints are written while training waits: the host has no room for snapshots ({problem})"
         return Saver(model, optimizers, folder, text, plan=plan), line
-    token = f"{model.world.tell([secrets.randbits(32)], 'checkpoint')[0][0]:08x}"
+    token = f"{model.world.all_gather_ints([secrets.randbits(32)], 'checkpoint')[0][0]:08x}"
     return Saver(model, optimizers, folder, text, plan=plan, staging=staging, token=token), ""
 
 

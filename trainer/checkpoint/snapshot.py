@@ -118,6 +118,7 @@ class ShardPlan:
         optimizer: torch.optim.Optimizer,
         group: int,
     ) -> None:
+        """Add one kind of one piece: its boxes of the whole tensor, and its place in the buffer."""
         name = piece.name if kind == PARAMETER else state_name(piece.name, kind)
         span, parameter = own_range(bucket, piece), piece.parameter
         boxes = []
@@ -176,6 +177,7 @@ def _in_whole(
     part: Part | None,
     spans: Sequence[tuple[int, int, int]] | None,
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
+    """Cut a box of a rank's part where the whole has other rows between, and yield each piece as `whole_boxes`."""
     numel = 1
     for size in sizes:
         numel *= size

@@ -28,7 +28,7 @@ _OBJECT_BLOCK = 16 << 20  # of a multipart upload
 
 
 class Storage(Protocol):
-    """What writes checkpoints into one folder. `part` names a checkpoint in the making: what `part_name` gave."""
+    """Writer of checkpoints into one folder. `part` names a checkpoint in the making: what `part_name` gave."""
 
     def create(self, part: str, needed_bytes: int) -> None:
         """Make room for a checkpoint and create it, empty; what killed saves have left is removed.

@@ -194,6 +194,7 @@ def _write(
 
 
 def _publish(storage: Storage, command: Publish, check: Callable[[str], None]) -> int:
+    """Check the files of all ranks, write what describes them, and give the checkpoint its name."""
     check("publish")
     digests, num_bytes = {}, 0
     for file in command.files:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from netlayer.config.tree import Config, JobConfig
     from netlayer.launch.rank import RankEnv
     from netlayer.results import RunRecord
-    from trainer.plan import Draft
+    from trainer.plan import Draft, Plan
     from trainer.train import Progress, Stop, TrainResult
 
 
@@ -169,7 +169,6 @@ def _without_effect(job: JobConfig, env: RankEnv | None) -> list[str]:
 
 def _start(start: Draft, out: Path) -> TrainResult:
     """Start the ranks on this machine, and train on them."""
-    from netlayer.observe.events.collector import collecting
     from netlayer.progress import Stages
     from netlayer.store.meeting import meeting_place
     from trainer.train import train as train_plan
@@ -178,8 +177,7 @@ def _start(start: Draft, out: Path) -> TrainResult:
         with stages.open("data" if start.job.data.datasets else "text") as bar:
             url = place.init_method("training")
             plan = start.resolve(out, url, lambda stage, done, total: bar(done, total, stage))
-        collector = collecting(plan.job.observe, plan.job.name, place.url, out)
-        with collector, stages.open("training") as bar:
+        with _collecting(plan, place.url, out), stages.open("training") as bar:
 
             def show(progress: Progress) -> None:
                 # Then there is no row for the bar: see `Progress`.
@@ -189,6 +187,15 @@ def _start(start: Draft, out: Path) -> TrainResult:
                     bar(progress.done, progress.total, words_of(progress))
 
             return train_plan(plan, show)
+
+
+def _collecting(plan: Plan, server: str, out: Path) -> contextlib.AbstractContextManager[None]:
+    """Collect the events of ranks that send them to a Redis; nothing where they write files."""
+    if plan.job.observe.transport != "redis":
+        return contextlib.nullcontext()
+    from netlayer.observe.events.collector import collecting
+
+    return collecting(plan.job.observe, plan.job.name, server, out)
 
 
 def _join(start: Draft, out: Path, env: RankEnv) -> TrainResult:

@@ -51,7 +51,7 @@ class Source:
 
     @property
     def field(self) -> str:
-        """How the user named the dataset."""
+        """Key of the job that names the dataset."""
         return f"{self.section}.{self.dataset.name}"
 
 

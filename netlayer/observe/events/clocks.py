@@ -115,7 +115,7 @@ class RankClock:
         return None if self._line is None or len(self.samples) < 2 else self._line[1] * 1e6
 
     def offset(self, at_ns: int) -> tuple[int | None, int | None]:
-        """This clock minus the reference at a time on it, and the bound on the error; None: never compared."""
+        """Return this clock minus the reference at a time on it, and the bound on the error; None: never compared."""
         if self._exact_ns is not None:
             return self._exact_ns, 0
         if self._line is None:

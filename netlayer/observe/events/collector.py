@@ -58,13 +58,13 @@ NO_MESSAGE = Message("", 0, 0, 0, b"")
 
 
 class Source(Protocol):
-    """Where messages come from."""
+    """Server from which messages are taken."""
 
     def receive(self) -> Sequence[tuple[Position, Message]]:
         """Return what has come, after a short wait; empty: nothing."""
 
     def acknowledge(self, positions: Sequence[Position]) -> None:
-        """These are on the disk: the server may forget them."""
+        """Let the server forget messages, which are on the disk."""
 
     def close(self) -> None:
         """Hang up."""
@@ -72,7 +72,7 @@ class Source(Protocol):
 
 @dataclass
 class Tally:
-    """What a collector has done.
+    """Counts of a collector.
 
     Args:
         messages, events, num_bytes: that were kept; bytes as they came.
@@ -104,9 +104,9 @@ class Keeper:
 
     def __init__(self, folder: Path, *, compacts: bool = True) -> None:
         self.folder, self.tally = folder, Tally()
-        self._held: list[tuple[Position, Message]] = []
+        self._waiting: list[tuple[Position, Message]] = []
         self._marks: list[Mark] = []
-        self._held_bytes, self._since_s = 0, time.monotonic()
+        self._waiting_bytes, self._since_s = 0, time.monotonic()
         self._pool: ProcessPoolExecutor | None = None
         self._compacting: deque[Future[None]] = deque()
         try:
@@ -132,7 +132,7 @@ class Keeper:
             self.tally.damaged += not message.count
             self.tally.twice += message.count > 0
             # Held all the same: it is acknowledged with the file that is to come, and writes nothing.
-            self._held.append((position, NO_MESSAGE))
+            self._waiting.append((position, NO_MESSAGE))
             return False
         lost = message.number - number - 1
         if lost:
@@ -141,8 +141,8 @@ class Keeper:
             self.tally.lost_events += events
             self._marks.append(_dropped(message.stream, lost, events))
         self._seen[message.stream] = message.number, message.total
-        self._held.append((position, message))
-        self._held_bytes += len(message.payload)
+        self._waiting.append((position, message))
+        self._waiting_bytes += len(message.payload)
         self.tally.messages += 1
         self.tally.events += message.count
         self.tally.num_bytes += len(message.payload)
@@ -153,7 +153,7 @@ class Keeper:
     def is_due(self) -> bool:
         """Whether a file should be written now."""
         is_old = time.monotonic() - self._since_s >= FLUSH_S
-        return bool(self._held) and (is_old or self._held_bytes >= FLUSH_BYTES)
+        return bool(self._waiting) and (is_old or self._waiting_bytes >= FLUSH_BYTES)
 
     def write(self) -> list[Position]:
         """Write what is held as a file; return the positions that may be acknowledged.
@@ -161,8 +161,8 @@ class Keeper:
         Raises:
             OSError: there is no room; all is still held.
         """
-        positions = [position for position, _ in self._held]
-        payloads = [message.payload for _, message in self._held if message.count]
+        positions = [position for position, _ in self._waiting]
+        payloads = [message.payload for _, message in self._waiting if message.count]
         if self._marks:
             payloads.append(encode(self._marks))
         if payloads:
@@ -181,7 +181,7 @@ class Keeper:
             waiting.replace(self.folder / _STATE)
             self._newest = number
             self._compact(path)
-        self._held, self._marks, self._held_bytes, self._since_s = [], [], 0, time.monotonic()
+        self._waiting, self._marks, self._waiting_bytes, self._since_s = [], [], 0, time.monotonic()
         return positions
 
     def close(self) -> None:
@@ -265,7 +265,7 @@ class RedisSource:
         self._links = RedisLinks(url, lambda _ask: None, _ANSWER_S)
         self._key = redis_key(run)
         self._has_group = False
-        self._held: set[Position] = set()
+        self._waiting: set[Position] = set()
         self._pending_from: str | None = "0"
         """Where to read on among what was handed out before and not acknowledged; None: read what is new."""
         self._last = "0"
@@ -296,7 +296,7 @@ class RedisSource:
         for first in range(0, len(ids), _COUNT):
             some = ids[first : first + _COUNT]
             self._ask(("XACK", self._key, _GROUP, *some), ("XDEL", self._key, *some))
-        self._held.difference_update(positions)
+        self._waiting.difference_update(positions)
 
     def close(self) -> None:
         self._links.close()
@@ -305,9 +305,9 @@ class RedisSource:
         for name, fields in entries:
             self._last = name.decode()
             position = tuple(map(int, self._last.split("-")))
-            if position in self._held:
+            if position in self._waiting:
                 continue
-            self._held.add(position)
+            self._waiting.add(position)
             try:
                 yield position, of_fields(fields or ())
             except ValueError as exc:  # of another program, or trimmed while it was pending
@@ -397,12 +397,12 @@ class KafkaSource:
             yield position, NO_MESSAGE
             return
         try:
-            numbers = [int(facts[name]) for name in ("n", "t", "c")]
+            number, total, count = (int(facts[name]) for name in ("n", "t", "c"))
         except (KeyError, ValueError):
             logger.warning("message %d of partition %d is skipped: it is no event", *position)
             yield position, NO_MESSAGE
             return
-        yield position, Message(stream, *numbers, record.value)
+        yield position, Message(stream, number, total, count, record.value)
 
 
 @contextlib.contextmanager
@@ -462,18 +462,18 @@ def compact(path: Path) -> None:
 
     target = path.with_name(path.name.removesuffix(SPOOL_SUFFIX) + ".parquet")
     pending = target.with_suffix(".pending")
-    held: list[Any] = []
+    batches: list[Any] = []
     num_rows = 0
 
     def flush() -> None:
-        nonlocal held, num_rows
-        table = pa.Table.from_batches(held, arrow_schema())
+        nonlocal batches, num_rows
+        table = pa.Table.from_batches(batches, arrow_schema())
         writer.write_table(table.unify_dictionaries())
-        held, num_rows = [], 0
+        batches, num_rows = [], 0
 
     with pq.ParquetWriter(pending, arrow_schema(), compression="zstd") as writer:
         for batch in EventReader([path]).batches():
-            held.append(batch)
+            batches.append(batch)
             num_rows += batch.num_rows
             if num_rows >= _ROW_GROUP:
                 flush()
@@ -498,7 +498,7 @@ def _number_of(path: Path) -> int:
 
 
 def _read_state(folder: Path, newest: int) -> dict[str, tuple[int, int]]:
-    """What was seen of each stream by the file of a number: [Note: exactly once]."""
+    """Return what was seen of each stream by the file of a number: [Note: exactly once]."""
     for name in (_STATE, f"{_STATE}.pending"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             tree = json.loads((folder / name).read_text())

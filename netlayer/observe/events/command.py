@@ -56,16 +56,16 @@ def collect(
     from netlayer.observe.events.collector import collect as collect_from
 
     ends_s = math.inf if seconds is None else time.monotonic() + seconds
-    asked = False
+    is_ended = False
 
     def is_over() -> bool:
-        return asked or time.monotonic() >= ends_s or (until_eof and _has_ended(sys.stdin.fileno()))
+        return is_ended or time.monotonic() >= ends_s or (until_eof and _has_ended(sys.stdin.fileno()))
 
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
+    def end(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_ended
+        is_ended = True
 
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     shown_s = time.monotonic()
 
     def show(tally: Tally) -> None:

@@ -172,6 +172,7 @@ class EventReader:
                 yield batch
 
     def _json_lines(self, file: Path) -> Iterator[pa.RecordBatch]:
+        """Batches of a file of JSON lines; a line that is no event is a note."""
         with file.open("rb") as opened:
             if not self._has_header(file, opened):
                 return

@@ -125,7 +125,7 @@ _RANGE = re.compile(r"(\d{1,9}):(\d{1,9}):(\d{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where events come from: who recorded them, in which run, on which host and rank, at which place of the layout."""
+    """Origin of events: who recorded them, in which run, on which host and rank, at which place of the layout."""
 
     source: str = "monitor"
     run: str | None = None

@@ -302,6 +302,7 @@ class KafkaTransport(_ServerTransport):
         self._loop.run_until_complete(asyncio.wait_for(self._produce(messages), 5 * _ANSWER_S))
 
     async def _produce(self, messages: Sequence[Message]) -> None:
+        """Send messages and wait for the broker; the producer is opened with the first ones."""
         from aiokafka import AIOKafkaProducer
 
         if self._producer is None:

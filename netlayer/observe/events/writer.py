@@ -180,7 +180,7 @@ class EventWriter:
 
 
 class _Chunks(io.RawIOBase):
-    """What pyarrow's writer has written since the last `take`."""
+    """Sink of pyarrow's writer: `take` gives what was written since the last one."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

@@ -78,22 +78,22 @@ def open_evidence(*paths: Path | str) -> EvidenceFiles:
     Raises:
         ConfigError: a path does not exist, or there is no file.
     """
-    found: list[Path] = []
+    files_in_order: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
             inside = path / "events"
             folder = inside if inside.is_dir() else path
-            found += sorted(file for file in (*folder.glob("*"), *folder.glob("*/*")) if _is_candidate(file))
+            files_in_order += sorted(file for file in (*folder.glob("*"), *folder.glob("*/*")) if _is_candidate(file))
         elif path.exists():
-            found.append(path)
+            files_in_order.append(path)
         else:
             raise ConfigError(
                 "RUN", printable(str(path)), "does not exist", "give a run's folder, or files of evidence"
             )
-    if not found:
+    if not files_in_order:
         where = printable(", ".join(map(str, paths)))
         raise ConfigError("RUN", where, "holds no files", "give a run's folder, or files of evidence")
-    return EvidenceFiles(found)
+    return EvidenceFiles(files_in_order)
 
 
 def _is_candidate(path: Path) -> bool:

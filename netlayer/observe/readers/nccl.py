@@ -109,6 +109,7 @@ def _world_ranks(path: Path) -> dict[tuple[str, int], tuple[int, int]]:
 
 
 def _inspector_event(tree: Mapping[str, Any], world: Mapping[tuple[str, int], tuple[int, int]]) -> Segment | None:
+    """Segment of one record; None if it lacks a rank, number or time."""
     header, metadata, kind, perf = _parts(tree)
     rank, num_ranks, seq, num_bytes, time_us = (
         _whole(value)

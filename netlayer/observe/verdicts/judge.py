@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ _MIN_TRANSFER_BYTES = 1 << 20
 _AT_LIMIT = 0.9
 _OFF_PERIOD = 0.5
 _MIN_PERIODS = 8
-_FACTORS = {
+_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: (ranks - 1) / ranks,
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
@@ -74,7 +74,7 @@ def judge(run: Run, link_gbps: float | None = None) -> tuple[list[Verdict], Dete
 
 
 def straggler(run: Run, detection: Detection) -> Verdict:
-    """Which ranks are slow, since when, and in what."""
+    """Name the ranks that are slow, since when, and in what."""
     if detection.no_verdict:
         return Verdict("straggler", "cannot tell", detection.no_verdict)
     if not detection.suspects:
@@ -127,7 +127,7 @@ def _cause(run: Run, suspect: Suspect) -> tuple[str, float]:
 
 
 def slow_link(run: Run) -> Verdict:
-    """Which rank or pair moves bytes more slowly than others do in the same collective."""
+    """Name the rank or pair that moves bytes more slowly than others do in the same collective."""
     rates = _rates(run)
     if rates is None:
         return Verdict("slow link", "cannot tell", "no collective has a size, a group and the times of all its ranks")
@@ -153,7 +153,7 @@ def slow_link(run: Run) -> Verdict:
     slow = [ranks for groups in suspects.values() for ranks, _ in groups]
     # The slow link is in every slow group, and in no group that is at full speed.
     common = set(slow[0]).intersection(*map(set, slow[1:])) - (at_full_speed if len(slow) == 1 else set())
-    rows = tuple(
+    rows: tuple[dict[str, Any], ...] = tuple(
         {"collective": kind, "ranks": describe_ranks(ranks), "slower": less}
         for kind, groups in suspects.items()
         for ranks, less in groups
@@ -195,13 +195,13 @@ def _rates(run: Run) -> dict[str, dict[tuple[int, ...], list[float]]] | None:
             # Only where all ranks are seen is the wait for the last one taken out; its own record has none anyway.
             if len(ranks) < 2 or num_seen < len(ranks) or rank != last:
                 continue
-            factor = _FACTORS.get(name, lambda _: 1.0)(len(ranks))
+            factor = _FACTORS[name](len(ranks)) if name in _FACTORS else 1.0
         rates[f"{name} {group or ''} {size}"][ranks].append(size * factor / transfer_ns * 1e9)
     return rates or None
 
 
 def drift(run: Run, detection: Detection) -> Verdict:
-    """By how much steps became longer over the run, and what explains it."""
+    """Say by how much steps became longer over the run, and what explains it."""
     step_s = _median_of_ranks(run.step_s)
     first = min(_WARM_UP_STEPS, len(step_s) // 10)
     quarter = max(_QUARTER_STEPS, (len(step_s) - first) // 4)
@@ -239,7 +239,9 @@ def _lost_by_cause(run: Run, detection: Detection) -> dict[str, Times]:
     Launch skew: how much later than the median rank the slowest one gets to its collectives for any other reason.
     """
     lost = {}
-    compute = sum((run.segments[name] for name in COMPUTE if name in run.segments), np.zeros(run.own_s.shape))
+    compute: Times = np.zeros(run.own_s.shape)
+    for name in COMPUTE:
+        compute = compute + run.segments.get(name, 0.0)
     collected = run.segments.get("gc", np.zeros(run.own_s.shape))
     lost["garbage collection"] = np.nanmax(np.nan_to_num(collected), axis=1)
     throttled = {mark.origin.rank for mark in run.marks if mark.name == "throttle"}
@@ -264,12 +266,12 @@ def _lost_by_cause(run: Run, detection: Detection) -> dict[str, Times]:
 
 
 def _median_of_ranks(times: Times) -> Times:
-    empty = ~np.isfinite(times).any(axis=1)
+    empty = np.asarray(~np.isfinite(times).any(axis=1))
     return np.asarray(np.nanmedian(np.where(empty[:, None], 0.0, times), axis=1) + np.where(empty, np.nan, 0.0))
 
 
 def traffic(run: Run) -> Verdict:
-    """Which ports moved less in a step than they used to, while the others did not."""
+    """Name the ports that moved less in a step than they used to, while the others did not."""
     if not run.traffic:
         return Verdict("traffic", "cannot tell", "no counters of bytes: sample them with netlayer nic watch")
     ends = np.array(run.step_end_ns)
@@ -293,7 +295,7 @@ def traffic(run: Run) -> Verdict:
     # Steps that are short of traffic for all ports are evaluation or a stop, not a port's fault.
     low = (relative < _OFF_PERIOD) & (common > 1 - _OFF_PERIOD / 2)[:, None]
     names = [port.port for port, is_busy in zip(run.traffic, busy, strict=True) if is_busy]
-    rows = tuple(
+    rows: tuple[dict[str, Any], ...] = tuple(
         {"port": names[column], "periods_low": int(low[:, column].sum()), "first_low": int(np.argmax(low[:, column]))}
         for column in np.flatnonzero(low.sum(axis=0) >= 2)
     )
@@ -332,7 +334,7 @@ def _bytes_between(port: Traffic, edges: Any) -> Times:
 
 
 def link_limit(run: Run, link_gbps: float | None) -> Verdict:
-    """Whether data- and pipeline-parallel transfers reach the link's physical rate, link by link."""
+    """Say whether data- and pipeline-parallel transfers reach the link's physical rate, link by link."""
     rates: dict[str, list[float]] = defaultdict(list)
     for kind, by_group in (_rates(run) or {}).items():
         name, group, _ = kind.rsplit(" ", 2)[0].partition(" ")[0], kind.split(" ", 1)[1].rsplit(" ", 1)[0], ""
@@ -349,13 +351,13 @@ def link_limit(run: Run, link_gbps: float | None) -> Verdict:
     if link_gbps is None:
         top = max(best, key=lambda name: best[name])
         line = f"the rate of a link is not known (--link-gbps); highest: {best[top]:.4g} Gb/s, {top}"
-        rows = tuple({"link": name, "gbps": rate} for name, rate in best.items())
+        rows: tuple[dict[str, Any], ...] = tuple({"link": name, "gbps": rate} for name, rate in best.items())
         return Verdict("link limit", "cannot tell", line, rows)
     rows = tuple(
         {"link": name, "gbps": rate, "of_limit": rate / link_gbps, "reached": rate >= _AT_LIMIT * link_gbps}
         for name, rate in sorted(best.items())
     )
-    num = sum(row["reached"] for row in rows)
+    num = sum(bool(row["reached"]) for row in rows)
     line = (
         f"{num} of {len(rows)} links reach {_AT_LIMIT:.0%} of {link_gbps:g} Gb/s (95th percentile of their transfers)"
     )

@@ -1,4 +1,4 @@
-"""What the events of a run say, as tables: times by step and rank, collectives, starts of the run, traffic of ports.
+"""Tables of what the events of a run say: times by step and rank, collectives, starts of the run, traffic of ports.
 
 The events are read once. What is kept grows with steps times ranks, not with the number of events; `last_steps` bounds
 it for long runs.
@@ -67,7 +67,7 @@ class Run:
         hosts, stages: of each rank, "" and None if not known.
         step_s: whole steps.
         own_s: steps without waits for other ranks.
-        segments: seconds in each class of segments.
+        segments: seconds in each class of segments; of computation without the waits inside.
         step_end_ns: [step], end of the step on the rank that ended it last.
         collectives: of `split_collectives`, without those outside of steps; None where there are none.
         starts: each start of the run.
@@ -110,6 +110,15 @@ class _Cell:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     first_ns: int = 1 << 62
     last_ns: int = 0
+    parts: list[tuple[str, int, int]] = field(default_factory=list)
+    """Segments of computation, and waits: which may lie inside them."""
+
+    def waited_within(self, name: str) -> float:
+        """Seconds of the segments of a class in which the rank waited for others."""
+        waits = [(begin, end) for part, begin, end in self.parts if part == "wait"]
+        own = [(begin, end) for part, begin, end in self.parts if part == name]
+        inside_ns = (min(one[1], wait[1]) - max(one[0], wait[0]) for one in own for wait in waits)
+        return sum(max(0, length) for length in inside_ns) / 1e9
 
 
 def collect(events: Iterable[Event], last_steps: int | None = None) -> Run:
@@ -179,6 +188,8 @@ class _Collector:
             cell.start_ns, cell.end_ns = event.start_ns, event.end_ns
         else:
             cell.seconds[event.segment] += event.duration_ns / 1e9
+            if event.segment in COMPUTE or event.segment == "wait":
+                cell.parts.append((event.segment, event.start_ns, event.end_ns))
             cell.first_ns, cell.last_ns = min(cell.first_ns, event.start_ns), max(cell.last_ns, event.end_ns)
 
     def mark(self, event: Mark) -> None:
@@ -206,6 +217,7 @@ class _Collector:
         self._num_readings += 1
 
     def run(self) -> Run:
+        """Return the tables of all that was taken in."""
         steps = sorted(self._cells)[-(self._last_steps or 0) :]
         ranks = sorted({rank for step in steps for rank in self._cells[step]})
         shape = len(steps), len(ranks)
@@ -219,10 +231,12 @@ class _Collector:
                 whole = (cell.end_ns or cell.last_ns) - (cell.start_ns or cell.first_ns)
                 untimed += not cell.end_ns
                 column = columns[rank]
+                # What the host does between two steps delays the next one: it is own time of that step.
+                whole += self._gap_ns(step, rank, cell)
                 step_s[row, column] = whole / 1e9
-                for name, seconds in cell.seconds.items():
-                    if name in segments:
-                        segments[name][row, column] = seconds
+                for name in cell.seconds.keys() & segments.keys():
+                    inside_s = cell.waited_within(name) if name in COMPUTE else 0.0
+                    segments[name][row, column] = max(0.0, cell.seconds[name] - inside_s)
                 own_s[row, column] = _own_seconds(cell, whole / 1e9)
             ends.append(max((cell.end_ns or cell.last_ns) for cell in self._cells[step].values()))
         notes = (
@@ -249,6 +263,14 @@ class _Collector:
             self._facts,
             notes,
         )
+
+    def _gap_ns(self, step: int, rank: int, cell: _Cell) -> int:
+        """Time between the step before and this one on a rank, without checkpoints and evaluations; 0: not known."""
+        before = self._cells[step - 1].get(rank) if step - 1 in self._cells else None
+        if before is None or not before.end_ns or not cell.start_ns or before.attempt != cell.attempt:
+            return 0
+        planned_s = sum(one.seconds.get(name, 0.0) for one in (before, cell) for name in ("checkpoint", "evaluation"))
+        return max(0, cell.start_ns - before.end_ns - round(planned_s * 1e9))
 
     def _flush(self) -> None:
         from netlayer.observe.events import to_batch

@@ -170,7 +170,8 @@ def _suspects(
 ) -> tuple[list[Suspect], float, str]:
     """Judge ranks with equal work; also the smallest slowdown that would be seen, and why nobody can be told."""
     rows = np.flatnonzero(np.isfinite(relative[:, columns]).any(axis=1))
-    times = relative[np.ix_(rows, columns)]
+    # Pauses make times long, nothing makes them short: logarithms have no such long tail, and compare ratios.
+    times = np.log1p(relative[np.ix_(rows, columns)])
     times = np.where(np.isfinite(times), times, _median(times, axis=0)[None])  # a missing step says nothing
     num_steps, num_ranks = times.shape
     # Clipped around a running median, which follows a lasting change at once and a single pause not at all.
@@ -187,8 +188,8 @@ def _suspects(
         by_split = change.score[at] >= min_score
         since = int(change.since[at] if by_split else level.since[at])
         # Not the clipped times: where a rank changed late, they would follow it late.
-        slowdown = float(np.median(times[since:, at]))
-        recent = float(np.median(times[-max(MIN_STEPS, (num_steps - since) // 4) :, at]))
+        slowdown = math.expm1(float(np.median(times[since:, at])))
+        recent = math.expm1(float(np.median(times[-max(MIN_STEPS, (num_steps - since) // 4) :, at])))
         if slowdown >= min_slowdown and recent >= slowdown / 2:
             score = float(max(level.score[at], changes[at]))
             against = _OWN_PAST if changes[at] >= change_bar and changes[at] > level.score[at] else _BETWEEN_RANKS
@@ -198,7 +199,7 @@ def _suspects(
     if len(suspects) > num_ranks / 3:
         crowd = f"{len(suspects)} of {num_ranks} ranks with equal work are slower than the others"
         return [], math.nan, f"{crowd}: rather another kind of work than stragglers"
-    return suspects, max(min_slowdown, (min_score + 2.33) * level.spread), ""
+    return suspects, max(min_slowdown, math.expm1((min_score + 2.33) * level.spread)), ""
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ def _change_scores(times: Times, noise: Times) -> _Scores:
 
 
 def _excess(scores: Times, normal: tuple[float, float]) -> float:
-    """How far the scores of ranks that noise made fast exceed those of normal noise; at least 1.
+    """Return how far the scores of ranks that noise made fast exceed those of normal noise; at least 1.
 
     Args:
         scores: of the fast direction.
@@ -296,5 +297,6 @@ def _confidence(score: float, num_looks: int) -> float:
 
 def _median(values: Times, axis: int) -> Times:
     """Median without NaN; NaN where there is nothing else, and no warning."""
-    empty = ~np.isfinite(values).any(axis=axis, keepdims=True)
-    return np.asarray(np.nanmedian(np.where(empty, 0.0, values), axis=axis) + np.where(empty.squeeze(axis), np.nan, 0))
+    empty: Flags = np.asarray(~np.isfinite(values).any(axis=axis))
+    filled = np.where(np.expand_dims(empty, axis), 0.0, values)
+    return np.asarray(np.nanmedian(filled, axis=axis) + np.where(empty, np.nan, 0.0))

@@ -66,6 +66,7 @@ def _one_rank_a_place(
 
 
 def _arrays(cells: dict[_Cell, dict[str, list[tuple[int, int, int]]]], ranks: dict[tuple[int, int], int]) -> Timeline:
+    """Return the operations as arrays, those of the first step in order of stage, kind and start."""
     num_stages, num_dp = (1 + max(place[axis] for place in ranks) for axis in range(2))
     if len(ranks) < num_stages * num_dp:
         raise ValueError(

