@@ -229,7 +229,7 @@ class _Training:
         """Save by torch's `async_save`; as `ours`."""
         state: dict[str, Tensor] = {f"rank{self._rank}.{source.name}": source.value() for source in self._plan.sources}
         begun_s = time.perf_counter()
-        future: Any = dcp.async_save(
+        future: Any = dcp.async_save(  # type: ignore[attr-defined]
             state, checkpoint_id=self._folder / "async_save" / str(self._step), process_group=self._group
         )
 

@@ -296,18 +296,18 @@ def loss_scale(model: ParallelModel, number: int, num_targets: int | Tensor) -> 
     counts = model.zero().new_zeros(2)
     if model.is_last and model.place.tp == 0:
         counts[0], counts[1] = number, num_targets
-    flight = model.world.start_all_reduce(counts)
+    work = model.world.start_all_reduce(counts)
     if not model.is_last:
         # It has no loss to scale: what it computes waits for nothing.
         stream = model.world.stream
         with torch.cuda.stream(stream):
-            flight.wait()
+            work.wait()
         if stream is not None:
             counts.record_stream(stream)  # nobody holds them any more, and the sum may still be under way
 
     @functools.cache
     def scale() -> Tensor:
-        flight.wait()
+        work.wait()
         return counts[0] / counts[1].clamp(min=1)
 
     return scale

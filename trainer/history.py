@@ -73,7 +73,7 @@ def resume_history(out: Path, step: int, resume: Path | None, checkpoints: Path 
         _replace_durably(out / VALIDATION, evaluations)
         for path in aside:
             if not isinstance(path, Path):  # an object store renames no folder: without this file it is no checkpoint
-                (path / META).rename(path / f"{META}{REPLACED}")
+                (path / META).rename(path / f"{META}{REPLACED}")  # type: ignore[unreachable]
                 continue
             path.replace(_unused(path.with_name(path.name + REPLACED)))
         sync_folder(out)

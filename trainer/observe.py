@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from netlayer.launch.rank import RankContext
-    from trainer.loop import Place
+    from trainer.loop import RankInfo
     from trainer.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _Common:
 
 
 @contextlib.contextmanager
-def monitored(context: RankContext, plan: Plan, place: Place, steps_done: int) -> Iterator[Monitor | None]:
+def monitored(context: RankContext, plan: Plan, place: RankInfo, steps_done: int) -> Iterator[Monitor | None]:
     """Monitor this rank until the block ends; every rank enters it. None where the job wants no events.
 
     Args:
@@ -110,7 +110,9 @@ def monitored(context: RankContext, plan: Plan, place: Place, steps_done: int) -
             monitor.close()
 
 
-def _agree(context: RankContext, place: Place, clock: RankClock, folder: Path, stack: contextlib.ExitStack) -> _Common:
+def _agree(
+    context: RankContext, place: RankInfo, clock: RankClock, folder: Path, stack: contextlib.ExitStack
+) -> _Common:
     """Have all ranks know what rank 0 knows: which start of the run this is, and where its clock is asked."""
     common: list[_Common | None] = [None]
     if place.rank == 0:
@@ -171,7 +173,7 @@ def _compared(client: ClockClient, monitor: Monitor) -> Iterable[Counter | Mark]
     yield Mark(monitor.origin, "clock", sample.at_ns, attributes=facts)
 
 
-def _facts(plan: Plan, place: Place) -> dict[str, Any]:
+def _facts(plan: Plan, place: RankInfo) -> dict[str, Any]:
     """Return what a reader of the streams needs to know of the job."""
     job, layout = plan.job, plan.job.parallel.layout
     flops = step_flops(job.model, job.batch.global_batch_size)

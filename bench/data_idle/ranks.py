@@ -43,9 +43,9 @@ def run_rank(context: RankContext, order: Order, init_method: str, backend: Back
     trainer.model.wait_parameters()
     trainer.close()
     if order.resume_step:
-        row = _resume(order, trainer.model, place)
+        resumed = _resume(order, trainer.model, place)
         if context.env.rank == 0:
-            context.report(row)
+            context.report(resumed)
     if dist.is_initialized():
         dist.destroy_process_group()
 

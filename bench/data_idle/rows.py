@@ -73,7 +73,7 @@ def medians(rows: Sequence[IdleRow]) -> list[IdleRow]:
     result = []
     for name in dict.fromkeys(row.system for row in rows):
         own = [dataclasses.asdict(row) for row in rows if row.system == name]
-        values = {
+        values: dict[str, Any] = {
             key: None if own[0][key] is None else statistics.median(row[key] for row in own)
             for key in own[0]
             if key not in ("system", "run")

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from bench.estimate.devices import DEVICES, Device
 from bench.estimate.plan import Plan
@@ -78,7 +79,7 @@ def _case(file: Path, record: RunRecord) -> tuple[Plan, float]:
     job = build_section(JobConfig, record.config["job"], "job")
     device = _device(file, record)
     cluster = ClusterConfig(servers=1, gpus_per_server=len(record.devices), nvlink_bps=device.nvlink_bps)
-    kernels = "eager" if job.model.operators == "torch" else "fused"
+    kernels: Literal["eager", "fused"] = "eager" if job.model.operators == "torch" else "fused"
     return Plan(job=job, cluster=cluster, device=device, kernels=kernels), row["step_ms"] / 1e3
 
 

@@ -46,7 +46,7 @@ class Collective:
     """One collective, send or receive on this rank; times in ns, 0 or None where it has not come to that yet.
 
     Args:
-        group: name of the lane it ran on (`gather`, `reduce`), or of the channel (`pipeline forward`).
+        group: name of the communicator it ran on (`gather`, `reduce`), or of the channel (`pipeline forward`).
         kind: `all_gather`, `reduce_scatter`, `all_reduce`, `send`, `recv`.
         num_bytes: size of the whole buffer, as nccl-tests count it: what a rank holds after a gather or before a
             reduce-scatter.
@@ -57,8 +57,8 @@ class Collective:
         labels: more about it, for a trace: peer, micro-batch, phase.
         flow: the same text on a send and on its receive, in all steps alike; "" where there is no such pair.
         seq: number of it in its group and kind, from 1: equal on all ranks that launch the same ones.
-        start, end: when it ran. On CUDA events on the lane's stream, from when it could start there. On the CPU the
-            end is when it was noticed: by the wait for it, unless the lane watches its collectives.
+        start, end: when it ran. On CUDA events on the stream, from when it could start there. On the CPU the
+            end is when it was noticed: by the wait for it, unless the communicator watches its collectives.
     """
 
     group: str

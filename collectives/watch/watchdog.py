@@ -1,7 +1,7 @@
 """Watchdog for collectives: reports which one did not complete, in which group, at which step, and which rank is late.
 
     watch = Watch(timeout=timedelta(seconds=60), layout=layout)          # on every rank
-    lane = Lane("gather", group, device, watch=watch)                    # or, around any call of torch.distributed:
+    comm = Communicator("gather", group, device, watch=watch)             # or, around any call of torch.distributed:
     watch.track("dp", group)
     watch.begin_step(step)
     with watch.collective("dp", "all_reduce", tensor.nbytes):

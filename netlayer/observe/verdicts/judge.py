@@ -375,7 +375,7 @@ def effective_time(run: Run) -> Verdict:
         return Verdict(
             "effective time", "cannot tell", "the times of steps do not follow each other: a trace of samples"
         )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, start in enumerate(starts):
         rows.append({
             "start": number,
