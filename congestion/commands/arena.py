@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("law_file", metavar="[LAW.py]", type=PATH, required=False)
 @click.option("--laws", default=OURS, show_default=True, metavar="LAW[,LAW...]", help="Who runs beside LAW.py.")
-@click.option("--candidate", "--candidate", help="Whom the claims are about [default: LAW.py's law, else hybrid].")
+@click.option("--candidate", "--entrant", help="Whom the claims are about [default: LAW.py's law, else hybrid].")
 @click.option("--quick", is_flag=True, help="One condition and three seeds: a part, in about a minute.")
 @click.option("--seeds", "num_seeds", type=click.IntRange(1), help="The first so many of the suite's seeds.")
 @click.option("--only", multiple=True, metavar="TEXT", help="Cases with this in `workload/condition`; repeatable.")
