@@ -164,7 +164,7 @@ def test_what_repeats_itself_is_predicted_as_the_whole_gives_it(tmp_path) -> Non
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow)])
 def test_random_steps_are_what_their_wholes_are(seeds: range, tmp_path) -> None:
     """Phases at once, drifting pipelines, marks under DCQCN: skipped where they repeat, simulated where they do not."""
-    skipped = dict.fromkeys(("none", "dcqcn"), 0)
+    skipped, guessed = dict.fromkeys(("none", "dcqcn"), 0), 0
     for seed in seeds:
         rng, law = np.random.default_rng(seed), ("none", "dcqcn")[seed % 2]
         phases = ["all-gather", "pipeline", "reduce-scatter", "all-gather+pipeline"]
@@ -173,10 +173,13 @@ def test_random_steps_are_what_their_wholes_are(seeds: range, tmp_path) -> None:
         sets = [word for value in [*values, "congestion.kmax_bytes=80000"] for word in ("--set", value)]
         arguments = ("--step", step_text, "--cc", law, "--exact", "4", "--check", *sets, "--out", str(tmp_path))
         total, *_ = run(*arguments)["rows"]
-        assert total["exact"]
-        assert abs(total["error_share"]) < 1e-12, arguments
+        # Exactly the whole's time, or a guess that says so, within the bound that it was asked to keep; `--check` fails
+        # where the whole lies outside of the bounds that are printed.
+        assert abs(total["error_share"]) < (1e-12 if total["exact"] else 0.01), arguments
+        guessed += not total["exact"]
         skipped[law] += total["repeats"] - total["simulated"]
     assert min(skipped.values()) > 0, skipped
+    assert guessed <= len(seeds) // 8
 
 
 def test_guesses_are_made_where_they_are_asked_for_and_named_so(tmp_path) -> None:
