@@ -255,7 +255,10 @@ def next_counts(parts: Sequence[Repeated], counts: Sequence[int], within: float)
     """
     total = sum(one.total_ps for one in parts)
     low, high = (sum(one.bounds_ps[end] for one in parts) for end in (0, 1))
-    if all(one.is_exact for one in parts) or max(high - total, total - low) <= within * total:
+    if all(one.is_exact for one in parts):
+        return None
+    # Bounds of no width are no proof: times that happened to be alike so far are known only where they repeat exactly.
+    if within and max(high - total, total - low) <= within * total:
         return None
     new_counts = []
     for one, count in zip(parts, counts, strict=True):
