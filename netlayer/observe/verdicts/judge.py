@@ -357,7 +357,7 @@ def link_limit(run: Run, link_gbps: float | None) -> Verdict:
         {"link": name, "gbps": rate, "of_limit": rate / link_gbps, "reached": rate >= _AT_LIMIT * link_gbps}
         for name, rate in sorted(best.items())
     )
-    num = sum(bool(row["reached"]) for row in rows)
+    num = sum(bool(row["reached"]) for row in links)
     line = (
         f"{num} of {len(rows)} links reach {_AT_LIMIT:.0%} of {link_gbps:g} Gb/s (95th percentile of their transfers)"
     )
