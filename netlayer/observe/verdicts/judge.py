@@ -359,7 +359,7 @@ def link_limit(run: Run, link_gbps: float | None) -> Verdict:
     )
     num = sum(bool(row["reached"]) for row in links)
     line = (
-        f"{num} of {len(rows)} links reach {_AT_LIMIT:.0%} of {link_gbps:g} Gb/s (95th percentile of their transfers)"
+        f"{num} of {len(links)} links reach {_AT_LIMIT:.0%} of {link_gbps:g} Gb/s (95th percentile of their transfers)"
     )
     return Verdict("link limit", "found" if num else "none", line, links)
 
