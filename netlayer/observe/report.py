@@ -205,8 +205,7 @@ def _ranks_on_map(report: RunReport) -> list[int]:
     if num <= _MAP_RANKS:
         return list(range(num))
     level = np.nan_to_num(np.nanmedian(np.nan_to_num(report.detection.relative), axis=0))
-    slowest: list[int] = np.argsort(-level)[:_MAP_RANKS].tolist()
-    return slowest
+    return [int(column) for column in np.argsort(-level)[:_MAP_RANKS]]
 
 
 def _time_section(page: Report, report: RunReport) -> None:

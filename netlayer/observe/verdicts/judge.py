@@ -353,15 +353,15 @@ def link_limit(run: Run, link_gbps: float | None) -> Verdict:
         line = f"the rate of a link is not known (--link-gbps); highest: {best[top]:.4g} Gb/s, {top}"
         rows: tuple[dict[str, Any], ...] = tuple({"link": name, "gbps": rate} for name, rate in best.items())
         return Verdict("link limit", "cannot tell", line, rows)
-    rows = tuple(
+    links: tuple[dict[str, Any], ...] = tuple(
         {"link": name, "gbps": rate, "of_limit": rate / link_gbps, "reached": rate >= _AT_LIMIT * link_gbps}
         for name, rate in sorted(best.items())
     )
-    num = sum(bool(row["reached"]) for row in rows)
+    num = sum(bool(row["reached"]) for row in links)
     line = (
-        f"{num} of {len(rows)} links reach {_AT_LIMIT:.0%} of {link_gbps:g} Gb/s (95th percentile of their transfers)"
+        f"{num} of {len(links)} links reach {_AT_LIMIT:.0%} of {link_gbps:g} Gb/s (95th percentile of their transfers)"
     )
-    return Verdict("link limit", "found" if num else "none", line, rows)
+    return Verdict("link limit", "found" if num else "none", line, links)
 
 
 def effective_time(run: Run) -> Verdict:
