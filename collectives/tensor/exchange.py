@@ -239,7 +239,7 @@ class PeerTensorExchange(TensorExchange):
     def sending(self, rounds: PeerRounds, kind: str, num_bytes: int) -> AbstractContextManager[Collective | None]:
         """Wrap the sends of one collective: they start, and are recorded, from this point of the current stream on."""
         rounds.wait_for_current_stream()
-        return self.comm.recording("tensor", kind, num_bytes, comm=f"tensor {kind}", stream=rounds.copy_stream)
+        return self.comm.recording("tensor", kind, num_bytes, lane=f"tensor {kind}", stream=rounds.copy_stream)
 
     def _rounds_of(self, kind: str, num_bytes: int) -> PeerRounds:
         rounds = self._rounds.get(kind)
