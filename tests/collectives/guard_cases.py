@@ -310,7 +310,7 @@ def parameters_written_while_they_are_gathered_keep_what_was_written(rank: int, 
 @case
 def a_step_looks_once_at_what_others_may_have_written(rank: int, world_size: int) -> None:
     sharded = low()
-    with mock.patch.object(Bucket, "adopt", autospec=True, side_effect=Bucket.sync_masters) as sync_masters:
+    with mock.patch.object(Bucket, "sync_masters", autospec=True, side_effect=Bucket.sync_masters) as sync_masters:
         train(sharded, 3, rank, world_size)
         first = len(sharded.buckets)  # the first forward pass looks too, and so does the state at the end
         assert sync_masters.call_count == (3 + 2) * first

@@ -101,7 +101,7 @@ def fsdp2_is_seen_with_its_collectives(rank: int, world_size: int) -> None:
 def our_wrapper_is_seen_by_its_recorder(rank: int, world_size: int) -> None:
     kept, recorder = Kept(), Recorder()
     monitor = Monitor(kept, Origin(rank=rank), interval_s=600)
-    monitor.then(recorder)
+    monitor.follow(recorder)
     model = ShardedDataParallel(network(), recorder=recorder)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     launched = {}

@@ -321,7 +321,7 @@ def plain_calls(scene: Scene) -> None:
         dist.all_reduce(x_N, group=group)
     with scene.watch.collective("dp", "broadcast", x_N.nbytes, "weights") as operation:
         work = dist.broadcast(x_N, 0, group=group, async_op=True)
-        operation.then(work)
+        operation.follow(work)
     with operation:
         work.wait()
     if scene.rank == scene.culprit:

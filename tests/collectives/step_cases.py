@@ -577,7 +577,7 @@ def what_copy_engines_carry_is_added_in_float32(rank: int, world_size: int) -> N
             dist.all_gather_into_tensor(everyone_WN, whole_N)
             own_WS = everyone_WN[:, rank * numel : (rank + 1) * numel].float()
             expected_S = functools.reduce(torch.add, own_WS) * (1 / world_size if mean else 1)
-            peers.then()
+            peers.wait_for_current_stream()
             add, summed_S = peers.send(whole_N), torch.empty(numel)
 
             def check() -> None:

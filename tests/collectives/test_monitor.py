@@ -95,7 +95,7 @@ def test_segments_carry_step_micro_batch_and_order(monitor: Monitor, kept: Kept)
 def test_what_a_recorder_marks_is_taken_once(monitor: Monitor, kept: Kept) -> None:
     recorder = Recorder()
     recorder.groups["gather"] = [0, 8, 16]
-    monitor.then(recorder)
+    monitor.follow(recorder)
     for step in (1, 2, 3):
         recorder.begin_step(step)
         with recorder.computing("forward", micro_batch=1, chunk=0):
@@ -278,7 +278,7 @@ def test_nothing_is_synchronised_and_events_are_reused(fake_cuda: None, kept: Ke
     FakeEvent.lag_ns = 2_000_000
     monitor = Monitor(kept, ORIGIN, device="cuda:0", interval_s=0.01)
     recorder = Recorder("cuda")
-    monitor.then(recorder)
+    monitor.follow(recorder)
     for step in range(1, 201):
         recorder.begin_step(step)
         with recorder.computing("forward", micro_batch=0, chunk=0):
@@ -331,7 +331,7 @@ def test_a_capture_is_not_timed_and_a_replay_says_that_it_is_one(
     fake_cuda: None, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monitor, recorder = Monitor(kept, ORIGIN, device="cuda:0", interval_s=600), Recorder("cuda")
-    monitor.then(recorder)
+    monitor.follow(recorder)
     recorder.begin_step(1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with recorder.computing("forward"), monitor.segment("mine"):
@@ -347,7 +347,7 @@ def test_a_capture_is_not_timed_and_a_replay_says_that_it_is_one(
 def test_the_ring_counts_whole_steps() -> None:
     kept = Kept()
     monitor, recorder = Monitor(kept, ORIGIN, capacity=50, interval_s=600), Recorder()
-    monitor.then(recorder)
+    monitor.follow(recorder)
     for step in itertools.count(1):
         recorder.begin_step(step)
         for _ in range(9):

@@ -96,7 +96,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[PeerRounds, Log]:
 def go_round(rounds: PeerRounds, source: torch.Tensor) -> None:
     """A gather: the same rows to all peers, which are awaited one after the other."""
     rounds.begin()
-    rounds.then()
+    rounds.wait_for_current_stream()
     for ahead in range(1, RANKS):
         rounds.send(source, ahead)
     for post_reduce_stream in range(1, RANKS):

@@ -218,7 +218,7 @@ def test_a_run_that_is_resumed_needs_no_other_kernels(more, tmp_path, monkeypatc
         kept = getattr(resumed.state, name)
         assert numba.typeof(kept) == numba.typeof(rows), name
         np.testing.assert_array_equal(kept, rows, err_msg=name)
-        if rows.ctypes.data % 64 == 0 and name in ("came", "entry", "port", "worker"):
+        if rows.ctypes.data % 64 == 0 and name in ("arrivals", "entry", "port", "worker"):
             assert kept.ctypes.data % 64 == 0, name
 
 
