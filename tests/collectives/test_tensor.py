@@ -746,7 +746,8 @@ def test_what_peers_exchange_is_recorded_on_the_stream_that_carries_it() -> None
     assert streams == ["copies"] * 4
     for rounds in exchange._rounds.values():
         called = [call[0] for call in cast(mock.Mock, rounds).method_calls]
-        assert called.index("wait_for_current_stream") < called.index("send"), "it starts where the current stream lets it"
+        # It starts where the current stream lets it.
+        assert called.index("wait_for_current_stream") < called.index("send")
 
 
 def test_a_bias_is_added_with_what_the_peers_sent_where_words_of_16_bytes_allow() -> None:

@@ -156,7 +156,7 @@ def test_the_heads_gradient_goes_there_too(num_passes: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, found none")
-@pytest.mark.parametrize(("num_passes", "again"), list(itertools.gemm((1, 3), (False, True))))
+@pytest.mark.parametrize(("num_passes", "again"), list(itertools.product((1, 3), (False, True))))
 def test_on_a_gpu_gradients_of_weights_are_not_rounded(num_passes: int, again: bool) -> None:
     """In bfloat16, over wide sums: a hundred times closer to float64 than 8 bits of mantissa would be."""
     torch.manual_seed(0)
