@@ -25,7 +25,7 @@ Row = Mapping[str, Any]
 
 NAME, OURS = "bench.mfu", "ours"
 _SHOWN_KINDS = {
-    "matmuls": "matmuls",
+    "matrix products": "matrix products",
     "attention": "attention",
     "optimiser": "optimiser",
     "": "norms, activations, loss",

@@ -25,7 +25,7 @@ from netlayer.workload.peaks import memory_bandwidth, peak_flops
 Row = dict[str, Any]
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|sdpa|attention|flex|dot_do_o|convert_dq"),
-    ("matmuls", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
+    ("matrix products", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
     ("optimiser", r"adam|lamb(?!da)|multi_tensor|foreach"),
     ("loss", r"cross_entropy|softmax|logsumexp|^_gradient|^_statistics"),
     ("copies, fills", r"memcpy|memset|copy|fill|catarray|chunk_cat|(?<!no)cast"),
@@ -133,7 +133,7 @@ def floors(job: JobConfig, device: str) -> dict[str, float]:
     parameters = num_parameters(job.model) / layout.world_size
     floors_ms: dict[str, float] = {}
     if peak := peak_flops(device, dtype):
-        floors_ms["matmuls"] = linears / layout.world_size / peak * 1e3
+        floors_ms["matrix products"] = linears / layout.world_size / peak * 1e3
         floors_ms["attention"] = (flops.done - linears) / layout.world_size / peak * 1e3
     if bandwidth := memory_bandwidth(device):
         floors_ms["optimiser"] = parameters * (4 * 4 + 3 * 4 + 2 * (dtype == "bfloat16")) / bandwidth * 1e3

@@ -76,7 +76,7 @@ class ParameterGather:
 
     @property
     def needs_unshard(self) -> bool:
-        """Whether an optimiser may have changed the shards since they were unsharded."""
+        """Whether an optimiser may have changed the shards since their gathers were launched."""
         return self._needs_unshard
 
     @needs_unshard.setter
@@ -217,7 +217,7 @@ class ParameterGather:
             if index not in waiting and bucket.master_S._version != version:
                 raise RuntimeError(
                     f"shards of bucket {index} ({bucket.plan.slots[0].name}, ...) were changed after they "
-                    "were unsharded; the order is backward, finish_gradients(), optimiser step, start_step() or forward"
+                    "were gathered; the order is backward, finish_gradients(), optimiser step, start_step() or forward"
                 )
 
     def sync_masters(self, unseen: bool = False) -> None:

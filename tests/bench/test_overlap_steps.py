@@ -58,6 +58,6 @@ def test_the_gathers_ahead_may_be_changed_between_steps() -> None:
         model.prefetch = prefetch
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-        assert model.prefetch == prefetch == len(model._gather._flights)
+        assert model.prefetch == prefetch == len(model._gather._works)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         model.prefetch = 0

@@ -460,7 +460,7 @@ def shards_changed_at_the_wrong_place_are_refused(rank: int, world_size: int) ->
         piece.data.mul_(2)
         with torch.no_grad():
             piece.mul_(2)
-    assert_raises(RuntimeError, "changed after they were published", lambda: sharded(next(batches(1, 1))))
+    assert_raises(RuntimeError, "changed after they were gathered", lambda: sharded(next(batches(1, 1))))
 
 
 @case

@@ -114,7 +114,7 @@ def train_chunks(comms: CommunicatorPair | None, num_steps: int, rank: int, *, l
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         modules = [nn.Linear(3, 3).double(), nn.Linear(3, 2).double()]
-    settings: dict[str, Any] = {"bucket_bytes": 40, "reduce_dtype": torch.float64, "communicators": comms}
+    settings: dict[str, Any] = {"bucket_bytes": 40, "reduce_dtype": torch.float64, "comms": comms}
     first, last = (ShardedDataParallel(module, **settings) for module in modules)
     assert (first.reduce_comm is last.reduce_comm) == (comms is not None)
     optimizers = [chunk.optimizer(torch.optim.SGD, lr=0.1) for chunk in (first, last)]

@@ -35,7 +35,7 @@ class Summed:
     def close(self) -> None:
         assert not self._open, "all that was sent was added"
 
-    def then(self) -> None:
+    def wait_for_current_stream(self) -> None:
         pass
 
     def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:

@@ -103,7 +103,7 @@ def test_shards_put_together_are_the_parameters(shapes: list[torch.Size], world_
     for bucket in buckets:
         for piece in bucket.pieces:
             piece.parameter.data.add_(1)
-        bucket.publish()
+        bucket.copy_in_shard()
     gathered_N = torch.cat([bucket.plan.own(bucket.unsharded_N, bucket.rank) for bucket in buckets])
     for bucket in buckets:
         bucket.unsharded_N.copy_(gathered_N)
