@@ -115,6 +115,7 @@ def test_one_record_and_a_page_each_row_with_its_source(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_one_rank_alone_makes_its_groups_by_both_ways(tmp_path):
     ran = run(tmp_path, "--ranks", "0", "--alone", "8,4")
     assert ran.exception is None

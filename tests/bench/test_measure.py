@@ -126,7 +126,7 @@ def test_wrong_parts_of_alltoallv_and_hypercube_are_counted(tmp_path: Path) -> N
     assert [row["wrong"] for row in deaf.rows] == [64, 64]  # the half of the result that is the other rank's
 
 
-@pytest.mark.parametrize("ranks_", [2, 4])
+@pytest.mark.parametrize("ranks_", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_hypercube_on_powers_of_two_gives_right_data(tmp_path: Path, ranks_: int) -> None:
     options = PerfOptions(min_bytes=4096, max_bytes=4096, iters=2, unalign=1, dtype="bfloat16")
     [record] = measure(["hypercube"], options, ranks=ranks_, log_dir=tmp_path, backend="gloo", init_method=free_url())

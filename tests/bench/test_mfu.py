@@ -210,9 +210,11 @@ def test_peers_and_a_changed_model_take_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "tp2",
         "pp2vp2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "pp2", "tp2pp2", "tp2dp2", "tp2pp2vp2")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tp2", "dp2", "pp2", "tp2pp2", "tp2dp2", "tp2pp2vp2")
+        ),
     ],
 )
 def test_the_native_peer_has_our_losses_in_every_layout(tmp_path: Path, layout: str) -> None:

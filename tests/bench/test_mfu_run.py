@@ -87,7 +87,7 @@ def test_no_turn_begins_behind_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_leaves_a_record_of_what_was_measured(tmp_path: Path, signum: int) -> None:
     words = ["--backend", "gloo", "--runs", "10000", "--peers", "none"]
     words += [word for each in OPTIONS.overrides for word in ("--set", each)]

@@ -50,6 +50,7 @@ def test_a_case_that_is_not_there(tmp_path: Path) -> None:
     assert "dropout" in result.output
 
 
+@pytest.mark.slow
 def test_cases_by_several_names(tmp_path: Path) -> None:
     rows = json.loads(run(tmp_path, "--only", "adamw, MLP in").stdout)["rows"]
     directions = ["forward", "backward", "weight's gradient", "step"]

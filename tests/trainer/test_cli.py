@@ -76,6 +76,7 @@ def test_a_job_trains_and_is_gone_on_with_in_another_layout(job_file: Path, tmp_
     )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_its_folder_from_the_step_that_is_asked_for(job_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "a"
     first = netlayer(job_file, "--out", out, "--trace", "2")
