@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from netlayer.config.renamed import with_new_keys
 from netlayer.errors import FULL_DISK, ConfigError, NetlayerError
-from netlayer.renamed import with_new_keys
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,11 @@ Source = Literal["measured", "simulated", "predicted"]
 Row = Mapping[str, Any]
 _OURS = "give a file that netlayer wrote"
 # Columns of records by their names before 0.3, read until 0.5.
-_RENAMED_COLUMNS = {"micro_size": "micro_batch_size", "entrant_over_bound": "candidate_over_bound"}
+_RENAMED_COLUMNS = {
+    "micro_size": "micro_batch_size",
+    "entrant_over_bound": "candidate_over_bound",
+    "left_out": "skipped",
+}
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,10 @@ from collectives.watch.watchdog import Watch
 from netlayer.config.tree import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed, ConfigError, NetlayerError
 from netlayer.rendezvous import Groups
-from netlayer.units import format_size
 from netlayer.workload.flops import step_flops, utilisation
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
 from netlayer.workload.peaks import peak_flops
+from trainer.between_steps import BetweenSteps
 from trainer.checkpoint import restore
 from trainer.checkpoint import save as checkpoint
 from trainer.checkpoint.meta import Meta
@@ -503,7 +503,7 @@ def run(
         CheckFailed: a loss, the gradient, or what a checkpoint would hold is not finite; on all ranks alike.
         NoRoom: the last checkpoint does not fit; on all ranks alike.
     """
-    between = _BetweenSteps(trainer, evaluation, on_evaluation, checkpoints, on_warning)
+    between = BetweenSteps(trainer, evaluation, on_evaluation, checkpoints, on_warning)
     under_way: list[Launched] = []
 
     def read_one() -> tuple[Row, bool]:
@@ -556,116 +556,6 @@ def run(
     return stopped
 
 
-class _BetweenSteps:
-    """Evaluations and checkpoints, with no step under way; the arguments are those of `run`."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        evaluation: EvaluationConfig,
-        on_evaluation: Callable[[Row], None],
-        checkpoints: Path | str | None,
-        on_warning: Callable[[str], None],
-    ) -> None:
-        self._trainer, self._evaluation, self._on_evaluation = trainer, evaluation, on_evaluation
-        self._checkpoints, self._on_warning = checkpoints, on_warning
-        self.last = trainer.job.optimizer.steps
-        self._save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
-        self._retry_due = False
-        """Whether the last checkpoint that was due found no room."""
-
-    def open(self) -> None:
-        """Make ready for checkpoints."""
-        if self._checkpoints is not None and (line := self._trainer.open_saver(self._checkpoints)):
-            self._on_warning(line)
-
-    def evaluates(self, step: int) -> bool:
-        return step % self._evaluation.every_steps == 0 or step == self.last
-
-    def saves(self, step: int) -> bool:
-        if not self._save_every:
-            return False
-        # One that found no room is tried again after an evaluation, when nothing is under way anyway.
-        return step % self._save_every == 0 or step == self.last or (self._retry_due and self.evaluates(step))
-
-    def saves_beside(self, step: int) -> bool:
-        """Whether a save is due that runs beside the training: not the last one, which has nothing to run beside."""
-        return self.saves(step) and self._trainer.saves_beside and step < self.last
-
-    def saves_now(self, step: int) -> bool:
-        """Whether a save is due for which the training waits."""
-        return self.saves(step) and not self.saves_beside(step)
-
-    def evaluate(self, step: int) -> None:
-        with _timed() as seconds:
-            loss = self._trainer.evaluate(self._evaluation.global_batches)
-        row: Row = {"step": step, "validation_loss": loss, "eval_s": sum(seconds)}
-        row |= {f"validation_loss_{name}": each for name, each in self._trainer.held_out_losses.items()}
-        with self._trainer.phase("writes a row"):
-            self._on_evaluation(row)
-
-    def note_saves(self, row: Row) -> None:
-        """Put what became of saves beside the training into a row, and say it."""
-        for outcome in self._trainer.outcomes():
-            if isinstance(outcome, checkpoint.Published):
-                self._retry_due = False
-                row["checkpoint_save_s"] += outcome.seconds
-                if self._trainer.place.rank == 0:
-                    size = format_size(outcome.num_bytes)
-                    logger.info("checkpoint: %s, %s in %.1f s", outcome.path, size, outcome.seconds)
-            else:
-                self._note_failure(outcome.step, row, outcome.error)
-
-    def save_after_another(self, step: int, row: Row) -> None:
-        """Save beside the training after `step`, once storage is through with the save before it."""
-        with _timed(row, "checkpoint_stall_s") as seconds:
-            self._trainer.finish_save()
-        self.note_saves(row)
-        rule = "storage had not finished the checkpoint before it; raise job.checkpoint.every_steps, or write elsewhere"
-        self._on_warning(f"step {step}: training waited {sum(seconds):.1f} s to save a checkpoint, for {rule}")
-        with _timed(row, "checkpoint_stall_s"):
-            self._trainer.start_save(step)
-
-    def run(self, step: int, row: Row, *, stops: bool) -> Path | None:
-        """Evaluate and save where that is due after a step; return the last checkpoint where the run ends here.
-
-        Args:
-            row: of the step, which gets the times.
-            stops: somebody has asked for the end, and waits: an evaluation is the first thing of a resumed run.
-        """
-        if self.evaluates(step) and not stops:
-            with _timed(row, "eval_s"):
-                self.evaluate(step)
-        if self._checkpoints is None or not (self.saves_now(step) or stops):
-            return None
-        ends = stops or step == self.last
-        try:
-            with _timed(row, "checkpoint_s", "checkpoint_stall_s"):
-                self._trainer.save(self._checkpoints)  # once the one before is there
-            self._retry_due = False
-        except checkpoint.NoRoom as exc:
-            if ends:
-                row["checkpoint_failures"] += 1
-                raise
-            self._note_failure(step, row, exc)
-        finally:
-            self.note_saves(row)
-        if not ends:
-            return None
-        if stops:
-            with _timed(row, "eval_s"):
-                # A short one, for somebody waits: it shows that the parameters which were saved are sound.
-                self._trainer.evaluate(1)
-        with _timed(row, "checkpoint_s", "checkpoint_stall_s"):
-            return self._trainer.commit()
-
-    def _note_failure(self, step: int, row: Row, error: ConfigError) -> None:
-        """Say that there is no checkpoint: training is worth more than one that may fit later."""
-        row["checkpoint_failures"] += 1
-        self._retry_due = True
-        self._on_warning(f"no checkpoint of step {step}, training goes on: {error}")
-
-
 @contextlib.contextmanager
 def _saves_ended(trainer: Trainer) -> Iterator[None]:
     """Train in the block; where all ranks fail alike, what was sound and is half written is finished first."""
@@ -674,20 +564,6 @@ def _saves_ended(trainer: Trainer) -> Iterator[None]:
     except CheckFailed:
         trainer.end_saves()
         raise
-
-
-@contextlib.contextmanager
-def _timed(row: Row | None = None, *columns: str) -> Iterator[list[float]]:
-    """Measure the seconds of the block, into the list that it gets, and add them to columns of the row."""
-    seconds: list[float] = []
-    start = time.perf_counter()
-    try:
-        yield seconds
-    finally:
-        seconds.append(time.perf_counter() - start)
-        for column in columns:
-            assert row is not None
-            row[column] += seconds[0]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import itertools
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from collectives.small.path import KINDS, Kind, PathName
 from netlayer.errors import ConfigError
@@ -72,7 +72,8 @@ class TuningTable(_Strict):
     source: str
     measured_on: str
     entries: tuple[Entry, ...]
-    skipped: dict[PathName, str] = {}
+    # The second name is that of tables before 0.3, read until 0.5.
+    skipped: dict[PathName, str] = Field({}, validation_alias=AliasChoices("skipped", "left_out"))
     figures: tuple[Measured, ...] = ()
 
     @model_validator(mode="after")

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_serializer, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from netlayer.config.errors import SWITCH_OR_AUTO, translate
+from netlayer.config.launch import LaunchConfig as LaunchConfig
+from netlayer.config.launch import StoreConfig as StoreConfig
 from netlayer.config.observe import ObserveConfig
+from netlayer.config.renamed import with_new_keys
 from netlayer.config.section import Section as Section
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
-from netlayer.renamed import with_new_keys
-from netlayer.results import hide_passwords
 from netlayer.units import parse_rate, parse_size
 from netlayer.workload.presets import MODELS
 
@@ -495,33 +496,6 @@ class OverlapConfig(Section):
     def copies_gradients(self) -> bool:
         """True if copy engines may send gradients to the peers."""
         return self.peer_memory and self.peer_reduce
-
-
-class StoreConfig(Section):
-    """Rendezvous store of the ranks."""
-
-    url: str = Field(
-        "",
-        description="redis://, rediss:// or unix:// address; empty: an embedded Redis of this run. "
-        "No effect on ranks of torchrun, srun or mpirun",
-    )
-    timeout_s: float = Field(
-        60.0,
-        gt=0,
-        description="longest wait for other ranks to come, seconds (of torchrun, srun or mpirun at least "
-        "job.parallel.distributed_timeout_s, which holds from then on)",
-    )
-
-    @field_serializer("url", when_used="json")
-    def _without_password(self, url: str) -> str:
-        return hide_passwords(url)
-
-
-class LaunchConfig(Section):
-    """Start and end of the ranks on this machine."""
-
-    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl where there are GPUs, else gloo")
-    grace_s: float = Field(5.0, gt=0, description="seconds from asking ranks to end, when one failed, to SIGKILL")
 
 
 class WatchConfig(Section):

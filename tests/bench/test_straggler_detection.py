@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from bench.planted_stragglers import command as planted
-from bench.planted_stragglers import episodes
-from bench.straggler_detection import GRID, Setting, command, measure, noise_of
+from bench.stragglers.detection import GRID, Setting, command, measure, noise_of
+from bench.stragglers.planted import command as planted
+from bench.stragglers.planted import episodes
 
 
 def measured(steps: int = 200, ranks: int = 8) -> np.ndarray:
@@ -51,7 +51,7 @@ def test_the_command_writes_a_simulated_record(tmp_path: Path) -> None:
         command, [*arguments, "--steps", "20", "--quiet-steps", "0", "--out", str(tmp_path / "out")]
     )
     assert result.exit_code == 0, result.output
-    record = json.loads((tmp_path / "out" / "records" / "bench.straggler_detection.json").read_text())
+    record = json.loads((tmp_path / "out" / "records" / "bench.stragglers.detection.json").read_text())
     assert record["source"] == "simulated"
     assert len(record["rows"]) == 1
 

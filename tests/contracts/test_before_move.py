@@ -16,6 +16,7 @@ from collectives.small.table import TuningTable
 from collectives.tensor.cublaslt import Shape
 from collectives.tensor.gemm_choices import GemmChoices
 from netlayer.config.file import load_config
+from netlayer.config.renamed import with_new_keys
 from netlayer.config.tree import build_config
 from netlayer.results import load_frame, load_record
 from trainer.checkpoint.meta import find
@@ -58,7 +59,7 @@ def test_a_checkpoint_is_resumed_to_the_same_losses(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["job", "every_key"])
 def test_a_configuration_resolves_to_the_same_tree(name: str) -> None:
-    before = json.loads((BEFORE / f"{name}.json").read_text())
+    before = with_new_keys(json.loads((BEFORE / f"{name}.json").read_text()))
     config = load_config(BEFORE / f"{name}.toml")
     assert build_config(before) == config
     now = dict(leaves(config.model_dump(mode="json")))
@@ -76,7 +77,8 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def test_a_record_has_its_rows_and_facts() -> None:
     record = load_record(BEFORE / "record.json")
-    assert json.loads(json.dumps(asdict(record))) == json.loads((BEFORE / "record.json").read_text())
+    tree = json.loads((BEFORE / "record.json").read_text())
+    assert json.loads(json.dumps(asdict(record))) == tree | {"config": with_new_keys(tree["config"])}
     assert (record.name, record.source) == ("train", "measured")
     frame = load_frame(BEFORE / "record.json", "measured")
     assert frame["loss"].dropna().tolist()[-2:] == EXPECTED["losses"]

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from netlayer.config.file import load_config
+from netlayer.config.renamed import RENAMED, with_new_keys
 from netlayer.config.tree import JobConfig, build_config
 from netlayer.errors import ConfigError
-from netlayer.renamed import RENAMED, with_new_keys
 from netlayer.results import RunRecord, load_record
 from topology.cli import topology
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from netlayer.config.renamed import with_new_keys
 from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
-from netlayer.renamed import with_new_keys
 from netlayer.units import format_size
 from trainer.checkpoint.digest import digest
 from trainer.checkpoint.names import (

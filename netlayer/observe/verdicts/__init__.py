@@ -1,0 +1,1 @@
+"""Verdicts on a run from its events: stragglers, slow links, drift, what-if replay, effective training time."""

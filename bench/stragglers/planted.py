@@ -1,4 +1,4 @@
-"""`python -m bench.planted_stragglers`: slow ranks planted in a real training run, and whether they are named.
+"""`python -m bench.stragglers.planted`: slow ranks planted in a real training run, and whether they are named.
 
 Gloo ranks train like those of `netlayer train`, with the monitor on. The run is a sequence of episodes: 15 steps
 without a fault, then 20 in which one random rank sleeps for a share of the step time, before the forward pass (`host`)
@@ -89,15 +89,15 @@ def command(options: RunOptions, ranks: int, faults: int, healthy: int, share: f
 
     \b
     Examples:
-      python -m bench.planted_stragglers --json stragglers.json
-      python -m bench.planted_stragglers --faults 2 --healthy 1
+      python -m bench.stragglers.planted --json stragglers.json
+      python -m bench.stragglers.planted --faults 2 --healthy 1
     """
     started = utc_now()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(episodes(random.Random(options.seed), ranks, faults, healthy, share), ranks, Path(folder))
     if options.json_file:
         record = RunRecord(
-            name="bench.planted_stragglers",
+            name="bench.stragglers.planted",
             source="measured",
             rows=[asdict(row) for row in rows],
             started_utc=started,
@@ -245,4 +245,4 @@ def run_slow(context: RankContext, plan: Plan, faults: Sequence[Fault]) -> None:
 if __name__ == "__main__":
     from netlayer.cli import run as run_command
 
-    run_command(command, "python -m bench.planted_stragglers")
+    run_command(command, "python -m bench.stragglers.planted")

@@ -1,4 +1,4 @@
-"""`python -m bench.straggler_detection`: the smallest straggler that `observe report` finds at 1,536 hosts.
+"""`python -m bench.stragglers.detection`: the smallest straggler that `observe report` finds at 1,536 hosts.
 
 The noise is measured: own times of ranks by step, from traces of production jobs (parquet, ByteDance's straggler
 traces), from records of this project (`each_ms`: one step time after another), or from event streams of a run. What is
@@ -265,8 +265,8 @@ def command(
 
     \b
     Examples:
-      python -m bench.straggler_detection --trace trace-AR.parquet --trace trace-ST.parquet --out runs/stragglers
-      python -m bench.straggler_detection --record reports/trainer_2xh200_202611.jitter.json --steps 20
+      python -m bench.stragglers.detection --trace trace-AR.parquet --trace trace-ST.parquet --out runs/stragglers
+      python -m bench.stragglers.detection --record reports/trainer_2xh200_202611.jitter.json --steps 20
     """
     started = utc_now()
     noises = [trace_noise(path) for path in traces]
@@ -281,7 +281,7 @@ def command(
                 rows.append(measure(noise, num_steps, quiet, setting))
                 click.echo(_line(rows[-1]))
     record = RunRecord(
-        name="bench.straggler_detection",
+        name="bench.stragglers.detection",
         source="simulated",
         rows=[asdict(row) for row in rows],
         started_utc=started,
@@ -336,4 +336,4 @@ def _line(row: Row) -> str:
 if __name__ == "__main__":
     from netlayer.cli import run
 
-    run(command, "python -m bench.straggler_detection")
+    run(command, "python -m bench.stragglers.detection")
