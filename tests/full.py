@@ -125,6 +125,29 @@ COMMANDS: tuple[Command, ...] = (
         "where kind = 'segment' group by all order by rank, ms desc\""
     ),
     Command(".venv/bin/netlayer observe report runs/observed --out runs/observed/observe"),
+    _gpus(".venv/bin/python -m bench.data_idle --ranks 8 --model 125m --runs 5", 8),
+    Command(".venv/bin/netlayer estimate step --config examples/megascale-12288.toml --device A100"),
+    Command(
+        ".venv/bin/netlayer estimate step --precision fp8 --zero 3 --set model.preset=llama3-8b "
+        "--set model.dtype=bfloat16 --set cluster.gpus_per_server=8 --set parallel.dp=8 --set batch.micro_batch_size=1"
+    ),
+    Command(".venv/bin/netlayer estimate search --config examples/megascale-12288.toml --device A100"),
+    Command(".venv/bin/netlayer estimate arena --out runs/arena"),
+    _only_parsed(".venv/bin/netlayer estimate arena my_estimator.py --no-page", "the file is the user's"),
+    Command(".venv/bin/netlayer estimate check reports/trainer_2xh200_202611.{dp2,tp2,pp2vp2}.json"),
+    Command(".venv/bin/netlayer estimate paper"),
+    *(
+        _only_parsed(shown, "of a run of the user's; tests/trainer/test_convert.py runs it")
+        for shown in (
+            ".venv/bin/netlayer checkpoint ls runs/a",
+            ".venv/bin/netlayer checkpoint verify runs/a",
+            ".venv/bin/netlayer checkpoint export runs/a exported/a --to safetensors",
+            ".venv/bin/netlayer checkpoint import exported/a imported/a --from safetensors",
+            ".venv/bin/netlayer train imported/a/job.toml --resume imported/a --set parallel.dp=1 "
+            "--set cluster.gpus_per_server=1 --set optimizer.steps=5",
+            ".venv/bin/netlayer checkpoint reshard runs/a/checkpoints/step-000250 kept/step-000250 --file-size 50GiB",
+        )
+    ),
     _only_parsed(
         ".venv/bin/netlayer observe collect redis://10.0.0.1:6379 --run tiny-gpt --out events",
         "collects until it is ended, from a server that is not there",
