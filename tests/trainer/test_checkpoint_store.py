@@ -87,6 +87,7 @@ def test_a_writer_that_is_killed_in_an_upload_leaves_no_checkpoint_of_it(
             assert not any(damage for _, damage in checkpoint.verify())
 
 
+@pytest.mark.slow  # it waits for a store that does not answer
 def test_a_store_that_is_gone_costs_checkpoints_and_ends_the_run_at_the_third(
     text_folder: Path, corpus: Corpus, bucket: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

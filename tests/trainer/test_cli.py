@@ -148,7 +148,9 @@ def test_processes_of_a_launcher_train_together(job_file: Path, tmp_path: Path) 
     assert len(rows(tmp_path / "a")) == 6
 
 
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "2")])
+@pytest.mark.parametrize(
+    "launcher", [(), pytest.param(("-m", "torch.distributed.run", "--nproc-per-node", "2"), marks=pytest.mark.slow)]
+)
 def test_a_cache_that_cannot_be_written_is_one_warning_and_no_wait(
     job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: tuple[str, ...]
 ) -> None:

@@ -228,7 +228,7 @@ def test_damage_is_one_line_before_anything_is_read(copy: Path, damage: object, 
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="there is no such dataset"):
         open_dataset(tmp_path / "missing")
 
 

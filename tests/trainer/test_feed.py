@@ -243,7 +243,7 @@ def test_datasets_of_two_tokenizers_are_refused_however_their_files_are_laid_out
 # packed it needs their borders.
 LAYOUTS = [
     ({"dp": 2}, 2, "stream", False),
-    ({"dp": 1, "tp": 2}, 2, "documents", False),
+    ({"dp": 1, "tp": 2}, 2, "documents", True),
     ({"dp": 1, "pp": 3}, 3, "documents", False),
     ({"dp": 1, "pp": 2}, 2, "documents", True),
     ({"dp": 2}, 2, "documents", True),
@@ -420,7 +420,7 @@ def test_a_text_is_a_dataset_of_its_files(corpus: Corpus) -> None:
     assert dataset.num_tokens == len(tokens)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_run_that_is_broken_off_leaves_no_process_and_no_memory(
     sets: dict[str, Any], tmp_path: Path, signum: signal.Signals
 ) -> None:

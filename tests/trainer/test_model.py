@@ -156,7 +156,7 @@ def test_loss_without_gradients_makes_none(monkeypatch: pytest.MonkeyPatch) -> N
     def refused(*_: object) -> None:
         raise AssertionError("a gradient")
 
-    monkeypatch.setattr("trainer.ops.loss.add_product", refused)
+    monkeypatch.setattr("trainer.ops.loss.add_matmul", refused)
     x_MD, weight_VD = torch.randn(5, 6), torch.randn(9, 6, requires_grad=True)
     with torch.no_grad():
         linear_cross_entropy(x_MD, weight_VD, torch.zeros(5, dtype=torch.int64), vocab_size=9)

@@ -30,7 +30,7 @@ def asked(overlap: dict[str, object], dtype: str = "bfloat16") -> tuple[str, str
         mock.patch("trainer.parallel.ShardedDataParallel") as sharded,
         mock.patch("trainer.parallel.build_model"),
         mock.patch("trainer.parallel.why_unusable", return_value=None),
-        mock.patch("trainer.parallel.Lane"),
+        mock.patch("trainer.parallel.Communicator"),
         mock.patch.object(ParallelModel, "_takes_windows", return_value=True),
         mock.patch.object(ParallelModel, "_open_data_comms"),
         mock.patch.object(ParallelModel, "_memory_bytes", 1 << 40),

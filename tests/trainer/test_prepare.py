@@ -112,7 +112,7 @@ def test_a_vocabulary_beyond_the_text_is_said(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING):
         tokenizer = train_tokenizer([Document("a", "abab")], 1000)
     assert tokenizer.get_vocab_size() < 1000
-    assert "job.model.vocab_size = 1000, the rest is never used" in caplog.text
+    assert "fewer than the 1000 that it may have; the rest is never used" in caplog.text
 
 
 def test_a_vocabulary_below_the_bytes_is_refused(text_folder: Path, tmp_path: Path) -> None:

@@ -117,11 +117,25 @@ class Run:
                 self.saved = number, {**sampler.state(), "num_samples": plan.start(number + 1)}
 
 
-@settings(max_examples=1000)
-@given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from(LAYOUTS)), min_size=1, max_size=6), st.integers(0, 2**32))
+LIVES = st.lists(st.tuples(st.integers(0, 6), st.sampled_from(LAYOUTS)), min_size=1, max_size=6)
+
+
+@settings(max_examples=100)
+@given(LIVES, st.integers(0, 2**32))
 def test_whatever_is_killed_and_resumed_samples_are_those_of_an_unbroken_run(
     lives: Sequence[tuple[int, int]], seed: int
 ) -> None:
+    check_lives(lives, seed)
+
+
+@pytest.mark.slow(minutes=1)
+@settings(max_examples=1000)
+@given(LIVES, st.integers(0, 2**32))
+def test_a_thousand_sequences_of_kills_and_other_layouts(lives: Sequence[tuple[int, int]], seed: int) -> None:
+    check_lives(lives, seed)
+
+
+def check_lives(lives: Sequence[tuple[int, int]], seed: int) -> None:
     run, rng = Run(seed, BATCH), random.Random(seed)
     for steps, dp in lives:
         run.train(steps, dp, rng)
