@@ -99,7 +99,7 @@ def test_the_bound_says_what_can_be_won(rows: pd.DataFrame) -> None:
     )
     cases = headroom(near, "hybrid")
     assert len(cases) == len(FEW.cases)
-    assert (cases["least_ratio"] < cases["entrant_over_bound"] / cases["its_over_bound"]).all()
+    assert (cases["least_ratio"] < cases["candidate_over_bound"] / cases["its_over_bound"]).all()
     asked = near[near["scenario"] == "all-to-all"]
     swift = over_bound(asked, ()).set_index("law").loc["swift", "over_bound"]
     assert f"the bound is {1 / swift:.3f} of the time of swift" in headroom_sentence(near, "hybrid")
