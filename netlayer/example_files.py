@@ -21,7 +21,7 @@ EXAMPLES = {
     "topo.txt": "fabric in HPCC's form for `simulate --topo`",
     "flow.txt": "flows in HPCC's form for `simulate --flows`",
     "logs": "outputs of nccl-tests of five nodes, one of them slow, for `accept judge`",
-    "traces": "made-up Work Recorder dumps of eight ranks, one of which hangs, for `observe blame`",
+    "traces": "made-up Flight Recorder dumps of eight ranks, one of which hangs, for `observe blame`",
     "before.json": "record of all_reduce_perf for `bench compare`",
     "after.json": "record of all_reduce_perf for `bench compare`",
     "capture.pcapng": "made-up capture of RoCEv2 for `nic pcap`",

@@ -253,7 +253,7 @@ class Trainer:
         """
         if self._saver is None:
             return None
-        self.skip()
+        self.exclude_time()
         with self.phase("waits for storage"), self._told_where_lost():
             return self._saver.finish(is_verified=is_verified)
 
@@ -283,7 +283,7 @@ class Trainer:
             NoRoom: the disk is full; on all ranks alike.
             ConfigError: it cannot be written for another reason.
         """
-        self.skip()
+        self.exclude_time()
         with self.phase("saves a checkpoint"), self._told_where_lost():
             self.open_feed()  # it knows how many samples that were
             data = self.feed.state(self.steps_done)
@@ -310,7 +310,7 @@ class Trainer:
         path, self._pending = self._pending, None
         if path is None:
             return None
-        self.skip()
+        self.exclude_time()
         good = checkpoint.good_name(path)
         # A rename on a file system that all see: once is enough.
         if self.place.rank == 0:
@@ -320,7 +320,7 @@ class Trainer:
             logger.info("checkpoint: %s", good)
         return good
 
-    def skip(self) -> None:
+    def exclude_time(self) -> None:
         """Exclude the work that is done now from step times: the next step is timed from its own begin."""
         self._before = None
 
@@ -360,7 +360,7 @@ class Trainer:
         # Copied to the host after the step, so that reading them later does not wait for the step after.
         save_epoch, save = (self._saver.epoch, self._saver.own_state()) if self._saver else (0, (0.0, 0.0, None))
         notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked, save)
-        # `skip` may have cleared it: then something came between, and this step is timed from its own begin.
+        # `exclude_time` may have cleared it: then something came between, and this step is timed from its own begin.
         comm, before = self.recorder.end_step(), self._before
         self._before = comm
         memory_bytes = _memory_bytes(self.place.device)
@@ -398,7 +398,7 @@ class Trainer:
         Raises:
             CheckFailed: the loss of a rank is not finite; on all ranks alike.
         """
-        self.skip()
+        self.exclude_time()
         with self.phase("evaluates"):
             self.open_feed()
             sets = self.feed.evaluation(global_batches)
@@ -512,7 +512,7 @@ def run(
         between.note_saves(row)
         # Writing a trace takes time that is no step's.
         if on_comm(launched.comm):
-            trainer.skip()
+            trainer.exclude_time()
         return row, is_asked
 
     def hand_over(row: Row) -> None:

@@ -75,9 +75,12 @@ def _train(context: RankContext, plan: Plan, stop: StopRequest) -> Outcome:
     place, groups = meet(context, plan)
     # Before the model is built, which draws its initial values.
     _be_deterministic(place, plan.seed)
-    steps_done = 0 if plan.resume is None else find(plan.resume).step
+    meta = None if plan.resume is None else find(plan.resume)
+    # A start that goes on in its folder goes on with all of it: what it had taken the parameters from is past.
+    model_only = plan.job.checkpoint.model_only and not plan.continues
+    steps_done = 0 if meta is None or model_only else meta.step
     with monitored(context, plan, place, steps_done) as monitor, _watched(context, plan.job, monitor) as watch:
-        return _train_watched(context, plan, stop, place, groups, watch, monitor)
+        return _train_watched(context, plan, stop, place, groups, watch, monitor, meta, model_only=model_only)
 
 
 @contextlib.contextmanager
@@ -123,13 +126,15 @@ def _train_watched(
     groups: Groups,
     watch: Watch | None,
     monitor: Monitor | None,
+    meta: Meta | None,
+    *,
+    model_only: bool,
 ) -> Outcome:
     """Train as one rank under its watch: load the checkpoint, run the loop, report rows, and return the outcome."""
     trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch, monitor)
-    if plan.resume is not None:
+    if meta is not None:
         with trainer.phase("loads a checkpoint"):
-            # A start that goes on in its folder goes on with all of it: what it had taken the parameters from is past.
-            trainer.resume(find(plan.resume), model_only=plan.job.checkpoint.model_only and not plan.continues)
+            trainer.resume(meta, model_only=model_only)
     if place.rank == 0:
         windows = ", parameters and gradients in NCCL's windows" if trainer.model.has_windows else ""
         if trainer.model.has_peer_reduce:

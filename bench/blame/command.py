@@ -173,7 +173,7 @@ def by_torch(folder: Path, prefix: str = "") -> list[set[int]]:
     with contextlib.redirect_stderr(output):  # its first import warns of a missing table printer
         from torch.distributed.flight_recorder import fr_trace
 
-    logger = logging.getLogger("Work Recorder")
+    logger = logging.getLogger("Flight Recorder")
     handlers, logger.handlers, logger.propagate = logger.handlers, [logging.StreamHandler(output)], False
     try:
         with contextlib.redirect_stdout(output):

@@ -1,4 +1,4 @@
-"""Random jobs with one planted fault, and the Work Recorder dumps that they would leave: the truth for `bench.blame`.
+"""Random jobs with one planted fault, and the Flight Recorder dumps that they would leave: the truth for `bench.blame`.
 
 A job has tensor-, data- and pipeline-parallel groups, and a schedule of collectives, sends and receives that all ranks
 follow in one order. Each host runs some launches ahead of its device; a collective is complete when all its ranks have

@@ -76,7 +76,7 @@ def _take_turn(name: str, run: int, step: int, order: Order, mixture: Mixture, t
     cpu_s, num_bytes = usage.end()
     if name == "no_prefetch":
         num_bytes = _counted_bytes(inner) - before
-    trainer.skip()
+    trainer.exclude_time()
     feed.close()
     own = {
         "step_ms": [row["step_ms"] for row in rows[order.warmup :]],

@@ -94,7 +94,7 @@ def entry_of(file: Path) -> Entry:
         spec.loader.exec_module(module)
     except Exception as exc:
         rule = f"cannot be imported ({type(exc).__name__}: {exc})"
-        raise ConfigError("ESTIMATOR", file, rule, "mend it, or omit it") from exc
+        raise ConfigError("ESTIMATOR", file, rule, "fix it, or omit it") from exc
     chosen = getattr(module, "fit", None)
     if not callable(chosen):
         raise ConfigError("ESTIMATOR", file, "has no function fit(rows)", "see netlayer estimate arena --help")

@@ -69,7 +69,7 @@ def _scores(report: Report, arena: _Arena) -> None:
     section.chart(
         charts.bars(pd.DataFrame(rows), Axis("family", "Family"), Axis("points", "MFU points"), colour="estimator"),
         name="families",
-        caption="Mean absolute error of predicted MFU, each family omitted of the fit.",
+        caption="Mean absolute error of predicted MFU, each family omitted from the fit.",
     )
     table = [
         {

@@ -140,7 +140,7 @@ def command(
             continue
         if channels and PEERS[entry.system].copies:
             rule = f"does not hold {entry.name}, which copies without NCCL"
-            raise ConfigError("--channels", channels, rule, "omit it of --peers")
+            raise ConfigError("--channels", channels, rule, "omit it from --peers")
         PEERS[entry.system].check(entry.job, chosen)
     if profile and chosen != "nccl":
         raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; omit it")

@@ -74,7 +74,7 @@ class GradientReduce:
         self._skips_unused = skips_unused
         self._source = None if source is None else weakref.ref(source)
         self._used_by_all: tuple[Work, Tensor, Tensor] | None = None
-        """In work: which parameters have a gradient on some rank; and, on CUDA, a host copy of this rank's own."""
+        """In flight: which parameters have a gradient on some rank; and, on CUDA, a host copy of this rank's own."""
         self.buckets, self.comm, self.stage = buckets, comm, stage
         self.reduce_scatters = ReduceScatterQueue(
             comm, dtype, in_flight, overlap, reduce_buffers or ReduceScatterBuffers(), mean

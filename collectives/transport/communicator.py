@@ -192,8 +192,7 @@ class Communicator(CommContext):
 
     @functools.cached_property
     def post_reduce_stream(self) -> torch.cuda.Stream | None:
-        """Stream for work after a work: the next transfer does not wait for it. None where the communicator has no
-        stream."""
+        """Stream for what follows a collective: the next transfer does not wait. None where there is no stream."""
         return None if self.world_size == 1 else new_stream(self.device, priority=0)
 
     @functools.cached_property

@@ -9,7 +9,7 @@
         optimizer.step()
 
 Our own wrappers need no hooks for their collectives: give them a `Recorder`, and the monitor `follow`s it. What is not
-seen: DDP's all-reduces, which C++ launches (torch's Work Recorder has them), and what a graph or `torch.compile`
+seen: DDP's all-reduces, which C++ launches (torch's Flight Recorder has them), and what a graph or `torch.compile`
 takes in whole.
 
 [Note: the end of a backward pass] A backward pass begins at the gradient of the model's output and ends with the last

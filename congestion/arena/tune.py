@@ -45,7 +45,7 @@ class Tuned:
 def tune(
     contenders: Sequence[Contender], out: Path, stages: Stages, processes: int | None = None, suite: Suite = SUITE
 ) -> list[Tuned]:
-    """The best of each law, also written to OUT/LAW.toml. Cases that the engine cannot run are omitted of the score.
+    """The best of each law, also written to OUT/LAW.toml. Cases that the engine cannot run are omitted from the score.
 
     Raises:
         ConfigError: `out` holds trials of another suite, of other settings, or by another version.

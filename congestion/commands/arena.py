@@ -224,7 +224,7 @@ def _with_profile(contender: Contender, tuned: Path) -> Contender:
 
     path = tuned / f"{contender.name}.toml"
     if not path.is_file():
-        raise ConfigError("--tuned", tuned, f"has no {path.name}", "tune that law too, or omit it of --laws")
+        raise ConfigError("--tuned", tuned, f"has no {path.name}", "tune that law too, or omit it from --laws")
     profile = read_profile(path)
     return replace(contender, preset=profile.preset, overrides=profile.overrides)
 

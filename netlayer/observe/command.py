@@ -43,7 +43,7 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
     """Name the ranks that did not arrive at a collective, or launched another one, and those that only wait for them.
 
     FILES are of one job and recognised by content; a folder stands for all files in it, - for the standard input: dumps
-    of PyTorch's Work Recorder (pickle or JSON, one a rank, named <prefix>_<rank>; no code of a pickle is run), the
+    of PyTorch's Flight Recorder (pickle or JSON, one a rank, named <prefix>_<rank>; no code of a pickle is run), the
     output of ncclras (-v, -f json, -D), or reports of collectives.watch.watchdog. The job is assumed to hang: in a
     running job ranks differ by a few launches anyway. Unusable files are skipped with a note; their ranks count as
     silent.
@@ -89,7 +89,7 @@ def report(
     """Judge a run: stragglers, slow links, drift of MFU, traffic, links at their limit, effective training time.
 
     RUN is the output folder of a run (its `events`), or files and folders of evidence, recognised by content: event
-    streams, dumps of Work Recorder, output of ncclras, records of NCCL's Inspector and profiler plug-in, Kineto
+    streams, dumps of Flight Recorder, output of ncclras, records of NCCL's Inspector and profiler plug-in, Kineto
     traces, logs of `nic watch`, MLPerf logs, ByteDance's straggler traces. Files of other programs that cannot be read
     are skipped with a note.
 

@@ -1,4 +1,4 @@
-"""Readers of the files of a hung job, recognised by content: Work Recorder dumps, RAS output, watch reports.
+"""Readers of the files of a hung job, recognised by content: Flight Recorder dumps, RAS output, watch reports.
 
 A file that is damaged, empty or of another kind is skipped with a note; if its name tells the rank, that rank counts as
 silent. It is an error only if no file can be used. No archive is unpacked, no pickle runs, and size is bounded before
@@ -25,9 +25,9 @@ from netlayer.observe import flight_recorder, plain_pickle, ras, reports
 from netlayer.observe.blame import Blame, diagnose
 from netlayer.printing import printable
 
-_REMEDY = "give dumps of Work Recorder, the output of ncclras, or reports of netlayer's watch"
+_REMEDY = "give dumps of Flight Recorder, the output of ncclras, or reports of netlayer's watch"
 _STDIN = Path("-")
-# A full buffer of Work Recorder (2,000 entries, 8 frames each) has 0.6 MB; RAS writes 0.4 KB a rank and communicator.
+# A full buffer of Flight Recorder (2,000 entries, 8 frames each) has 0.6 MB; RAS writes 0.4 KB a rank and communicator.
 _MAX_BYTES = 64 << 20
 # JSON takes up to 100 bytes of memory for two of the file; 2 million objects are some hundred MB.
 _MAX_CONTAINERS = 2_000_000
@@ -145,7 +145,7 @@ def _parse(path: Path, data: bytes) -> flight_recorder.Dump | list[ras.Query] | 
     if data.startswith(_PICKLE):
         tree = plain_pickle.loads(data)
         if not flight_recorder.is_dump(tree):
-            raise ValueError("is a pickle, but no dump of Work Recorder")
+            raise ValueError("is a pickle, but no dump of Flight Recorder")
         return flight_recorder.parse(tree, path)
     text = data.decode("utf-8-sig", errors="replace")
     if watch_reports := _bounded(text) and reports.split(text):

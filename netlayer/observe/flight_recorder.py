@@ -1,4 +1,4 @@
-"""Reader of PyTorch Work Recorder dumps: one pickle or JSON file a rank, as torch 2.4 to 2.13 write it (format 2.x).
+"""Reader of PyTorch Flight Recorder dumps: one pickle or JSON file a rank, as torch 2.4 to 2.13 write it (format 2.x).
 
 A dump has the last launches of its rank (`entries`) and, with NCCL, the members of every group (`pg_config`). gloo
 does not record members; there the ranks that launched anything in a group count as its members. The rank is given by
@@ -59,7 +59,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Dump:
-    """Work Recorder dump of one rank."""
+    """Flight Recorder dump of one rank."""
 
     rank: int
     source: str
@@ -76,7 +76,7 @@ class Dump:
 
 
 def is_dump(tree: Any) -> bool:
-    """Return True if the data of a pickle or JSON file is a Work Recorder dump."""
+    """Return True if the data of a pickle or JSON file is a Flight Recorder dump."""
     return isinstance(tree, dict) and "version" in tree and ("entries" in tree or "pg_config" in tree)
 
 
@@ -84,22 +84,22 @@ def parse(tree: Mapping[str, Any], path: Path) -> Dump:
     """Parse the dump of one rank.
 
     Raises:
-        ValueError: it is damaged; a phrase that continues the file's name ("has Work Recorder format ...").
+        ValueError: it is damaged; a phrase that continues the file's name ("has Flight Recorder format ...").
     """
     match = _RANK.search(path.name)
     if match is None:
-        raise ValueError("is a Work Recorder dump whose file name ends in no rank (name it <prefix>_<rank>)")
+        raise ValueError("is a Flight Recorder dump whose file name ends in no rank (name it <prefix>_<rank>)")
     rank = int(match[1])
     if rank >= _MOST_RANKS:
         raise ValueError(f"has rank {rank} by its name, which no job has (name it <prefix>_<rank>)")
     version = tree["version"]
     if not isinstance(version, str) or not version.startswith("2."):
         found_version = repr(version[:20]) if isinstance(version, str) else f"of a {type(version).__name__}"
-        raise ValueError(f"has Work Recorder format {found_version}, known is 2.x")
+        raise ValueError(f"has Flight Recorder format {found_version}, known is 2.x")
     try:
         return _parse(tree, rank, str(path))
     except ValueError as exc:
-        raise ValueError(f"is a damaged Work Recorder dump ({exc})") from exc
+        raise ValueError(f"is a damaged Flight Recorder dump ({exc})") from exc
 
 
 def select(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:

@@ -64,7 +64,7 @@ _MOST_RANKS = 1 << 20
 _MOST_DIAGNOSTICS = 20
 _MOST_LINES = 500_000
 _AGAIN = "ask again after a minute, and give both answers"
-_DUMPS = "take Work Recorder dumps, or the stacks of the processes"
+_DUMPS = "take Flight Recorder dumps, or the stacks of the processes"
 _SAME = (
     "every rank has launched the same in every communicator; a hang inside an operation looks alike in one query of "
     f"RAS: {_AGAIN}"

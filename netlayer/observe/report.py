@@ -36,7 +36,7 @@ class RunReport:
         verdicts: answers, in the order of the page.
         detection: what the stragglers were judged by.
         what_if: S, M_S and M_W of a pipeline- and data-parallel job; None with the reason in `no_what_if`.
-        blame: of Work Recorder dumps and RAS output, if there are any.
+        blame: of Flight Recorder dumps and RAS output, if there are any.
         kinds: number of files by kind.
         notes: what could not be read.
     """

@@ -206,12 +206,12 @@ def _about(file: Path, table: pa.Table) -> dict[str, Any]:
     except (ValueError, RecursionError):
         about = None
     if not isinstance(about, dict):
-        raise ConfigError("--replay", file, "has notes that are no JSON object", "omit it of the folder")
+        raise ConfigError("--replay", file, "has notes that are no JSON object", "omit it from the folder")
     return about
 
 
 def _damaged(file: Path, exc: Exception) -> ConfigError:
-    return ConfigError("--replay", file, f"is no whole parquet file ({exc})", "omit it of the folder")
+    return ConfigError("--replay", file, f"is no whole parquet file ({exc})", "omit it from the folder")
 
 
 def _unwritable(folder: Path, exc: OSError) -> ConfigError:

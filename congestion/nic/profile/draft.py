@@ -62,7 +62,7 @@ class Draft:
         step.check()
         row = file_row(self.tree, step)
         if row is None:
-            self.cannot(name, f"this driver has no file /{path}", "a newer driver, or omit it of the profile")
+            self.cannot(name, f"this driver has no file /{path}", "a newer driver, or omit it from the profile")
         else:
             self.rows.append(row)
 
@@ -88,7 +88,7 @@ class Draft:
         step.check()
         row = tool_row(self.tools, step, self.answers)
         if row.old == NONE and setting.kind == "mlxreg":
-            self.cannot(name, "this firmware does not have it", "a newer firmware, or omit it of the profile")
+            self.cannot(name, "this firmware does not have it", "a newer firmware, or omit it from the profile")
         else:
             self.rows.append(row)
 

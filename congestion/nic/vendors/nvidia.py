@@ -87,7 +87,7 @@ def draw_retransmission(draft: Draft) -> None:
         # The generations that lack RTTCC lack selective repeat too.
         if name == "selective_repeat" and draft.device.model in _NO_RTTCC:
             why = f"{draft.device.model} does not have it, ConnectX-6 Dx and later do"
-            draft.cannot(register, why, "omit it of the profile")
+            draft.cannot(register, why, "omit it from the profile")
             continue
         value = bool(getattr(section, name)) ^ (name == "ack_floor")  # the register disables the floor
         draft.tool(Register(tool, draft.device.pci, register), str(int(value)), reason, name=register, warning=LOST)

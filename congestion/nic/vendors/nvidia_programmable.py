@@ -72,7 +72,7 @@ def _parameter(draft: Draft, one: PpccSection, law: Law | None) -> None:
             return
         low, high, default, access = map(int, reply.split())
         if access != PpccRange.WRITABLE:
-            draft.cannot(name, "the NIC says that it is read-only", "omit it of the profile")
+            draft.cannot(name, "the NIC says that it is read-only", "omit it from the profile")
         elif not low <= one.value <= high:
             draft.cannot(name, f"{one.value} is out of the NIC's range {low}..{high}", f"its default is {default}")
         else:

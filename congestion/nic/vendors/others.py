@@ -121,7 +121,7 @@ def _amd_parameter(draft: Draft, folder: str, name: str, value: int) -> None:
     """Add one DCQCN parameter of AMD's ionic driver to the plan, or say why it cannot be had there."""
     known, unit = PARAMETERS[name], PARAMETERS[name].unit
     if not known.ionic:
-        draft.cannot(name, "the driver has no such parameter", "omit it of the profile")
+        draft.cannot(name, "the driver has no such parameter", "omit it from the profile")
         return
     if name == "rp_time_reset":  # there it counts periods of alpha
         period = draft.profile.dcqcn.get("rp_dce_tcp_rtt")

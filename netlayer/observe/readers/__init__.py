@@ -3,7 +3,7 @@
 | kind | recognised by | becomes |
 |---|---|---|
 | our event streams | name (.arrows, .jsonl, .parquet) and schema | the same |
-| Work Recorder dump | pickle or JSON with entries | a mark a launch |
+| Flight Recorder dump | pickle or JSON with entries | a mark a launch |
 | RAS output | its headings or JSON | a counter a rank, communicator and operation |
 | NCCL Inspector v4, v5 | lines with `coll_perf`, `p2p_perf` | a segment a collective |
 | NCCL's example profiler plug-in | list of asynchronous events COLL, P2P | a segment a collective |

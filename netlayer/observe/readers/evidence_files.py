@@ -14,7 +14,7 @@ from netlayer.observe.readers import bytedance, kineto, mlperf, nccl, nic_log, r
 from netlayer.observe.readers.json_stream import open_text
 from netlayer.printing import printable
 
-EVENTS, HANG = "netlayer events", "Work Recorder, RAS"
+EVENTS, HANG = "netlayer events", "Flight Recorder, RAS"
 KINDS = (
     EVENTS,
     HANG,
@@ -45,7 +45,7 @@ class EvidenceFiles:
         files: in the order in which they are read.
         kinds: number of files by kind, of the last pass.
         notes: what could not be read, one line each, of the last pass.
-        hang: files of a hung job (Work Recorder, RAS), for `netlayer.observe.read_files`.
+        hang: files of a hung job (Flight Recorder, RAS), for `netlayer.observe.read_files`.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Readers of what a hung job left, as events: Work Recorder dumps and RAS output.
+"""Readers of what a hung job left, as events: Flight Recorder dumps and RAS output.
 
 Both say what a rank launched, not how long it took: a launch becomes a mark with its size, number and state, a count
 of RAS a counter. Who holds up the job is told by `netlayer.observe.diagnose`, whose evidence knows more than these.

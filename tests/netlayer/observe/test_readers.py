@@ -284,7 +284,7 @@ def test_launches_of_a_flight_recorder_dump_become_marks(tmp_path: Path) -> None
     tree = {"version": "2.4", "entries": [entry], "pg_config": {"0": {"name": "0", "desc": "dp", "ranks": "[0, 1]"}}}
     (tmp_path / "dump_1").write_text(json.dumps(tree))
     [event], kind, notes = read(tmp_path / "dump_1")
-    assert (kind, notes) == ("Work Recorder, RAS", [])
+    assert (kind, notes) == ("Flight Recorder, RAS", [])
     assert isinstance(event, Mark)
     assert (event.origin.rank, event.start_ns) == (1, 77)
     assert event.name == "launch all_reduce"
