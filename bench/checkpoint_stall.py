@@ -30,12 +30,14 @@ from torch import Tensor
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.config.tree import JobConfig, build_config
+from netlayer.errors import CheckFailed, ConfigError
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
+from netlayer.progress import Stages
 from netlayer.results import RunRecord, utc_now, write_text
 from netlayer.store.meeting import meeting_place
 from trainer.checkpoint.distcp import file_of
-from trainer.checkpoint.save import Published, Saver, open_saver
+from trainer.checkpoint.save import Failed, Published, Saver, open_saver
 from trainer.checkpoint.snapshot import ShardPlan
 from trainer.notes import NotesInFlight
 from trainer.optim import build_optimizer
@@ -92,9 +94,20 @@ def command(
     """
     started = utc_now()
     job = job_of(model, layers, ranks, micro_batches)
-    with meeting_place() as place:
-        arguments = (job, place.init_method("stall"), backend, folder, turns, ways.split(","))
-        rows = launch(measure, ranks, args=arguments, log_dir=folder / "logs")[0]
+    names = read_ways(ways)
+    rows: list[SaveRow] = []
+    with Stages() as stages, stages.open("saves") as bar, meeting_place() as place:
+
+        def on_message(_rank: int, message: SaveRow | str) -> None:
+            if isinstance(message, SaveRow):
+                rows.append(message)
+                message = table([message])
+            # A save of a large model takes minutes: each of its stages is said, and a row as soon as it is there.
+            stages.say(message)
+            bar(len(rows), turns * len(names), "")
+
+        arguments = (job, place.init_method("stall"), backend, folder, turns, names)
+        launch(measure, ranks, args=arguments, log_dir=folder / "logs", on_message=on_message)
     if options.json_file:
         settings = {"model": model, "layers": layers, "ranks": ranks, "micro_batches": micro_batches, "turns": turns}
         record = RunRecord(
@@ -109,6 +122,19 @@ def command(
         write_text(options.json_file, record.to_json())
     if str(options.json_file) != "-":
         click.echo(table(rows))
+
+
+def read_ways(text: str) -> list[str]:
+    """Return the ways of saving that an option names.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    names = [name.strip() for name in text.split(",")]
+    unknown = next((name for name in names if name not in WAYS), None)
+    if unknown is not None:
+        raise ConfigError("--ways", unknown, f"is none of {', '.join(WAYS)}", "name some of them")
+    return names
 
 
 def job_of(model: str, layers: int | None, ranks: int, micro_batches: int) -> JobConfig:
@@ -143,21 +169,27 @@ def table(rows: Sequence[SaveRow]) -> str:
 
 def measure(
     context: RankContext, job: JobConfig, url: str, backend: str, folder: Path, turns: int, ways: Sequence[str]
-) -> list[SaveRow]:
-    """Train, and save by each way in turns."""
+) -> None:
+    """Train, and save by each way in turns; rank 0 reports a row a save."""
+
+    def say(text: str) -> None:
+        if context.env.rank == 0:
+            context.report(text)
+
     if backend == "gloo":
         torch.set_num_threads(1)
     place, groups = init_process_groups(context, job, url, backend)
-    training = _Training(job, place.rank, place.device, groups, folder)
+    training = _Training(job, place.rank, place.device, groups, folder, ways)
     saves: dict[str, Callable[[], Callable[[], float | None]]] = {"ours": training.ours, "async_save": training.theirs}
-    rows = []
     training.steps(5)
+    say(f"{training.gib:.1f} GiB to save on {job.parallel.dp} ranks")
     for turn in range(turns):
         for way in ways:
             before = training.steps(WINDOW)
             begun_s = time.perf_counter()
             is_done = saves[way]()
             stall_s, save_s = time.perf_counter() - begun_s, None
+            say(f"{way}, turn {turn + 1}: the call took {stall_s:.3f} s; steps of {statistics.median(before):.3f} s")
             after = []
             for _ in range(WINDOW):
                 after += training.steps(1)
@@ -169,17 +201,20 @@ def measure(
             usual = statistics.median(before)
             own = [stall_s, statistics.median(after) / usual, max(after) / usual, save_s, usual]
             stall_s, ratio, worst, save_s, usual = (max(each) for each in zip(*training.everyones(own), strict=True))
-            rows.append(SaveRow(way, turn, usual * 1e3, stall_s, ratio, worst, save_s, training.gib))
+            if context.env.rank == 0:
+                context.report(SaveRow(way, turn, usual * 1e3, stall_s, ratio, worst, save_s, training.gib))
             training.forget(way)
     training.close()
-    dist.destroy_process_group()
-    return rows
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Training:
     """One rank's model, its steps on made-up tokens, and the two ways to save it."""
 
-    def __init__(self, job: JobConfig, rank: int, device: torch.device, groups: Any, folder: Path) -> None:
+    def __init__(
+        self, job: JobConfig, rank: int, device: torch.device, groups: Any, folder: Path, ways: Sequence[str]
+    ) -> None:
         self._model = ParallelModel(job, 0, rank, device, groups)
         self._optimizers = self._model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
         self._steps = open_steps(self._model, self._optimizers, job.optimizer.max_grad_norm or math.inf)
@@ -189,6 +224,10 @@ class _Training:
         tokens = torch.randint(job.model.vocab_size, size, generator=generator).to(device)
         self._batches: Batches = [(each[:, :-1], each[:, 1:]) for each in tokens]
         self._saver: Saver | None = None
+        if "ours" in ways:  # before the first step, as training does: memory for snapshots takes its time
+            self._saver, line = open_saver(self._model, self._optimizers, folder / "ours", None, beside=True)
+            if line:
+                raise CheckFailed(line)
         self._plan = ShardPlan(self._model, self._optimizers, file_of(rank))
         self.gib = sum(each[0] for each in self.everyones([float(self._plan.num_bytes)])) / 2**30
         # torch's own wants a group that the CPU can talk over.
@@ -214,12 +253,14 @@ class _Training:
 
     def ours(self) -> Callable[[], float | None]:
         """Save beside the training; return what says how long it took, once it is done."""
-        if self._saver is None:
-            self._saver, _ = open_saver(self._model, self._optimizers, self._folder / "ours", None, beside=True)
         saver = self._saver
+        assert saver is not None
         saver.begin(self._step, 0, None)
 
         def seconds() -> float | None:
+            failed = next((each for each in saver.outcomes if isinstance(each, Failed)), None)
+            if failed is not None:
+                raise failed.error
             done = [each for each in saver.outcomes if isinstance(each, Published)]
             return done[-1].seconds if done and saver.stage == "idle" else None
 
