@@ -55,7 +55,8 @@ from trainer.parallel import Batches, MicroBatch, ParallelModel
 from trainer.ramps import batch_size
 
 _DTYPES = {"int32": torch.int32, "uint8": torch.uint8}  # of `Rows`
-_AHEAD = 1  # steps in the queue; one more is in the reader's hands
+_AHEAD = 2
+"""Steps that are ready, at most, when one is asked for: that one, and the next."""
 
 
 class Feed(Protocol):
@@ -168,7 +169,9 @@ class SampleFeed:
             raise ValueError(f"step {step}: batches come in the order of steps, and the next is {self._next}")
         self._next += 1
         if self._reader is not None:
-            return self._batches(self._reader.take(step))
+            batches = self._batches(self._reader.take(step))
+            self._reader.go_on()
+            return batches
         samples = self._plan.samples(step, self._dp)
         if not self._needs:
             return self._batches(None, len(samples))
@@ -390,7 +393,8 @@ class _Reader:
         self._prepare, self._device, self._loader = prepare, device, loader
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        self._batches: queue.Queue[tuple[int, _Batch, torch.cuda.Event | None] | BaseException] = queue.Queue(_AHEAD)
+        self._batches: queue.Queue[tuple[int, _Batch, torch.cuda.Event | None] | BaseException] = queue.Queue()
+        self._allowed = threading.Semaphore(_AHEAD)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
@@ -410,17 +414,21 @@ class _Reader:
                 tensor.record_stream(current)
         return batch
 
+    def go_on(self) -> None:
+        """Read one step more. Not as one is taken: the two threads would take turns in Python while a step waits."""
+        self._allowed.release()
+
     def close(self) -> None:
         self._is_closed.set()
+        self._allowed.release()
         self._ring.reader_wakeup.wake()
-        while self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):  # it may wait for room in the queue
-                self._batches.get_nowait()
-            self._thread.join(0.01)
+        self._thread.join()
 
     def _run(self) -> None:
         try:
             for step in range(self._plan.batches.first_step, self._plan.last_step + 1):
+                self._allowed.acquire()
+                self._look_after()
                 self._ring.wait(step, self._look_after)
                 self._batches.put(self._copy(step))
         except _Closed:
