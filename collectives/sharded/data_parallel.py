@@ -78,7 +78,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan
-from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
 from collectives.sharded.gather import ParameterGather
 from collectives.sharded.gradient import clip_pieces
 from collectives.sharded.optimizer_state import named_state
@@ -101,6 +100,7 @@ from collectives.sharded.prepare import (
 from collectives.sharded.reduce import GradientReduce, inside_backward
 from collectives.sharded.reduce_scatter import ReduceScatterBuffers
 from collectives.sharded.scaler import ScalerCheck
+from collectives.sharded.slot import DeferredWeightGrads
 from collectives.sharded.state import (
     attach_state_hooks,
     calling_all,

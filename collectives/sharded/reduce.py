@@ -29,10 +29,9 @@ from torch import Tensor, nn
 
 from collectives.sharded.backward_step import BackwardStep
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
 from collectives.sharded.gradient import ReducedPieces
 from collectives.sharded.reduce_scatter import ReduceScatterBuffers, ReduceScatterQueue
-from collectives.sharded.slot import GradientSlot, Promise, SlotSource, Write, set_slot_source
+from collectives.sharded.slot import DeferredWeightGrads, GradientSlot, Promise, SlotSource, Write, set_slot_source
 from collectives.transport.communicator import Communicator, Work
 from collectives.transport.current_stream import current_stream
 
