@@ -249,7 +249,7 @@ class ParallelModel:
 
     def wait_parameters(self) -> None:
         for chunk in self.chunks:
-            chunk.wait_parameters()
+            chunk.wait_for_gathers()
 
     def wait_for_all(self) -> None:
         """Wait until every rank has called this."""
