@@ -58,6 +58,7 @@ from collectives.sharded.gradient import clip_pieces
 from collectives.sharded.optimizer_state import named_state
 from collectives.sharded.optimizer_steps import OptimizerSteps, Options, build_optimizer, drop_gradients
 from collectives.sharded.prepare import (
+    Init,
     as_group,
     build_buckets,
     check_arguments,
@@ -108,8 +109,9 @@ class ShardedDataParallel(StandIn):
 
     Args:
         module: on one device, of the group or the CPU; changed in place (its parameters become views of the buckets).
-        device: where buckets lie and the module computes; None: where its parameters are. What does not fit there whole
-            stays on the CPU until it is wrapped: it goes there bucket by bucket.
+        device, init: where buckets lie and the module computes; None: where its parameters are. What does not fit there
+            whole stays on the CPU, or the meta device, until it is wrapped: it goes there bucket by bucket, and `init`
+            fills each parameter of the meta device in place, by its name.
         group: ranks that hold replicas, a process group or a DeviceMesh of one dimension; None: all. Two new groups
             are made of it (see `open_groups`).
         units: parts of the module, such as its blocks, that are waited for, reduced and gathered as one; their own
@@ -186,13 +188,14 @@ class ShardedDataParallel(StandIn):
         broadcast_buffers: bool = True,
         whole: Callable[[str, torch.Size], bool] | None = None,
         device: torch.device | str | None = None,
+        init: Init | None = None,
     ) -> None:
         nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see `StandIn`
         check_arguments(prefetch, in_flight, stage, unused, data_writes)
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
         parts = tuple(units or ())
         check_reshards(stage, parts, windows)
-        device = move_replicated(module, check_module(module), device)
+        device = move_replicated(module, check_module(module, init), device)
         group = as_group(group)
         reduce_dtype = wire_dtype(module, reduce_dtype, param_dtype)
         if bucket_bytes is None and not parts:
@@ -228,7 +231,7 @@ class ShardedDataParallel(StandIn):
         """Kept as long as what lies there."""
         reshards = find_resharding(module, plans, parts) if stage == 3 else frozenset()
         self.buckets: list[Bucket] = build_buckets(
-            module, plans, self.reduce_comm, room, reduce_buffers.gradients, reshards
+            module, plans, self.reduce_comm, room, reduce_buffers.gradients, reshards, init
         )
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.

@@ -33,6 +33,9 @@ from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch, timeout_of
 from netlayer.errors import ConfigError
 
+Init = Callable[[str, Tensor], None]
+"""Fills a parameter, in place, by its name."""
+
 
 def check_arguments(prefetch: int | None, in_flight: int, stage: int, unused: str, data_writes: str) -> None:
     """Raise ValueError for a value that a `ShardedDataParallel` does not take."""
@@ -74,11 +77,12 @@ def wire_dtype(
     return as_dtype(reduce_dtype, "reduce_dtype")
 
 
-def check_module(module: nn.Module) -> torch.device:
+def check_module(module: nn.Module, init: Init | None = None) -> torch.device:
     """Return the device of a module that can be sharded; ValueError says why another cannot."""
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
-            raise ValueError(f"{name} has no values yet; initialise the module before wrapping it")
+        has_init = init is not None and parameter.requires_grad
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not has_init):
+            raise ValueError(f"{name} has no values yet; initialise the module before wrapping it, or give init")
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"{name} is a DTensor: parameters that another scheme has cut cannot be sharded here; take the tensor-"
@@ -108,9 +112,11 @@ def move_replicated(module: nn.Module, where: torch.device, device: torch.device
         ValueError: they are on another device than that, and not on the CPU.
     """
     target = where if device is None else as_device(device)
+    if target.type == "meta":
+        raise ValueError("device = None: the module is on the meta device; say where it shall compute")
     if where == target:
         return target
-    if where.type != "cpu":
+    if where.type not in ("cpu", "meta"):
         raise ValueError(f"device = {target}: the module is on {where}; leave it on the CPU, or move it there")
     for _, tensor in _replicated(module):
         tensor.data = tensor.data.to(target)
@@ -276,6 +282,7 @@ def build_buckets(
     windows: Windows | None = None,
     gradients: Mapping[int, Tensor] = types.MappingProxyType({}),
     reshards: Set[int] = frozenset(),
+    init: Init | None = None,
 ) -> list[Bucket]:
     """Move the trainable parameters into buckets that hold rank 0's values.
 
@@ -284,10 +291,17 @@ def build_buckets(
         windows: the parameters lie there; None: in memory that is allocated here.
         gradients: where reduced gradients lie, by the index of a bucket; of others in memory that is allocated here.
         reshards: indices of the buckets whose parameters come and go; they are freed as soon as they are built.
+        init: fills a parameter that is on the meta device, by its name.
     """
     parameters, buckets = dict(module.named_parameters()), list[Bucket]()
+    names = {id(parameter): name for name, parameter in parameters.items()}
     for plan in plans:
         own = [parameters[slot.name] for slot in plan.slots]
+        for parameter in (each for each in own if each.is_meta):
+            # The parameter stays the one that the module and its user have; of its values nothing is there yet.
+            torch.utils.swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device=comm.device)))
+            if init is not None and comm.rank == 0:
+                init(names[id(parameter)], parameter.detach())
         bucket = _build(plan, own, comm, windows, gradients.get(plan.index), plan.index in reshards)
         if bucket.reshards:
             bucket.free()

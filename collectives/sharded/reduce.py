@@ -576,7 +576,7 @@ class GradientReduce:
         return index in self._reduced or self.buckets[index].keep_reduced()
 
     def _advise(self) -> None:
-        if self._num_reductions > 1 and not self._advised:
+        if self._num_reductions > 1 and self.stage == 1 and not self._advised:
             self._advised = True
             logger.info("gradients are reduced once per backward pass; put all but a step's last one under no_sync()")
 
