@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,11 @@ import numpy as np
 
 from netlayer.observe.blame import Blame
 from netlayer.observe.readers import EvidenceFiles
-from netlayer.observe.verdicts.judge import Verdict, judge
+from netlayer.observe.verdicts.judge import judge
 from netlayer.observe.verdicts.run import Run, collect
 from netlayer.observe.verdicts.straggler import Detection
 from netlayer.observe.verdicts.timeline import timeline_of
+from netlayer.observe.verdicts.verdict import Verdict
 from netlayer.observe.verdicts.what_if import WhatIf, analyse
 from netlayer.printing import printable
 
@@ -109,7 +110,7 @@ def record_rows(report: RunReport) -> list[dict[str, Any]]:
         {"table": "verdict", "subject": verdict.subject, "state": verdict.state, "line": verdict.line}
         for verdict in report.verdicts
     ]
-    rows += [{"table": verdict.subject, **row} for verdict in report.verdicts for row in verdict.rows]
+    rows += [{"table": verdict.subject, **asdict(row)} for verdict in report.verdicts for row in verdict.rows]
     if report.what_if:
         what_if = report.what_if
         rows.append({
@@ -137,6 +138,8 @@ def build_page(report: RunReport, title: str) -> Report:
     alarms = report.alarms
     if alarms:
         page.verdict("WARN", "; ".join(printable(verdict.line) for verdict in alarms)[:400])
+    elif suspected := [verdict for verdict in report.verdicts if verdict.state == "suspected"]:
+        page.verdict("NO VERDICT", "; ".join(printable(verdict.line) for verdict in suspected)[:400])
     elif any(verdict.state == "cannot tell" and verdict.subject == "straggler" for verdict in report.verdicts):
         page.verdict("NO VERDICT", "which rank is slow cannot be told from this evidence")
     else:
@@ -267,7 +270,7 @@ def _table_sections(page: Report, report: RunReport) -> None:
     }
     for verdict in report.verdicts:
         if verdict.rows:
-            frame = pd.DataFrame([{key: _text(value) for key, value in row.items()} for row in verdict.rows])
+            frame = pd.DataFrame([{key: _text(value) for key, value in asdict(row).items()} for row in verdict.rows])
             page.section(titles[verdict.subject], printable(verdict.line), source="measured").table(frame)
 
 

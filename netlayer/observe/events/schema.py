@@ -67,6 +67,13 @@ MARKS = {
 }
 """Known names of marks; other names are allowed."""
 
+COUNTERS = {
+    "cpu.wait": "for which the training thread was ready and had no processor in a step, outside of waits for other "
+    "ranks where the host computes (attribute timing); attribute before_s: since the end of the step before",
+}
+"""Known names of counters; other names are allowed."""
+PROCESSOR_WAIT = "cpu.wait"
+
 TIMINGS = {
     "device": "events on a CUDA stream",
     "graph": "events around the replay of a CUDA graph, of whose inside nothing is known",
