@@ -181,9 +181,7 @@ def drift(run: Run, detection: Detection) -> Verdict:
     before = float(np.nanmean(step_s[early]))
     noise = 1.4826 * float(np.nanmedian(np.abs(step_s - np.nanmedian(step_s)))) / math.sqrt(quarter)
     if grown < _MIN_DRIFT * before or grown < 3 * noise:
-        return Verdict(
-            "drift", "none", f"steps of {before:.3g} s became {grown / before:+.1%} longer from begin to end"
-        )
+        return Verdict("drift", "none", f"steps of {before:.3g} s changed by {grown / before:+.1%} from begin to end")
     causes = {name: change(by_step) for name, by_step in _lost_by_cause(run, detection).items()}
     causes["not explained"] = grown - sum(causes.values())
     shares = {name: seconds / grown for name, seconds in causes.items() if abs(seconds) > 0.02 * grown}
@@ -262,6 +260,7 @@ def effective_time(run: Run) -> Verdict:
             down_before_s=(start.at_ns - starts[number - 1].last_ns) / 1e9 if number else 0.0,
             until_first_step_s=None if start.first_ns is None else max(0, start.first_ns - start.at_ns) / 1e9,
             steps_lost=_lost_steps(starts, number),
+            lost_s=start.lost_s,
             trained_s=float(np.nansum(step_s[of_start == start.attempt])),
             ended=start.ended,
         )
@@ -269,10 +268,12 @@ def effective_time(run: Run) -> Verdict:
     )
     line = f"{trained_s / total_s:.1%}: {len(run.steps)} steps in {total_s:.4g} s"
     if len(rows) > 1:
-        down_s = sum(row.down_before_s for row in rows)
         lost = sum(row.steps_lost for row in rows)
-        line += f"; {len(rows) - 1} restarts cost {down_s:.4g} s between starts and {lost} steps that were taken again"
+        restarts = "1 restart" if len(rows) == 2 else f"{len(rows) - 1} restarts"
+        line += f"; {restarts}, {lost} steps taken again"
     other_s = {
+        "between starts": sum(row.down_before_s for row in rows),
+        "in steps taken again": sum(row.lost_s for row in rows),
         "until first steps": sum(row.until_first_step_s or 0.0 for row in rows),
         "checkpoints": sum(start.planned_s.get("checkpoint", 0.0) for start in starts),
         "evaluations": sum(start.planned_s.get("evaluation", 0.0) for start in starts),

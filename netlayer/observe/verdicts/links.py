@@ -39,7 +39,8 @@ def slow_link(run: Run) -> Verdict:
     """Name the rank or pair that moves bytes more slowly than others do in the same collective."""
     rates = _rates(run)
     if rates is None:
-        return Verdict("slow link", "cannot tell", "no collective has a size, a group and the times of all its ranks")
+        reason = "no transfer of at least 1 MiB has a size, a group and the times of all its ranks"
+        return Verdict("slow link", "cannot tell", reason)
     suspects: dict[_Kind, list[tuple[tuple[int, ...], float]]] = defaultdict(list)
     num_compared, at_full_speed = 0, set[int]()
     for kind, by_group in rates.items():

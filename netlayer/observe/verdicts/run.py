@@ -44,7 +44,9 @@ class Start:
         first_ns: begin of its first step; None: it took none.
         last_ns: end of the last thing that it recorded.
         ended: it ended as intended.
-        planned_s: seconds of checkpoints and evaluations outside of steps, on the rank that took longest.
+        lost_s: in steps that a later start took again, on the rank that took longest.
+        planned_s: seconds of checkpoints and evaluations after its first step and outside of steps, on the rank that
+            took longest.
     """
 
     attempt: int
@@ -54,6 +56,7 @@ class Start:
     first_ns: int | None = None
     last_ns: int = 0
     ended: bool = False
+    lost_s: float = 0.0
     planned_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -164,6 +167,7 @@ class _Collector:
         self._stages: dict[int, int] = {}
         # Of each start and rank: checkpoints and evaluations outside of steps.
         self._planned: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+        self._lost_ns: CountOf[tuple[int, int]] = CountOf()  # steps that were taken again, by start and rank
         self._batch: list[Event] = []
         self._tables: list[Any] = []
         self._starts: dict[int, Start] = {}
@@ -204,12 +208,15 @@ class _Collector:
         """A rank's step: one that was taken again counts as it was then; None: of an earlier start."""
         cell = self._cells[step].get(rank)
         if cell is None or attempt > cell.attempt:
+            if cell is not None:
+                self._lost_ns[cell.attempt, rank] += cell.end_ns - cell.start_ns
             cell = self._cells[step][rank] = _Cell(attempt)
         return cell if attempt == cell.attempt else None
 
     def _add(self, event: Segment, step: int, rank: int, attempt: int) -> None:
         cell = self._cell(step, rank, attempt)
         if cell is None:
+            self._lost_ns[attempt, rank] += event.duration_ns if event.segment == "step" else 0
             return
         if event.segment == "step":
             cell.start_ns, cell.end_ns = event.start_ns, event.end_ns
@@ -321,13 +328,18 @@ class _Collector:
         return most > 1 and sum(cell.queued_s is None for cell in cells) > _FEW_STEPS * len(cells)
 
     def _all_starts(self) -> list[Start]:
-        """Starts of the run in order, with what they took for checkpoints and evaluations."""
+        """Starts of the run in order, with what they took for checkpoints and evaluations, and in vain."""
         for (attempt, _), times in self._planned.items():
-            planned_s = self._starts[attempt].planned_s
+            start = self._starts[attempt]
             for name in PLANNED:
-                seconds = sum(end - begin for segment, begin, end in times if segment == name) / 1e9
+                later = (
+                    end - begin for segment, begin, end in times if segment == name and begin > (start.first_ns or 0)
+                )
+                seconds = sum(later) / 1e9
                 if seconds:
-                    planned_s[name] = max(seconds, planned_s.get(name, 0.0))
+                    start.planned_s[name] = max(seconds, start.planned_s.get(name, 0.0))
+        for (attempt, _), lost_ns in self._lost_ns.items():
+            self._starts[attempt].lost_s = max(self._starts[attempt].lost_s, lost_ns / 1e9)
         return [self._starts[attempt] for attempt in sorted(self._starts)]
 
     def _gap_ns(self, step: int, rank: int, cell: _Cell) -> int:
