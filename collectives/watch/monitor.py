@@ -231,6 +231,10 @@ class Monitor:
         start_ns = now_ns if since_ns is None else since_ns
         self._ring.add(Counter(self.origin, name, start_ns, now_ns, value, unit, self.open_step))
 
+    def add(self, event: Counter | Mark) -> None:
+        """Take an event that another thread has made, on this rank's clock."""
+        self._ring.add(event)
+
     def follow(self, recorder: Recorder) -> None:
         """Take what a recorder records, too: steps, computations, collectives and waits. One monitor a recorder."""
         self._recorders.append(recorder)
@@ -242,7 +246,9 @@ class Monitor:
         self._ring.add(comm, 1 + is_counted + len(comm.collectives) + len(comm.waits) + len(comm.computations))
 
     def add_collective(self, collective: Collective) -> None:
-        """Take a collective outside of steps: of `Recorder.observer`."""
+        """Take a collective outside of the recorder's steps, of `Recorder.observer`; of this monitor's step, if any."""
+        if collective.step is None:
+            collective.step = self._step
         self._ring.add(collective)
 
     def flush(self, timeout_s: float = _CLOSE_S) -> bool:

@@ -345,10 +345,14 @@ class Recorder:
         labels: Labels | None = None,
         flow: str = "",
         stream: torch.cuda.Stream | None = None,
+        ends_later: bool = False,
     ) -> Iterator[Collective]:
         """Record the call in the block, which launches a collective; arguments as in `Collective`.
 
         On CUDA it runs on `stream`; None: on the one that is current.
+
+        Args:
+            ends_later: whoever launches it sets `end`; nobody waits for it by `waiting`.
         """
         self._counts[group, kind] += 1
         self._numbers[group, kind] += 1  # apart: `reset` leaves them, for they are compared between ranks
@@ -360,7 +364,7 @@ class Recorder:
         collective.launch_start_ns = time.perf_counter_ns()
         collective.start = take_mark(True, stream) if self._by_events else collective.launch_start_ns
         yield collective
-        if self._by_events:
+        if self._by_events and not ends_later:
             collective.end = take_mark(True, stream)
         collective.launch_end_ns = time.perf_counter_ns()
         if self._open is None and self.observer is not None:

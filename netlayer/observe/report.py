@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from netlayer.layout import describe_ranks
 from netlayer.observe.blame import Blame
+from netlayer.observe.events import Mark
 from netlayer.observe.readers import EvidenceFiles
 from netlayer.observe.verdicts.judge import judge
 from netlayer.observe.verdicts.run import Run, collect
@@ -183,7 +185,8 @@ def _map_section(page: Report, report: RunReport) -> None:
     ]
     section = page.section(
         "Heat map",
-        "Own time of each rank (its step without waits for others) against the median of the ranks with equal work.",
+        "Own time of each rank (its step without waits for others or for a processor) against the median of the ranks "
+        "with equal work.",
         source="measured",
     )
     omitted = f"{len(columns)} of {len(run.ranks)} ranks, the slowest first" if len(columns) < len(run.ranks) else ""
@@ -278,16 +281,27 @@ def _end(page: Report, report: RunReport) -> None:
     import pandas as pd
 
     run = report.run
+    # What all ranks say alike is one row.
+    ranks: dict[tuple[Any, ...], list[int]] = {}
+    for mark in run.marks:
+        text = printable((mark.text or _reason(mark))[:300])
+        key = mark.name, mark.step, mark.origin.attempt, printable(mark.origin.host or ""), text
+        ranks.setdefault(key, []).extend([] if mark.origin.rank is None else [mark.origin.rank])
     mark_rows = [
-        (mark.name, mark.step, mark.origin.rank, mark.origin.host or "", printable((mark.text or "")[:300]))
-        for mark in run.marks[:_MOST_MARKS]
+        (name, step, describe_ranks(sorted(set(of))) if of else "", host, text)
+        for (name, step, _, host, text), of in list(ranks.items())[:_MOST_MARKS]
     ]
     section = page.section("Evidence", "Where this comes from, and what could not be read.", source="measured")
     section.keyvalues({"files": report.kinds or "none", "marks": dict(run.num_marks) or "none"})
     if mark_rows:
-        section.table(pd.DataFrame(mark_rows, columns=["mark", "step", "rank", "host", "text"]))
+        section.table(pd.DataFrame(mark_rows, columns=["mark", "step", "ranks", "host", "text"]))
     for note in report.notes[:_MOST_MARKS]:
         section.note(printable(note))
+
+
+def _reason(mark: Mark) -> str:
+    facts = mark.attributes or {}
+    return ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
 
 
 def _text(value: Any) -> Any:

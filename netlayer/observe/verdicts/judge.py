@@ -7,6 +7,7 @@ worse than none: what the events cannot show is said to be so.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from netlayer.observe.verdicts.verdict import CauseRow, StartRow, StragglerRow, 
 _MIN_DRIFT = 0.01
 _WARM_UP_STEPS = 5
 _QUARTER_STEPS = 5
+_POWER_CAP = "power cap"
 _QUEUED = "waiting for a processor"
 _BUSY_HOST = 0.1
 """Share of their own time that ranks wait for a processor, from which on a verdict says so."""
@@ -206,7 +208,7 @@ def _lost_by_cause(run: Run, detection: Detection) -> dict[str, Times]:
         compute = compute + run.segments.get(name, 0.0)
     collected = run.segments.get("gc", np.zeros(run.own_s.shape))
     lost["garbage collection"] = np.nanmax(np.nan_to_num(collected), axis=1)
-    throttled = {mark.origin.rank for mark in run.marks if mark.name == "throttle"}
+    throttled = _throttled(run)
     slow = [
         suspect.column
         for suspect in detection.stragglers
@@ -215,7 +217,8 @@ def _lost_by_cause(run: Run, detection: Detection) -> dict[str, Times]:
     behind = compute - _median_of_ranks(compute)[:, None]
     word = "throttling" if throttled else "slow computation of stragglers"
     lost[word] = np.maximum(np.nanmax(behind[:, slow], axis=1), 0.0) if slow else np.zeros(len(run.steps))
-    lost["computation of all ranks"] = _median_of_ranks(compute)
+    many = len(throttled) > len(run.ranks) / 2
+    lost["throttling of most ranks" if many else "computation of all ranks"] = _median_of_ranks(compute)
     waits = run.segments.get("data")
     if waits is not None:
         lost["waiting for data"] = np.nanmax(np.nan_to_num(waits), axis=1)
@@ -225,6 +228,17 @@ def _lost_by_cause(run: Run, detection: Detection) -> dict[str, Times]:
     skew = np.nanmax(np.where(np.isfinite(own), own, -np.inf), axis=1) - rest
     lost["launch skew"] = np.where(np.isfinite(skew), skew, 0.0)
     return lost
+
+
+def _throttled(run: Run) -> set[int | None]:
+    """Ranks whose processor lowered its clock; a power cap that most of them meet is how they always run."""
+    by_reason: dict[str, set[int | None]] = defaultdict(set)
+    for mark in run.marks:
+        if mark.name == "throttle":
+            by_reason[str((mark.attributes or {}).get("reason", ""))].add(mark.origin.rank)
+    if len(by_reason.get(_POWER_CAP, ())) > len(run.ranks) / 2:
+        del by_reason[_POWER_CAP]
+    return set().union(*by_reason.values())
 
 
 def _largest(times: Times) -> Times:

@@ -152,6 +152,23 @@ def test_a_throttled_rank_explains_drift() -> None:
     assert found.rows[0].share == pytest.approx(1.0, abs=0.1)
 
 
+def throttle_marks(reason: str) -> list[Event]:
+    return [Mark(Origin(rank=rank), "throttle", 60 * 100 * MS, attributes={"reason": reason}) for rank in range(8)]
+
+
+def test_throttling_of_every_rank_explains_drift() -> None:
+    events = [*events_of_run(steps=100, slow=dict.fromkeys(range(8), 1.3), slow_from=60)]
+    found = verdict([*events, *throttle_marks("hardware thermal slowdown")], "drift")
+    assert (found.state, found.rows[0].cause) == ("found", "throttling of most ranks")
+    assert found.rows[0].share == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_power_cap_that_every_rank_meets_is_no_throttling() -> None:
+    events = [*events_of_run(steps=100, slow={2: 1.3}, slow_from=60)]
+    found = verdict([*events, *throttle_marks("power cap")], "drift")
+    assert (found.state, found.rows[0].cause) == ("found", "slow computation of stragglers")
+
+
 def test_steady_steps_do_not_drift() -> None:
     assert verdict(events_of_run(steps=60), "drift").state == "none"
 
