@@ -144,13 +144,14 @@ def episodes(rng: random.Random, ranks: int, faults: int, healthy: int, share: f
     return [Fault(kind, rng.randrange(ranks), step, share) for kind, step in zip(kinds, begins, strict=False)]
 
 
-def job_of(ranks: int, num_episodes: int) -> JobConfig:
-    """A small data-parallel job."""
+def job_of(ranks: int, num_steps: int, gc_interval: int | None = None) -> JobConfig:
+    """A small data-parallel job; `gc_interval` of its loop, None: the default."""
     tree: dict[str, Any] = {
         "model": _MODEL,
+        "loop": {} if gc_interval is None else {"gc_interval": gc_interval},
         "parallel": {"dp": ranks},
         "batch": {"global_batch_size": ranks, "micro_batch_size": 1},
-        "optimizer": {"steps": _WARM_UP_STEPS + num_episodes * _EPISODE + 1},
+        "optimizer": {"steps": num_steps},
         "evaluation": {"every_steps": 100_000, "global_batches": 1},
         "data": {"max_mib": 0.5},
     }
@@ -159,7 +160,7 @@ def job_of(ranks: int, num_episodes: int) -> JobConfig:
 
 def measure(faults: Sequence[Fault], ranks: int, folder: Path) -> list[Row]:
     """Train once with all faults one after the other, and judge each by itself."""
-    job, out = job_of(ranks, len(faults)), folder / "run"
+    job, out = job_of(ranks, _WARM_UP_STEPS + len(faults) * _EPISODE + 1), folder / "run"
     corpus = prepare(job, ranks, 0, folder)
     out.mkdir()
     with meeting_place() as place:

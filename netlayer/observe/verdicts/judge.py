@@ -218,11 +218,16 @@ def _lost_by_cause(run: Run, detection: Detection) -> dict[str, Times]:
     word = "throttling" if throttled else "slow computation of stragglers"
     lost[word] = np.maximum(np.nanmax(behind[:, slow], axis=1), 0.0) if slow else np.zeros(len(run.steps))
     many = len(throttled) > len(run.ranks) / 2
-    lost["throttling of most ranks" if many else "computation of all ranks"] = _median_of_ranks(compute)
+    word = "throttling of most ranks" if many else "computation of all ranks"
+    lost[word] = _median_of_ranks(compute) - np.median(run.queued_s, axis=1)
     waits = run.segments.get("data")
     if waits is not None:
         lost["waiting for data"] = np.nanmax(np.nan_to_num(waits), axis=1)
-    own = run.own_s - np.nan_to_num(collected)
+    # A collection that waits for a processor is a collection: only what is beyond them is the wait's own.
+    queued = np.maximum(run.queued_s - np.nan_to_num(collected), 0.0)
+    if queued.any():
+        lost[_QUEUED] = np.max(queued, axis=1)
+    own = run.own_s - np.nan_to_num(collected) - queued
     own[:, slow] = np.nan
     rest = _median_of_ranks(own)
     skew = np.nanmax(np.where(np.isfinite(own), own, -np.inf), axis=1) - rest
@@ -257,6 +262,8 @@ def effective_time(run: Run) -> Verdict:
     starts = [start for start in run.starts if start.last_ns > start.at_ns]
     if not starts or not len(run.steps):
         return Verdict("effective time", "cannot tell", "no step is recorded")
+    if not all(start.is_marked for start in starts):
+        return Verdict("effective time", "cannot tell", "nothing says when the run began (the mark run_start)")
     total_s = (max(start.last_ns for start in starts) - min(start.at_ns for start in starts)) / 1e9
     step_s = _median_of_ranks(run.step_s)
     trained_s = float(np.nansum(step_s))
@@ -288,7 +295,7 @@ def effective_time(run: Run) -> Verdict:
     other_s = {
         "between starts": sum(row.down_before_s for row in rows),
         "in steps taken again": sum(row.lost_s for row in rows),
-        "until first steps": sum(row.until_first_step_s or 0.0 for row in rows),
+        "before first steps": sum(row.until_first_step_s or 0.0 for row in rows),
         "checkpoints": sum(start.planned_s.get("checkpoint", 0.0) for start in starts),
         "evaluations": sum(start.planned_s.get("evaluation", 0.0) for start in starts),
     }

@@ -6,6 +6,7 @@ it for long runs.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter as CountOf
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -40,6 +41,7 @@ class Start:
     Args:
         attempt: its number, 0 the first one.
         at_ns: the mark; of a run without marks its first step's begin.
+        is_marked: it has such a mark.
         first_step, last_step: steps that it took; None: none.
         first_ns: begin of its first step; None: it took none.
         last_ns: end of the last thing that it recorded.
@@ -56,6 +58,7 @@ class Start:
     first_ns: int | None = None
     last_ns: int = 0
     ended: bool = False
+    is_marked: bool = False
     lost_s: float = 0.0
     planned_s: dict[str, float] = field(default_factory=dict)
 
@@ -165,8 +168,8 @@ class _Collector:
         self._cells: dict[int, dict[int, _Cell]] = defaultdict(dict)  # by step and rank
         self._hosts: dict[int, str] = {}
         self._stages: dict[int, int] = {}
-        # Of each start and rank: checkpoints and evaluations outside of steps.
-        self._planned: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+        # Of each start and rank: checkpoints, evaluations and garbage collections outside of steps.
+        self._outside: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
         self._lost_ns: CountOf[tuple[int, int]] = CountOf()  # steps that were taken again, by start and rank
         self._batch: list[Event] = []
         self._tables: list[Any] = []
@@ -189,8 +192,8 @@ class _Collector:
         start = self._starts.setdefault(attempt, Start(attempt, event.start_ns))
         start.last_ns = max(start.last_ns, event.end_ns)
         if event.step is None:
-            if event.segment in PLANNED:
-                self._planned[attempt, rank].append((event.segment, event.start_ns, event.end_ns))
+            if event.segment in (*PLANNED, "gc"):
+                self._outside[attempt, rank].append((event.segment, event.start_ns, event.end_ns))
             return
         self._add(event, event.step, rank, attempt)
         if event.segment == "step":
@@ -233,6 +236,7 @@ class _Collector:
         if event.name in ("run_start", "restart"):
             start = self._starts.setdefault(attempt, Start(attempt, event.start_ns))
             start.at_ns = min(start.at_ns, event.start_ns)
+            start.is_marked = True
             if not self._facts and event.attributes:
                 self._facts = dict(event.attributes)
         if event.name == "run_end" and attempt in self._starts:
@@ -272,7 +276,10 @@ class _Collector:
         shape = len(steps), len(ranks)
         columns = {rank: column for column, rank in enumerate(ranks)}
         step_s, own_s, queued_s = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
+        for times in self._outside.values():
+            times.sort(key=lambda one: one[1])
         used = {name for step in steps for cell in self._cells[step].values() for name in cell.seconds}
+        used |= {segment for times in self._outside.values() for segment, _, _ in times}
         segments = {name: np.zeros(shape) for name in SEGMENTS if name in used}
         ends, untimed = [], 0
         for row, step in enumerate(steps):
@@ -329,7 +336,7 @@ class _Collector:
 
     def _all_starts(self) -> list[Start]:
         """Starts of the run in order, with what they took for checkpoints and evaluations, and in vain."""
-        for (attempt, _), times in self._planned.items():
+        for (attempt, _), times in self._outside.items():
             start = self._starts[attempt]
             for name in PLANNED:
                 later = (
@@ -348,11 +355,22 @@ class _Collector:
         if before is None or not before.end_ns or not cell.start_ns or before.attempt != cell.attempt:
             return 0
         planned_s = sum(one.seconds.get(name, 0.0) for one in (before, cell) for name in PLANNED)
-        outside_ns = sum(
-            max(0, min(end, cell.start_ns) - max(begin, before.end_ns))
-            for _, begin, end in self._planned.get((cell.attempt, rank), ())
-        )
+        outside_ns = self._between_ns(rank, cell.attempt, before.end_ns, cell.start_ns, PLANNED)
+        collected_ns = self._between_ns(rank, cell.attempt, before.end_ns, cell.start_ns, ("gc",))
+        if collected_ns:
+            cell.seconds["gc"] += collected_ns / 1e9
         return max(0, cell.start_ns - before.end_ns - round(planned_s * 1e9) - outside_ns)
+
+    def _between_ns(self, rank: int, attempt: int, first_ns: int, last_ns: int, segments: Sequence[str]) -> int:
+        """Nanoseconds between two steps of a rank in segments of some classes that are no step's."""
+        times = self._outside.get((attempt, rank), [])  # sorted by their begin: `run`
+        first = bisect_left(times, first_ns, key=lambda one: one[1])
+        last = bisect_left(times, last_ns, key=lambda one: one[1])
+        return sum(
+            max(0, min(end, last_ns) - max(begin, first_ns))
+            for segment, begin, end in times[max(0, first - 1) : last]
+            if segment in segments
+        )
 
     def _flush(self) -> None:
         from netlayer.observe.events import to_batch

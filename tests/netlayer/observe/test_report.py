@@ -232,6 +232,12 @@ def test_effective_time_counts_what_a_restart_costs() -> None:
     assert found.rows[0].lost_s == pytest.approx(0.5, rel=0.05)  # five steps of 100 ms
 
 
+def test_a_trace_of_some_steps_has_no_effective_time() -> None:
+    events = [event for event in events_of_run() if isinstance(event, Segment)]
+    found = verdict(events, "effective time")
+    assert (found.state, found.line) == ("cannot tell", "nothing says when the run began (the mark run_start)")
+
+
 def write(folder: Path, events: Iterable[Event]) -> Path:
     """A run's output with one stream."""
     with EventWriter(folder / "events", Origin(run="r", rank=0)) as writer:
@@ -290,6 +296,20 @@ def test_the_last_steps_alone_are_judged_when_asked(tmp_path: Path) -> None:
     rows = json.loads(result.stdout)["rows"]
     [row] = [row for row in rows if row["table"] == "straggler"]
     assert (row["rank"], row["since_step"]) == (5, 41)
+
+
+def test_garbage_collected_between_two_steps_is_that_of_the_next() -> None:
+    def events() -> Iterator[Event]:
+        for event in events_of_run(steps=20):
+            if isinstance(event, Segment) and event.segment == "step":
+                event.end_ns -= 5 * MS  # the host has 5 ms before the next one
+            yield event
+            if isinstance(event, Segment) and event.segment == "step" and event.origin.rank == 2:
+                yield Segment(event.origin, "gc", "gc", event.end_ns + MS, event.end_ns + 4 * MS)
+
+    run = collect(events())
+    assert run.segments["gc"][5, 2] == pytest.approx(0.003)
+    assert run.segments["gc"][:, 1].sum() == 0
 
 
 def test_what_the_host_does_between_two_steps_is_own_time() -> None:
