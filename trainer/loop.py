@@ -177,8 +177,8 @@ class Trainer:
     def phase(self, phrase: str) -> Iterator[None]:
         """Mark the block as slow on this rank: the watch lets the others wait for it, and the monitor times it."""
         watched = contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
-        told = contextlib.nullcontext() if self.progress is None else self.progress.phase(phrase)
-        with watched, told, self._timed(_PHASES.get(phrase), phrase):
+        progress = contextlib.nullcontext() if self.progress is None else self.progress.phase(phrase)
+        with watched, progress, self._timed(_PHASES.get(phrase), phrase):
             yield
 
     def _timed(self, segment: str | None, name: str) -> contextlib.AbstractContextManager[None]:

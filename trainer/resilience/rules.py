@@ -1,4 +1,7 @@
-"""Rules on lines of logs, as data: `rules.toml`, and the user's own file before it."""
+"""Rules on lines of logs, as data: `rules.toml`, and the user's own file before it.
+
+Of the kernel's lines that no rule fits, the meaning is that of `netlayer accept` (`collectives.health.kernel_line`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from collectives.health.kernel_line import judge
 from netlayer.errors import ConfigError
 from trainer.resilience.messages import LogMatch, plain
 
@@ -62,7 +66,7 @@ def _read(path: Path) -> tuple[Rule, ...]:
 
 
 def match(rules: Sequence[Rule], where: Where, line: str, rank: int | None, at_ns: int) -> LogMatch | None:
-    """Return what a line of a log means by the first rule that fits; None: no rule does."""
+    """Return what a line of a log means by the first rule that fits; None: nothing that is known."""
     line = line[:_MAX_LINE]
     for rule in rules:
         if rule.where != where or not rule.pattern.search(line):
@@ -76,4 +80,13 @@ def match(rules: Sequence[Rule], where: Where, line: str, rank: int | None, at_n
         return LogMatch(
             rule=rule.name, means=rule.means, rank=rank, names=tuple(sorted(set(names))), line=shown, at_ns=at_ns
         )
-    return None
+    return _of_kernel(line, at_ns) if where == "kernel" else None
+
+
+def _of_kernel(line: str, at_ns: int) -> LogMatch | None:
+    """Judge a line of the kernel as `netlayer accept` does."""
+    fault = judge(line)
+    if fault is None or fault.verdict not in ("FAIL", "WARN"):
+        return None
+    means: Means = "hardware" if fault.verdict == "FAIL" else "note"
+    return LogMatch(rule=f"kernel: {fault.check}"[:255], means=means, rank=None, line=plain(line.strip()), at_ns=at_ns)
