@@ -41,7 +41,11 @@ class ResilienceConfig(Section):
         "device: GEMM and copies too; full: collectives among its ranks as well",
     )
     checks_s: float = Field(120.0, gt=0, description="longest self-check of a node, seconds")
-    kernel_log: str = Field("auto", description="file of the kernel's log; auto: /dev/kmsg where it can be read; off")
+    kernel_log: str = Field(
+        "auto",
+        description="file of the kernel's log, in which {node} stands for the node's name; auto: /dev/kmsg where it can "
+        "be read; off",
+    )
     rules: str = Field("", description="TOML file of further log rules, tried before those of the package")
     retries_in_place: int = Field(
         1, ge=0, le=100, description="faults of a node's processes that a restart answers before the node is evicted"

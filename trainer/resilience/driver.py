@@ -354,7 +354,8 @@ class Driver:
             # Evidence that has come so far may say more than what set the alarm off.
             if self._symptom_s is None:
                 self._symptom_s = now_s
-            if causes or now_s - self._symptom_s > _SETTLE_S:
+            is_named = any(finding.weight == "evidence" and finding.node for finding in findings)
+            if causes or is_named or now_s - self._symptom_s > _SETTLE_S:
                 self._suspend(findings)
                 return None
         elif self._have_all_ended(code=0):

@@ -112,7 +112,7 @@ class Executor:
         self._spec, self._token = folder.spec(), folder.token()
         self._settings = self._spec.resilience
         self._rules = rules.load_rules(self._settings.rules)
-        self._kernel = KernelLog(self._settings.kernel_log)
+        self._kernel = KernelLog(self._settings.kernel_log.replace("{node}", node))
         self._bus: Bus | None = None
         self._boot, self._seq = secrets.token_hex(8), 0
         self._assignment = Assignment(run=self._spec.run, node=node, epoch=0, seq=0, action="idle")
@@ -230,6 +230,7 @@ class Executor:
             **spec.environ,
             "WORLD_SIZE": str(wanted.num_nodes * per_node),
             "LOCAL_WORLD_SIZE": str(per_node),
+            "NETLAYER_NODE": self.node,
             "MASTER_ADDR": wanted.master_address,
             "MASTER_PORT": str(wanted.master_port),
         }
