@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from bench.fault_matrix.job import FaultyJob, Lost, Row, config_of
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.errors import CheckFailed
+from netlayer.launch.early_end import ending_at
 from netlayer.results import RunRecord, utc_now, write_text
 
 _LIMIT_S = 240.0
@@ -134,8 +136,11 @@ def _healthy(out: Path, config: Any) -> dict[int, float]:
     if file.exists():
         return {int(step): loss for step, loss in json.loads(file.read_text(encoding="utf-8")).items()}
     job = FaultyJob(out / "healthy", config)
-    job.start()
-    code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S)
+    try:
+        job.start()
+        code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S)
+    finally:
+        job.kill_all()
     facts = job.facts
     if code or facts["restarts"] or facts["evicted"]:
         raise CheckFailed(f"a run without faults: exit code {code}, {facts['restarts']} restarts, {facts['evicted']}")
