@@ -231,8 +231,8 @@ def link_limit(run: Run, link_gbps: float | None) -> Verdict:
 
 def _parallelism(kind: _Kind) -> str:
     """Return which parallelism a group serves, by our names and by those of torch's and Megatron's groups."""
-    words = set(re.split(r"[^a-z]+", kind.group.lower()))
+    parts = set(re.split(r"[^a-z]+", kind.group.lower()))
     for name, marks in _PARALLELISMS.items():
-        if words & marks:
+        if parts & marks:
             return name
     return "pipeline" if kind.name == "send" else ""
