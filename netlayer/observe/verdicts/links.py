@@ -124,7 +124,7 @@ def _rates(run: Run) -> dict[_Kind, dict[tuple[int, ...], list[float]]] | None:
 def traffic(run: Run) -> Verdict:
     """Name the ports that moved less in a step than they used to, while the others did not."""
     if not run.traffic:
-        return Verdict("traffic", "cannot tell", "no counters of bytes: sample them with netlayer nic watch")
+        return Verdict("traffic", "cannot tell", "no counters of bytes: neither a NIC nor an NVLink was read")
     ends = np.array(run.step_end_ns)
     if len(ends) > _MIN_PERIODS:
         edges, period_s = ends, float(np.median(np.diff(ends))) / 1e9
