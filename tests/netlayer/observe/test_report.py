@@ -158,6 +158,20 @@ def test_a_throttled_rank_explains_drift() -> None:
     assert found.rows[0].share == pytest.approx(1.0, abs=0.1)
 
 
+def test_steps_that_wait_longer_for_processors_are_suspected_alone() -> None:
+    events = [*events_of_run(steps=100, hosts=["h"] * 8, timing="host", gc_ms=dict.fromkeys(range(61, 101), 40.0))]
+    events = [event for event in events if not (isinstance(event, Segment) and event.segment == "gc")]
+    late = next(event.start_ns for event in events if isinstance(event, Segment) and event.step == 61)
+    waits: list[Event] = []
+    for event in queued(events, {}):
+        if isinstance(event, Counter) and event.origin.rank == 1 and event.start_ns >= late:
+            event.value = 0.041
+        waits.append(event)
+    found = verdict(waits, "drift")
+    assert (found.state, found.rows[0].cause) == ("suspected", "waiting for a processor")
+    assert found.line.endswith("its hosts are oversubscribed")
+
+
 def throttle_marks(reason: str) -> list[Event]:
     return [Mark(Origin(rank=rank), "throttle", 60 * 100 * MS, attributes={"reason": reason}) for rank in range(8)]
 
