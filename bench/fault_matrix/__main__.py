@@ -71,18 +71,17 @@ def main(options: RunOptions, kinds: str, cases: int, chain: int, nodes: int, st
     plan = _plan(chosen, cases, options.seed)
     text = _text(out)
     config = config_of(nodes, steps, text, slow_factor=2.0, slow_steps=10, silence_floor_s=20.0)
-    healthy = _healthy(out, config)
     rows = _rows(out)
-    while len(rows) < len(plan):
-        number = max((row["run"] for row in rows), default=-1) + 1
-        part = plan[len(rows) : len(rows) + chain]
-        for row in _run(
-            out / f"run-{number}", config, part, number, healthy, random.Random(f"{options.seed} {number}")
-        ):
-            rows.append(row)
-            with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            click.echo(_line(row), err=True)
+    with ending_at(signal.SIGTERM):  # it ends its run, then
+        healthy = _healthy(out, config)
+        while len(rows) < len(plan):
+            number = max((row["run"] for row in rows), default=-1) + 1
+            part, draw = plan[len(rows) : len(rows) + chain], random.Random(f"{options.seed} {number}")
+            for row in _run(out / f"run-{number}", config, part, number, healthy, draw):
+                rows.append(row)
+                with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                click.echo(_line(row), err=True)
     table = summary(rows)
     record = RunRecord(
         name="bench.fault_matrix",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -113,9 +112,10 @@ class Driver:
         self._receive(now_s)
         self._read_requests()
         self._keep_standbys(now_s)
-        outcome = self._handlers[self.facts.state](self, now_s)
-        if outcome is not None:
-            self._move(*outcome)
+        if self._store_down_s is None:  # else nothing that is not heard means anything
+            outcome = self._handlers[self.facts.state](self, now_s)
+            if outcome is not None:
+                self._move(*outcome)
         self._send(now_s)
         return self.facts.state not in TERMINAL
 
@@ -327,7 +327,8 @@ class Driver:
             return Event.NODE_LOST, {"nodes": lost}
         failed = self.roster.failed_checks(facts.members)
         if failed:
-            self.roster.evict(list(failed), "failed its self-check")
+            for name, text in failed.items():
+                self.roster.evict([name], f"failed its self-check: {text}")
             return Event.CHECKS_FAILED, {"checks": failed}
         if any(name not in facts.checked for name in facts.members):
             return None
@@ -691,15 +692,3 @@ class Driver:
     def _say(self, line: str) -> None:
         logger.info("%s", line)
         self._on_line(line)
-
-
-def on_signals(driver: Driver) -> None:
-    """SIGINT and SIGTERM stop the run after a step; a second one at once."""
-    seen: list[int] = []
-
-    def stop(signum: int, _frame: object) -> None:
-        seen.append(signum)
-        driver.ask_to_stop(at_once=len(seen) > 1)
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, stop)
