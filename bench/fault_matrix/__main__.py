@@ -117,12 +117,12 @@ def _plan(kinds: Sequence[str], cases: int, seed: int) -> list[str]:
 
 def _text(out: Path) -> Path:
     """Write sentences that a tiny model can learn."""
-    folder, words = out / "text", random.Random(0)
+    folder, draw = out / "text", random.Random(0)
     folder.mkdir(exist_ok=True)
     for number in range(40):
         lines = [
-            f"the {words.choice(('rank', 'link', 'switch'))} {words.choice(('sends', 'drops', 'holds'))} "
-            f"{words.randrange(100)} bytes\n"
+            f"the {draw.choice(('rank', 'link', 'switch'))} {draw.choice(('sends', 'drops', 'holds'))} "
+            f"{draw.randrange(100)} bytes\n"
             for _ in range(50)
         ]
         (folder / f"file{number:02}.txt").write_text("".join(lines), encoding="utf-8")
@@ -224,6 +224,7 @@ def _expected(kind: str, first: str, second: str) -> list[str]:
 
 
 def _inject(job: FaultyJob, kind: str, first: str, second: str) -> None:
+    """Bring about one fault, on the first node, and where the kind has two, on the second."""
     simple: dict[str, Callable[[], None]] = {
         "kill": lambda: job.kill_rank(first),
         "stop": lambda: job.stop_rank(first),

@@ -200,10 +200,8 @@ def stop(out: Path) -> None:
 def _check(config: Config, hosts: str | None) -> None:
     from netlayer.errors import ConfigError
     from netlayer.remote.hosts import read_hosts
-    from trainer.plan import check_supported
     from trainer.resilience.rules import load_rules
 
-    check_supported(config.job, config.cluster.num_gpus)
     load_rules(config.job.resilience.rules)
     settings = config.job.resilience
     if (settings.backend == "ssh") != bool(hosts):
@@ -265,6 +263,7 @@ def _drive(
     from trainer.resilience.backends import LocalBackend, SshBackend
     from trainer.resilience.driver import Driver
     from trainer.resilience.machine import TERMINAL, State
+    from trainer.resilience.messages import collect_seldom
 
     spec, started = folder.spec(), utc_now()
     backend = SshBackend(folder, [host.name for host in read_hosts(hosts)], ssh) if hosts else LocalBackend(folder)
@@ -279,6 +278,7 @@ def _drive(
     if resumes:
         driver.resume()
     _stop_on_signals(driver)
+    collect_seldom()
     begin_s = time.time()
     final = driver.run()
     record = _record(driver, spec, config, options, started, begin_s)
@@ -305,6 +305,7 @@ def _stop_on_signals(driver: Driver) -> None:
 
 
 def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, started: str, begin_s: float) -> Any:
+    """Record of the run: a row an incident, with the times of its stages."""
     from netlayer import environ
     from netlayer.results import RunRecord, utc_now
     from trainer.resilience.record import effective_share, times_of

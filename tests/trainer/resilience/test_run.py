@@ -250,7 +250,10 @@ def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> No
         (("start", job, *saves), "--out: is needed"),
         (("start", job, "--out", out, *saves, "--set", f"job.resilience.rules={rules}"), "is no pattern"),
         (("start", job, "--out", out, *saves, "--hosts", "a,b"), "does not go with --hosts"),
-        (("start", job, "--out", out, *saves, "--set", "job.parallel.dp=1"), "must equal the number of ranks"),
+        (
+            ("start", job, "--out", out, *saves, "--set", "job.parallel.dp=1"),
+            "must equal cluster.servers x cluster.gpus_per_server",
+        ),
         (("status", tmp_path), "is no run of netlayer run"),
         (("logs", tmp_path), "is no run of netlayer run"),
         (("resume", tmp_path), "is no run of netlayer run"),
