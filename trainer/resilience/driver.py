@@ -370,12 +370,9 @@ class Driver:
             )
             self._suspend([detect.Finding("exited", "cause", "", None, text, int(self._wall() * 1e9))])
             return None
+        self._note_progress()
         if facts.state is State.START and self.view.step > 0:
-            for last in facts.incidents[-1:]:
-                last["resumed_s"] = last["resumed_s"] or self._wall()
             return Event.FIRST_STEP, {"step": self.view.step}
-        if facts.state is State.RUN:
-            self._note_caught_up()
         return None
 
     def _suspended(self, now_s: float) -> Outcome:
@@ -634,8 +631,10 @@ class Driver:
         number = len(facts.incidents) + 1 if len(facts.incidents) < _MAX_INCIDENTS else facts.restarts + 1
         return policy.Incident(number, self._done_steps() or facts.furthest_step)
 
-    def _note_caught_up(self) -> None:
+    def _note_progress(self) -> None:
+        """Note when the first step after the last incident was taken, and the first one that was new."""
         for last in self.facts.incidents[-1:]:
+            last["resumed_s"] = last["resumed_s"] or self._wall() * (self.view.step > 0)
             if "caught_up_s" not in last and self.view.step > last["step"]:
                 last["caught_up_s"] = self._wall()
                 self.journal.note("caught up", step=self.view.step)
