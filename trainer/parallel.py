@@ -44,12 +44,14 @@ from netlayer.rendezvous import Groups
 from netlayer.workload.comm_bytes import bucket_limit
 from netlayer.workload.dtypes import gradient_dtype
 from netlayer.workload.fit import has_room_for_copies, has_room_for_windows
+from netlayer.workload.memory import frees_parameters
 from netlayer.workload.schedule import Schedule, forward_only
 from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import of_job
-from trainer.model.gpt import GPT, build_model
+from trainer.model.gpt import GPT, build_model, initialiser
 from trainer.model.linears import parts
 from trainer.model.packed import Packed
+from trainer.ops.backend import check_operators
 from trainer.pipeline import StageModel, run_schedule
 
 logger = logging.getLogger(__name__)
@@ -129,8 +131,12 @@ class ParallelModel:
         self.tied = Communicator(TIED, self.groups.get(TIED), device, recorder, watch)
         self.exchange = self._open_exchange(recorder, watch)
         self.is_first, self.is_last = self.place.pp == 0, self.place.pp == layout.pp - 1
+        # What is freed between uses may never fit whole: it gets its values bucket by bucket, as it is wrapped.
+        self._frees, self._seed = frees_parameters(job), seed
+        check_operators(job.model.operators, device)
+        made_on = torch.device("meta") if self._frees else device
         modules = [
-            build_model(job.model, seed, device, run_of(job, self.place.pp, chunk), self.exchange)
+            build_model(job.model, seed, made_on, run_of(job, self.place.pp, chunk), self.exchange)
             for chunk in range(layout.vpp)
         ]
         self._compile(modules)
@@ -249,7 +255,7 @@ class ParallelModel:
 
     def wait_parameters(self) -> None:
         for chunk in self.chunks:
-            chunk.wait_parameters()
+            chunk.wait_for_gathers()
 
     def wait_for_all(self) -> None:
         """Wait until every rank has called this."""
@@ -284,8 +290,8 @@ class ParallelModel:
 
     def _takes_windows(self) -> bool:
         setting = self.job.overlap.windows
-        if self.device.type != "cuda" or setting != "auto":
-            return bool(setting) and self.device.type == "cuda"
+        if self.device.type != "cuda" or setting != "auto" or self._frees:
+            return bool(setting) and self.device.type == "cuda" and not self._frees
         has_room = has_room_for_windows(self.job, self._memory_bytes)
         return are_worth_it(self.groups["dp"], self.world, has_room=has_room)
 
@@ -340,11 +346,18 @@ class ParallelModel:
         overlap = self.job.overlap
         if self._is_wide:
             module.double()
+        # To read a bias past its block would have the block gathered once more.
+        module.adds_in_blocks = self._frees and self.job.model.bias
+        blocks = set(module.blocks.values())
         dtype = getattr(torch, self.job.model.dtype)
         return ShardedDataParallel(
             module,
             comms=self._data_comms,
-            units=module.units,
+            # The last one stays between its passes, in stage 3: a block, for tables stay as they are handed out.
+            units=sorted(module.units, key=blocks.__contains__),
+            stage=self.job.parallel.stage,
+            device=self.device,
+            init=initialiser(module, self._seed),
             bucket_bytes=bucket_limit(self.job),
             prefetch=overlap.prefetch,
             unused="zero",  # every parameter is used, and ranks need not ask each other

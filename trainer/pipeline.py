@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives.pipeline.channel import PipelineChannel
-from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
+from collectives.sharded.slot import DeferredWeightGrads
 from collectives.watch.recorder import Recorder
 from netlayer.workload.messages import Message
 from netlayer.workload.schedule import Action, Schedule

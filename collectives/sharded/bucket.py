@@ -218,6 +218,11 @@ class Bucket:
     the optimiser; where that is the dtype of the computation too, it is this rank's slice of `unsharded_N` itself, so
     there is nothing to copy before an all-gather; else `shard_S` is that slice. `grad_S` is the reduced gradient.
 
+    [Note: freed parameters] The memory of a bucket that `reshards` comes and goes: all views of `unsharded_N`, the
+    parameters and what autograd has saved of them, are of one storage, which is resized to nothing and back. To read a
+    freed one would end the process: so it has another version meanwhile, and autograd refuses what it has saved of it.
+    The masters lie apart, in any dtype.
+
     Args:
         plan: the layout.
         flat_N: initial values, in the dtype of the masters; taken over as a buffer where the dtype allows.
@@ -225,6 +230,7 @@ class Bucket:
         rank: whose shard this is.
         unsharded_N: memory for the parameters; None: as allocated here.
         grad_S: memory for the reduced gradient, of zeros in the dtype of the masters; None: as allocated here.
+        reshards: its unsharded parameters are freed between uses (ZeRO stage 3): see [Note: freed parameters].
     """
 
     def __init__(
@@ -235,11 +241,14 @@ class Bucket:
         rank: int,
         unsharded_N: Tensor | None = None,
         grad_S: Tensor | None = None,
+        reshards: bool = False,
     ) -> None:
-        self.plan, self.parameters, self.rank = plan, tuple(parameters), rank
+        self.plan, self.parameters, self.rank, self.reshards = plan, tuple(parameters), rank, reshards
         # Into memory that is there already where gathers have to land in a window.
         self.unsharded_N = flat_N.to(plan.dtype) if unsharded_N is None else unsharded_N.copy_(flat_N)
-        self.shares_storage = plan.dtype == flat_N.dtype
+        self.rounds = plan.dtype != flat_N.dtype
+        """Whether parameters are of another dtype than their masters."""
+        self.shares_storage = not self.rounds and not reshards
         shard_S = plan.own(self.unsharded_N if self.shares_storage else flat_N, rank)
         # `.data` has a version counter of its own: it counts what an optimiser does, not what a gather does.
         self.master_S = shard_S.data if self.shares_storage else shard_S.clone()
@@ -249,12 +258,14 @@ class Bucket:
         """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
         self._written: set[int] = set()
         for parameter, view in zip(self.parameters, plan.views(self.unsharded_N), strict=True):
-            # A storage each, though the memory is the bucket's: its count shows aliases (`guard`, [Note: aliases]).
-            parameter.data = own_storage(view)
+            # A storage each, though the memory is the bucket's: its count shows aliases (`guard`, [Note: aliases]). In
+            # one storage, which all of them free together, it shows those of the whole bucket.
+            parameter.data = view if reshards else own_storage(view)
             parameter.grad = None
         # Both as they are now: `is_in_place` and `has_aliases` compare with them later.
-        self._addresses = tuple(parameter.data_ptr() for parameter in self.parameters)
+        self._addresses = self._places()
         self._num_holders = [num_holders(parameter) for parameter in self.parameters]
+        self._is_freed = False
         self._copied_in: int | None = None
         """Version of the masters that `shard_S` holds, where an optimiser has written it."""
         self._loaded: int | None = None
@@ -289,11 +300,30 @@ class Bucket:
         """
         self._copied_in = self.master_S._version
 
+    @property
+    def steppable_shard(self) -> Tensor | None:
+        """Return `shard_S` where an optimiser may write it with the masters; None: there is none, or it is freed."""
+        return None if self.reshards else self.shard_S
+
     def copy_in_shard(self) -> None:
         """Put the master shard where an all-gather in place takes it from."""
         # An optimiser that has written `shard_S` with the masters spares this pass over the shard.
-        if self.shard_S is not None and self._copied_in != self.master_S._version:
+        if self.shard_S is not None and (self.reshards or self._copied_in != self.master_S._version):
             self.shard_S.copy_(self.master_S)
+
+    def free(self) -> None:
+        """Free the memory of the unsharded parameters, on the stream that has allocated it."""
+        self._is_freed = True
+        self.unsharded_N.untyped_storage().resize_(0)
+        torch.autograd.graph.increment_version(self.parameters)
+
+    def allocate(self) -> None:
+        """Allocate it again, on the current stream; what it holds is nothing."""
+        self._is_freed = False
+        self.unsharded_N.untyped_storage().resize_(self.unsharded_N.nbytes)
+        # The values of the graph's forward pass come back, unless the shards have changed: that has been counted too.
+        before = tuple(parameter._version - 1 for parameter in self.parameters)
+        torch._C._autograd._unsafe_set_version_counter(self.parameters, before)
 
     @torch.no_grad()
     def sync_masters(self) -> None:
@@ -320,7 +350,10 @@ class Bucket:
 
     def holds_masters(self) -> bool:
         """Whether this rank's slice of the parameters is what the masters round to."""
-        return self.shard_S is None or torch.equal(self.shard_S, self.master_S.to(self.shard_S.dtype))
+        # Freed parameters come from the masters, whatever these hold.
+        if self.shard_S is None or self.reshards:
+            return True
+        return torch.equal(self.shard_S, self.master_S.to(self.shard_S.dtype))
 
     @torch.no_grad()
     def take_loaded(self) -> None:
@@ -339,13 +372,19 @@ class Bucket:
         """Number of writes into parameters that autograd counts: in place, and not through `.data`."""
         # Also of parameters that are not current: see `collectives.sharded.guard`.
         with torch._C.DisableTorchFunctionSubclass():
-            return sum(parameter._version for parameter in self.parameters)
+            return sum(parameter._version - self._is_freed for parameter in self.parameters)
 
     def is_in_place(self) -> bool:
         """Whether the module still computes with this buffer (`module.to()` would have moved it away)."""
         with torch._C.DisableTorchFunctionSubclass():
             # Otherwise asking a pending parameter for its address would wait for its gather.
-            return tuple(parameter.data_ptr() for parameter in self.parameters) == self._addresses
+            return self._places() == self._addresses
+
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        """Return where each parameter lies: its address, or, where memory comes and goes, storage and offset."""
+        if self.reshards:
+            return tuple((p.untyped_storage()._cdata, int(p.storage_offset())) for p in self.parameters)
+        return tuple((p.data_ptr(), 0) for p in self.parameters)
 
     def has_aliases(self) -> bool:
         """Whether somebody holds a tensor over the memory of a parameter, such as its `.data`."""

@@ -1,4 +1,4 @@
-"""Sharded data parallel: ZeRO stage 1 or 2 whose communication runs under the computation (MegaScale 3.2).
+"""Sharded data parallel: ZeRO stage 1, 2 or 3 whose communication runs under the computation (MegaScale 3.2).
 
 Wrap a module, take the optimiser from the wrapper, and keep the loop:
 
@@ -7,60 +7,35 @@ Wrap a module, take the optimiser from the wrapper, and keep the loop:
     ...
     loss.backward(); optimizer.step(); optimizer.zero_grad()
 
-Each rank computes with whole parameters, and owns a 1/W shard of the float32 masters, the reduced gradients and the
-optimiser's state. Parameters are gathered bucket by bucket ahead of their use; gradients are scattered bucket by bucket
-as they complete. Where nothing needs all gradients before the first update (no clipping by the global norm),
-`step_in_backward=True` steps each bucket as its gradients land, so that gathers move under the backward pass too
-(`collectives.sharded.backward_step`). The results do not depend on that, on `overlap`, `prefetch`, and the speed of a
-rank, bit by bit.
+Each rank computes with whole parameters (in stage 3 with those of a few units at a time), and owns a 1/W shard of the
+float32 masters, the reduced gradients and the optimiser's state. Parameters are gathered bucket by bucket ahead of
+their use; gradients are scattered bucket by bucket as they complete. Where nothing needs all gradients before the first
+update (no clipping by the global norm), `step_in_backward=True` steps each bucket as its gradients land, so that
+gathers move under the backward pass too (`collectives.sharded.backward_step`). The results do not depend on that, on
+`overlap`, `prefetch`, and the speed of a rank, bit by bit.
 
 The loop stays as it is: parameters may be read, written, copied and saved wherever plain torch allows it, and whoever
 reads one before its gather has landed waits for that (`collectives.sharded.guard`). torch's own clipping and scalers
 work, and parameters that have no gradient on any rank are left alone. What would train something else is refused.
 
 Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
-wrapping raise, and so does replacing or adding some. Not covered: ZeRO stage 3, optimisers that look at all parameters
-together.
+wrapping raise, and so does replacing or adding some. Not covered: optimisers that look at all parameters together;
+sharding of frozen parameters.
 
 [Note: a step omitted] Ranks skip a step together or not at all. Where one does so alone, the steps of all ranks
 are compared now and then (`collectives.sharded.step_check`), and CheckFailed names ranks and steps; say the step, by
 `start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that omitted its forward pass too goes
 unnoticed. A rank that omits `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 
-[Note: states] `state_dict()` of the wrapper or its module needs other ranks only where shards have changed and nothing
-has launched their gathers (an optimiser of one's own, a `prefetch` of a number). `full_state_dict()` and the `load_` of
-each are collective calls: every rank calls them, whoever keeps the result. `optimizer.state_dict()` is local, and holds
-the state of this rank's shard alone: save it on every rank, a file each, and load it on as many ranks, wrapped with the
-same arguments; it is refused elsewhere. `full_optimizer_state_dict()`, and what torch's `get_optimizer_state_dict` and
-its kin give, is by names and loads in any layout (`collectives.sharded.optimizer_state`).
-
 [Note: writing into parameters] Write the same on every rank. Masters of another dtype follow where a value has changed:
 in a forward pass what autograd counts, in the next step also what was written through `.data`.
 
-[Note: GradScaler] torch's scalers work as they are: reading the gradients finishes them, and an infinity on one rank is
-one on all (`collectives.sharded.scaler`). bfloat16 needs no scaler.
+[Note: stage 3] Parameters of `units` are freed after use and gathered before the next (`collectives.sharded.reshard`).
+Every rank then runs the same forward and backward passes, and reads parameters at the same places: a read outside them
+gathers that bucket, `state_dict()` and `wait_parameters()` all; `full_state_dict()` needs the memory of one, and
+`close()` leaves them freed.
 
-[Note: torch.compile] Give `units`, and compile each of them (`unit.compile()`, or `unit.forward = torch.compile(...)`):
-the wait is then outside the compiled region, and does not break its graph. Modules outside the units wait for
-themselves: a graph around one of these, or of the whole wrapper, breaks there.
-
-[Note: whole matrices] What Muon, SOAP or Shampoo steps must not be cut: `whole=lambda name, shape: ...` picks it. Each
-of these parameters lies in the shard of one rank, who steps it for all, and who has it in its shape. They have buckets
-of their own, padded to the rank that holds most: let a bucket hold several matrices for each rank (`bucket_bytes`), or
-padding travels. Omit what is large and elementwise (embeddings). Two optimisers then share the wrapper:
-
-    muon = model.optimizer(torch.optim.Muon, only=is_hidden_matrix, lr=0.02)
-    adamw = model.optimizer(torch.optim.AdamW, only=lambda name, shape: not is_hidden_matrix(name, shape), lr=3e-4)
-
-[Note: gradients without copies] An operator may write a parameter's gradient straight to where it travels from, or
-where the optimiser reads it, and keep it wide (`collectives.sharded.slot`); what comes by autograd is copied there.
-
-[Note: CUDA graphs] A step can be captured: warm up, `wait_parameters()`, then capture forward, backward, `step()` (of a
-`capturable` optimiser), `zero_grad()`, and `wait_parameters()` as the last call, which joins every stream. Gathers then
-run at the graph's end, with nothing to hide them. They run under the forward pass where the capture follows
-`note_shards_changed()` and stands in `no_gathers_after_step()`, without `wait_parameters()` at its end; every replay is
-followed by `note_shards_changed()`. Let go of a graph before its process groups: NCCL ends a communicator only when no
-graph holds a call of it, and waits for that without end.
+States, scalers, `torch.compile`, whole matrices, slots and CUDA graphs: see the notes of `collectives.sharded`.
 """
 
 from __future__ import annotations
@@ -78,18 +53,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan
-from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
 from collectives.sharded.gather import ParameterGather
 from collectives.sharded.gradient import clip_pieces
 from collectives.sharded.optimizer_state import named_state
 from collectives.sharded.optimizer_steps import OptimizerSteps, Options, build_optimizer, drop_gradients
 from collectives.sharded.prepare import (
+    Init,
     as_group,
     build_buckets,
     check_arguments,
     check_module,
+    check_reshards,
     check_same,
     find_owners,
+    find_resharding,
+    move_replicated,
     open_communicators,
     open_parameter_windows,
     open_reduce_buffers,
@@ -100,7 +78,9 @@ from collectives.sharded.prepare import (
 )
 from collectives.sharded.reduce import GradientReduce, inside_backward
 from collectives.sharded.reduce_scatter import ReduceScatterBuffers
+from collectives.sharded.reshard import Reshard
 from collectives.sharded.scaler import ScalerCheck
+from collectives.sharded.slot import DeferredWeightGrads
 from collectives.sharded.state import (
     attach_state_hooks,
     calling_all,
@@ -123,12 +103,15 @@ CommunicatorPair = tuple[Communicator, Communicator]
 
 
 class ShardedDataParallel(StandIn):
-    """Data parallel over the ranks of a group, ZeRO stage 1 or 2. Starts from rank 0's parameters and buffers.
+    """Data parallel over the ranks of a group, ZeRO stage 1, 2 or 3. Starts from rank 0's parameters and buffers.
 
     Every rank constructs it, with the same arguments, and calls the same methods in the same order.
 
     Args:
-        module: on one device; changed in place (its parameters become views of the buckets).
+        module: on one device, of the group or the CPU; changed in place (its parameters become views of the buckets).
+        device, init: where buckets lie and the module computes; None: where its parameters are. What does not fit there
+            whole stays on the CPU, or the meta device, until it is wrapped: it goes there bucket by bucket, and `init`
+            fills each parameter of the meta device in place, by its name.
         group: ranks that hold replicas, a process group or a DeviceMesh of one dimension; None: all. Two new groups
             are made of it (see `open_groups`).
         units: parts of the module, such as its blocks, that are waited for, reduced and gathered as one; their own
@@ -136,7 +119,7 @@ class ShardedDataParallel(StandIn):
         bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger; None: a
             bucket a unit, or 32 MiB without units.
         prefetch: all-gathers launched ahead of the computation that waits for one. None: all of them where a step ends,
-            so that a read or a forward pass on one rank alone needs no other rank.
+            so that a read or a forward pass on one rank alone needs no other rank; in stage 3 one.
         overlap: False: every collective is waited for at once; same numbers, for comparison.
         reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`); None: float32, or float64 where a parameter
             is. Gradients accumulate locally in float32 or wider; one rank alone rounds none.
@@ -146,6 +129,7 @@ class ShardedDataParallel(StandIn):
         in_flight: reduce-scatters that may be under way: bounds the memory of gradients on their way.
         stage: of ZeRO. 1: gradients of passes under `no_sync` add up whole on every rank, and are reduced once a step.
             2: every pass is reduced into the shards: no rank keeps whole gradients, for a reduce-scatter each pass.
+            3: the same, and parameters of `units` are freed between uses, for a gather more each pass: [Note: stage 3].
         order: names of parameters in the order of their use (`execution_order`); None: order of registration.
         groups: the process groups for gathers and for reductions, made beforehand and used by nothing else. One group
             twice: one communicator and one order for all, so that neither direction takes bandwidth from the other.
@@ -190,7 +174,7 @@ class ShardedDataParallel(StandIn):
         param_dtype: torch.dtype | str | None = None,
         recorder: Recorder | None = None,
         in_flight: int = REDUCTIONS_IN_FLIGHT,
-        stage: Literal[1, 2] = 1,
+        stage: Literal[1, 2, 3] = 1,
         order: Sequence[str] | None = None,
         groups: GroupPair | None = None,
         timeout: timedelta | None = None,
@@ -203,11 +187,15 @@ class ShardedDataParallel(StandIn):
         data_writes: Literal["adopt", "ignore"] = "adopt",
         broadcast_buffers: bool = True,
         whole: Callable[[str, torch.Size], bool] | None = None,
+        device: torch.device | str | None = None,
+        init: Init | None = None,
     ) -> None:
         nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see `StandIn`
         check_arguments(prefetch, in_flight, stage, unused, data_writes)
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
-        device, parts = check_module(module), tuple(units or ())
+        parts = tuple(units or ())
+        check_reshards(stage, parts, windows)
+        device = move_replicated(module, check_module(module, init), device)
         group = as_group(group)
         reduce_dtype = wire_dtype(module, reduce_dtype, param_dtype)
         if bucket_bytes is None and not parts:
@@ -235,17 +223,20 @@ class ShardedDataParallel(StandIn):
         self.reduce_comm.can_reduce_scatter(reduce_dtype)
         room = open_parameter_windows(self.gather_comm, plans) if in_windows else None
         # One buffer more than may be in flight: the gradients of the next bucket fill it meanwhile.
-        at_once, adds = in_flight + 1, stage == 2
+        at_once, adds = in_flight + 1, stage >= 2
         reduce_buffers = open_reduce_buffers(
             self.reduce_comm, module, plans, reduce_dtype, at_once, adds=adds, windows=in_windows, peers=by_peers
         )
         self._memory: list[Windows | ReduceScatterBuffers] = [reduce_buffers, *([] if room is None else [room])]
         """Kept as long as what lies there."""
-        self.buckets: list[Bucket] = build_buckets(module, plans, self.reduce_comm, room, reduce_buffers.gradients)
+        reshards = find_resharding(module, plans, parts) if stage == 3 else frozenset()
+        self.buckets: list[Bucket] = build_buckets(
+            module, plans, self.reduce_comm, room, reduce_buffers.gradients, reshards, init
+        )
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
         frozen = same_start(module, self.reduce_comm, param_dtype)
-        self._gather = ParameterGather(self.buckets, self.gather_comm, prefetch, overlap, self.start_step)
+        self._gather = ParameterGather(self.buckets, self.gather_comm, prefetch, overlap, self.start_step, reshards)
         self._gather.compares_each_step = data_writes == "adopt"
         self._reduce = GradientReduce(
             self.buckets,
@@ -261,13 +252,7 @@ class ShardedDataParallel(StandIn):
             self,
         )
         self._broadcasts_buffers = broadcast_buffers and self.gather_comm.world_size > 1
-        self._steps = OptimizerSteps(
-            self.buckets,
-            self._gather,
-            self._reduce,
-            self._finish_for_step,
-            self.start_step,
-        )
+        self._steps = OptimizerSteps(self.buckets, self._gather, self._reduce, self._finish_for_step, self.start_step)
         self._step_check = StepCheck(self.reduce_comm, self._step_state)
         self._step: int | None = None
         owners = find_owners(module, self.buckets, parts)
@@ -276,6 +261,9 @@ class ShardedDataParallel(StandIn):
         self._before_forward = torch.compiler.disable(self._before_forward)  # type: ignore[method-assign, no-untyped-call]
         self._after_forward = torch.compiler.disable(self._after_forward)  # type: ignore[method-assign, no-untyped-call]
         self._wrapped.attach_hooks()
+        if reshards:
+            self._reduce.reshard = Reshard(self.buckets, self._gather, owners, parts)
+            self._reduce.reshard.attach_hooks()
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.parameters):
                 self._reduce.watch(parameter, bucket.plan.index, position)
@@ -303,6 +291,7 @@ class ShardedDataParallel(StandIn):
         if torch.is_grad_enabled() and self.module.training:
             self._reduce.note_forward()
         self.start_step()
+        self._gather.begin_forward(with_gradients=torch.is_grad_enabled())
         # Parameters whose module is not called itself (a tied weight, say) have no hook that would wait for them.
         self._gather.wait_for(self._wrapped.upfront)
 
@@ -350,7 +339,7 @@ class ShardedDataParallel(StandIn):
         That is where linears write into slots (`collectives.sharded.slot`); of others nothing is postponed.
 
         Raises:
-            ValueError: in stage 2, with `step_in_backward`, or inside another one.
+            ValueError: in stage 2 or 3, with `step_in_backward`, or inside another one.
         """
         with self._reduce.deferring() as deferred:
             yield deferred
@@ -418,7 +407,8 @@ class ShardedDataParallel(StandIn):
             raise ValueError(f"max_norm must be above 0, got {max_norm}")
         self.finish_gradients()
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
-        zero = torch.zeros((), dtype=self._norm_dtype(), device=self.reduce_comm.device)
+        dtype = functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)
+        zero = torch.zeros((), dtype=dtype, device=self.reduce_comm.device)
         return clip_pieces(pieces, max_norm, norm_type, error_if_nonfinite, zero, self.reduce_comm.all_reduce)
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -494,7 +484,7 @@ class ShardedDataParallel(StandIn):
     ) -> OptimizerT:
         """Build an optimiser over the shards; its `step` also finishes gradients before, and starts gathers after.
 
-        Its `state_dict` is that of this rank's shard: see [Note: states].
+        Its `state_dict` is that of this rank's shard alone.
 
         With `step_in_backward` a step's last backward pass (the one outside `no_sync`) steps bucket by bucket, with the
         learning rate that is set then; `step()` stays in the loop, waits for the updates, and drops the gradients, as
@@ -516,6 +506,8 @@ class ShardedDataParallel(StandIn):
             ValueError: `gather_in_backward` has no effect, or is not in 0..1; or `kind` needs what is cut here; or
                 `only` picks nothing, or goes with `step_in_backward`.
         """
+        if step_in_backward and self._gather.reshards:
+            raise ValueError("step_in_backward = True: goes without stage 3, which frees parameters; wrap with stage=2")
         if gather_in_backward is not None and not step_in_backward:
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
         if only is not None and step_in_backward:
@@ -527,7 +519,7 @@ class ShardedDataParallel(StandIn):
             )
         pieces = {name: piece for name, _, piece in self.named_shards() if name in shapes}
         optimizer = build_optimizer(
-            kind, settings, shapes, pieces, options, self.buckets, self.reduce_comm, self.wait_parameters, self._gather
+            kind, settings, shapes, pieces, options, self.buckets, self.reduce_comm, self.wait_for_gathers, self._gather
         )
         # Now the step itself looks for writes through `.data`, and `finish_gradients` need not.
         self._has_optimizer = True
@@ -579,6 +571,14 @@ class ShardedDataParallel(StandIn):
         self.start_step()
         self._gather.wait_all()
 
+    def wait_for_gathers(self) -> None:
+        """Let no gather be under way: as `wait_parameters`, but for those that stage 3 frees, which it frees."""
+        self.start_step()
+        if self._gather.reshards:
+            self._gather.free_all()
+        else:
+            self._gather.wait_all()
+
     def sync_masters_from_params(self) -> None:
         """Take over into the masters what was written into parameters through `.data`, the same on every rank.
 
@@ -596,30 +596,26 @@ class ShardedDataParallel(StandIn):
         module.
         """
         # Gathers may still write into this memory, and the module keeps its parameters.
-        self._make_current("close()")
+        self._make_current("close()", frees=True)
         for memory in self._memory:
             memory.close()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, in the dtype of the computation, its names prefixed with `module.`.
+    def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
+        """Parameters (of master precision) and buffers by the module's own names and shapes.
 
-        Collective where shards have changed since the last forward: call it on every rank, then save it on one.
+        Collective: call it on every rank, then save it on one.
+
+        Args:
+            cpu_offload: onto the CPU, one bucket after the other.
 
         Raises:
             CollectiveTimeout, PeerLost: other ranks did not call it.
         """
-        return super().state_dict(*args, **kwargs)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Parameters (of master precision) and buffers by the module's own names and shapes.
-
-        Collective: call it on every rank, then save it on one; errors as `state_dict`.
-        """
         with calling_all("full_state_dict()"):
-            self._make_current("full_state_dict()")
+            self._make_current("full_state_dict()", frees=True)
             # The masters are what is saved: they must hold what was written through `.data` since the last step.
             self._gather.sync_masters(unseen=True)
-            state = full_state_dict(self.module, self.buckets, self.gather_comm)
+            state = full_state_dict(self.module, self.buckets, self.gather_comm, "cpu" if cpu_offload else None)
             # Inside `calling_all`, which can tell a rank that it was alone with the call.
             self.gather_comm.wait_on_host()
         return state
@@ -627,20 +623,21 @@ class ShardedDataParallel(StandIn):
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `full_state_dict` gave, the same on every rank, into parameters and masters alike.
 
-        Collective where shards have changed; errors as `state_dict`.
+        Collective where shards have changed; errors as `full_state_dict`.
         """
+        self.wait_for_gathers()
         load_full_state_dict(self.module, self.buckets, state)
-        self._gather.note_changed()
+        self._gather.note_masters_loaded(False)
 
     def load_parameters(self, whole: Callable[[str], Tensor]) -> None:
         """Set parameters and masters, one after the other, to what `whole` gives by name: the same on every rank.
 
         Collective where shards have changed.
         """
-        self.wait_parameters()
+        self.wait_for_gathers()
         # Nothing is in flight any more that would overwrite what is loaded.
         load_parameters(self.buckets, whole)
-        self._gather.note_changed()
+        self._gather.note_masters_loaded(False)
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of an optimiser over the shards, by names and in whole shapes: see
@@ -672,10 +669,17 @@ class ShardedDataParallel(StandIn):
     def require_backward_grad_sync(self, value: bool) -> None:
         self._reduce.is_last = value
 
-    def _make_current(self, caller: str) -> None:
-        """Gather all parameters and wait on the host, so that a rank that calls this alone gets its error here."""
+    def _make_current(self, caller: str, *, frees: bool = False) -> None:
+        """Gather all parameters and wait on the host, so that a rank that calls this alone gets its error here.
+
+        Args:
+            frees: none that stage 3 frees.
+        """
         with calling_all(caller):
-            self.wait_parameters()
+            if frees:
+                self.wait_for_gathers()
+            else:
+                self.wait_parameters()
             self.gather_comm.wait_on_host()
 
     def _before_reduction(self) -> None:
@@ -695,6 +699,3 @@ class ShardedDataParallel(StandIn):
             # A whole number, for these travel as int64.
             gather_in_backward=round(self._steps.gather_share * 1e6) if self.step_in_backward else 0,
         )
-
-    def _norm_dtype(self) -> torch.dtype:
-        return functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)

@@ -4,7 +4,7 @@ After an optimiser step only a rank's own shards are current. `unshard` starts t
 of the buckets on every rank, so that they run under data loading and the forward pass: all of them at once, so that
 whoever reads a parameter later waits on this rank alone, or `prefetch` of them ahead of the computation. Where the
 optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and `unshard_rest`
-starts the others. Not covered: letting go of the parameters after their use (ZeRO stage 3).
+starts the others. Not covered: when parameters are freed (`collectives.sharded.reshard`).
 
 [Note: parameters that others write] Where parameters are of another dtype than the masters, the next `unshard` would
 overwrite what somebody has written into them (a checkpoint, say). `sync_masters` takes that over into the masters
@@ -14,13 +14,20 @@ before an optimiser changes these: it looks at every value of a rank's own shard
 [Note: parameters that others read] Those of a bucket that is not current are marked (`collectives.sharded.guard`):
 whoever reads or writes one, on whatever thread, comes by `before_access`. Only where nothing has been launched since
 the shards changed does that drive collectives, which every rank must then do at the same place.
+
+[Note: buckets that reshard] In ZeRO stage 3 some buckets are freed after their use, and gathered again before the next
+one: once a forward pass, once a backward pass. Each pass gathers what is freed in one order on every rank, forwards
+from the first bucket and backwards from the last, `prefetch` ahead of the computation, into memory that is allocated at
+the launch; so such a gather follows all that is queued by then, which may still read what lay there. What a pass did
+not use on this rank is gathered at its end, for the other ranks' sake, and freed at once. A bucket that is used again
+in one pass after it was freed is gathered once more, where the program does so on every rank.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -39,6 +46,7 @@ class ParameterGather:
         prefetch: all-gathers launched ahead of the one that is waited for; None: all.
         overlap: False: each is waited for at once, all of them in `unshard`.
         start_step: unshards shards that have changed, where somebody reads a parameter before that; None: `unshard`.
+        reshards: indices of the buckets that are freed after use, and are freed now.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class ParameterGather:
         prefetch: int | None,
         overlap: bool,
         start_step: Callable[[], None] | None = None,
+        reshards: Collection[int] = (),
     ) -> None:
         self.buckets, self.comm, self.prefetch, self.overlap = buckets, comm, prefetch, overlap
         self._start_step = start_step or self.unshard
@@ -71,8 +80,35 @@ class ParameterGather:
         self._versions = [bucket.master_S._version for bucket in buckets]
         self._writes = [bucket.num_writes for bucket in buckets]
         """By bucket, of its parameters: those that are known here."""
+        self.reshards = frozenset(reshards)
+        """Buckets that are freed after use: see [Note: buckets that reshard]."""
+        # All that stays first: a pass waits for it before it calls a unit.
+        order = sorted(range(len(buckets)), key=lambda index: (index in self.reshards, index))
+        self._position = {index: position for position, index in enumerate(order)}
+        """Of a bucket in the order of a forward pass's gathers."""
+        self._freed = set(self.reshards)
+        self._kept: set[int] = set()
+        """Of those that are not, the ones that stay until the shards change: others than their units use them, and
+        their backward passes begin without a hook here."""
+        self._known_kept: set[int] = set()
+        """All that were kept in some pass: of one that raised here, the others keep them."""
+        self.unit_of: Mapping[int, int] = {}
+        """Number of the unit that a bucket which reshards is of."""
+        self.last_unit: frozenset[int] = frozenset()
+        """Buckets that stay between a forward pass and its backward pass."""
+        self._read: set[int] = set()
+        """And those that somebody has read or written past the hooks."""
+        self._direction = 1
+        """In which the pass goes through the buckets: 1 forwards, -1 backwards."""
+        self._in_forward = False
+        self._num_forwards = 0
+        """Passes that no backward pass has followed yet."""
+        self._staying: frozenset[int] = frozenset()
+        """`last_unit` in a forward pass with gradients."""
         for index, bucket in enumerate(buckets):
             watch_access(bucket.parameters, self, index)
+            if index in self._freed:
+                mark_pending(bucket.parameters)
 
     @property
     def needs_unshard(self) -> bool:
@@ -111,12 +147,17 @@ class ParameterGather:
                 self.needs_unshard and self.shards_have_changed
             ):  # else gradients are finished, and nobody has stepped yet
                 self._start_step()
+            if index in self.reshards:
+                self._read.add(index)
+                if torch.is_grad_enabled():  # a backward pass may read it again, without a hook before
+                    self._kept.add(index)
             self.wait_for((index,))
 
     @property
     def is_unsharded(self) -> bool:
         """Whether every parameter is current and waited for."""
-        return not self.needs_unshard and not self._works and not self._to_launch and not self._stepped
+        is_under_way = self._works or self._to_launch or self._stepped or self._freed
+        return not self.needs_unshard and not is_under_way
 
     def unshard(self) -> None:
         """Start the gathers of all buckets, if the shards have changed; the first `prefetch` are launched now."""
@@ -125,7 +166,10 @@ class ParameterGather:
         # First of all: the gathers below would overwrite what somebody has written, and nobody would notice.
         self._refuse_writes(range(len(self.buckets)))
         # Gathers of the last unshard still write into the buffers that these take.
-        self.wait_all()
+        if self.reshards:
+            self._settle()
+        else:
+            self.wait_all()
         # Gathers start from here, whenever they are launched: not behind the computation queued up by then.
         now = self.comm.mark()
         self._home = None if now is None or self.comm.is_capturing else current_stream(self.comm.device)
@@ -178,7 +222,9 @@ class ParameterGather:
                 )
             with self._lock:
                 # Before the wait, so that the next gathers are on their way while this one is waited for.
-                self._launch_until(index + 1 + self._depth)
+                self._launch_ahead(index)
+                if index in self._freed:  # used again, or past the passes
+                    self._launch(index)
                 work = self._works.get(index)
                 if work is not None:
                     work.wait()
@@ -197,21 +243,146 @@ class ParameterGather:
 
     @property
     def _depth(self) -> int:
-        return len(self.buckets) if self.prefetch is None else self.prefetch
+        if not self.reshards:
+            return len(self.buckets) if self.prefetch is None or not self.overlap else self.prefetch
+        # Each of these holds a bucket's memory: one ahead is under way while its predecessor is computed with.
+        return (self.prefetch or 1) if self.overlap else 0
 
     def launch_all(self) -> None:
         """Launch what is left, so that every rank has launched the same, whatever its forward pass has used."""
-        self._launch_until(len(self.buckets))
+        if self._direction > 0:
+            self._launch_rest()
+            self._in_forward = False
+
+    def _launch_rest(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
+        """Launch what is left of a pass; see `end_backward`."""
+        # A pass that raised frees and keeps what it does on the other ranks.
+        self._kept |= self._known_kept
+        while self._to_launch:
+            # Of one unit together: the other ranks wait for all of it before they go on to its reductions.
+            unit = self.unit_of.get(self._to_launch[0])
+            indices = {index for index in self._to_launch if unit is not None and self.unit_of.get(index) == unit}
+            indices = indices or {self._to_launch[0]}
+            for index in [each for each in self._to_launch if each in indices]:
+                self._launch(index)
+            self._to_launch = deque(index for index in self._to_launch if index not in indices)
+            before_wait(max(indices))
+            # Nobody here has asked for it: it is freed at once, for all of them together may not fit.
+            self.free(indices - self._staying)
+        # Prefetched, and not used in this pass.
+        self.free(self.reshards & self._works.keys() - self._staying)
 
     def wait_all(self) -> None:
         """Make every parameter ready to be read, with the values of the last `unshard`."""
+        # Whoever asks may make tensors of these parameters, and no hook sees that.
+        self._read |= self.reshards
         self.wait_for(range(len(self.buckets)))
+
+    def begin_forward(self, *, with_gradients: bool) -> None:
+        """Begin a forward pass: what is freed is gathered in the order of the buckets."""
+        if not self.reshards:
+            return
+        # Of a pass that raised, the other ranks wait for the rest.
+        if self._direction < 0:
+            self.end_backward()
+        elif self._in_forward:
+            self._complete_forward()
+        self.free(self._read)
+        self._to_launch = deque(sorted(self._freed.union(self._to_launch), key=self._position.__getitem__))
+        self._in_forward, self._staying = True, self.last_unit if with_gradients else frozenset()
+        self._num_forwards += with_gradients
+
+    def begin_backward(self) -> None:
+        """Begin a backward pass through units: what is freed is gathered in the reverse order."""
+        if self._direction < 0:
+            self.end_backward()  # of one that raised
+        # What the graph has saved is of the shards before: autograd shall notice, as where parameters stay.
+        if self.needs_unshard and self.shards_have_changed:
+            self._start_step()
+        self.launch_all()
+        self._direction, self._staying, self._num_forwards = -1, frozenset(), 0
+        self._to_launch = deque(sorted(self._freed, reverse=True))
+
+    def end_backward(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
+        """End the pass: launch what is left of it, and free all that reshards.
+
+        Args:
+            before_wait: called with the last bucket of each unit that is launched here, before it is waited for: the
+                other ranks may go on to it only when this rank has launched the reductions that precede it.
+        """
+        if self._direction < 0:
+            self._launch_rest(before_wait)
+            self._direction = 1
+            self.free(self.reshards)
+
+    def pass_nothing(self, before_wait: Callable[[int], None]) -> None:
+        """Take part in a forward and a backward pass of the other ranks, or in the backward pass alone."""
+        if not self._num_forwards:
+            self.begin_forward(with_gradients=True)
+        self._complete_forward()
+        self.begin_backward()
+        self.end_backward(before_wait)
+
+    def _complete_forward(self) -> None:
+        """Leave things as a forward pass does that did not raise."""
+        self.launch_all()
+        self.free(self.reshards - self._staying)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass has begun here that has not ended, or has raised."""
+        return self._direction < 0
+
+    def keep(self, indices: Iterable[int]) -> None:
+        """Keep buckets until the shards change: others than their units read them."""
+        kept = self.reshards.intersection(indices)
+        self._kept |= kept
+        self._known_kept |= kept
+
+    def free(self, indices: Iterable[int]) -> None:
+        """Free the memory of those of the buckets that reshard, unless somebody keeps them or holds a view of it."""
+        for index in sorted(self.reshards.intersection(indices) - self._freed - self._kept):
+            bucket, work = self.buckets[index], self._works.get(index)
+            if work is not None:
+                work.wait()
+                self._note_current(index)
+            # What was written is in no master yet; where a master has changed since, it is the newer one.
+            may_be_written = self._is_written(index) or (index in self._read and self.compares_each_step)
+            if may_be_written and bucket.master_S._version == self._versions[index]:
+                bucket.sync_masters()
+                self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
+            self._free(index)
+
+    def _free(self, index: int) -> None:
+        # Only of one that was read past the hooks: what autograd has saved for the backward pass is of this memory too.
+        if index in self._read and self.buckets[index].has_aliases():
+            return
+        self._read.discard(index)
+        self._freed.add(index)
+        self.buckets[index].free()
+        mark_pending(self.buckets[index].parameters)
+
+    def free_all(self) -> None:
+        """Free all that reshards, between passes: what the masters hold then is what the next pass computes with."""
+        self._settle()
+        self._kept.clear()
+        self.free(self.reshards)
+
+    def _settle(self) -> None:
+        """Wait for what is under way, and free what reshards: the shards have changed."""
+        if self._direction < 0:
+            self.end_backward()
+        self._launch_rest()
+        self.wait_for(tuple(self._works))
+        for index in self.reshards - self._freed:
+            self._free(index)
+        self._kept.clear()
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if shards were changed that nothing will unshard."""
         if self.needs_unshard:
             return
-        waiting = set(self._to_launch)
+        waiting = {*self._to_launch, *self._freed}
         for index, (bucket, version) in enumerate(zip(self.buckets, self._versions, strict=True)):
             # What is still to be launched takes such a change along.
             if index not in waiting and bucket.master_S._version != version:
@@ -236,7 +407,7 @@ class ParameterGather:
         self._refuse_writes(index for index in written if index in self._works or index in self._to_launch)
         for index in range(len(self.buckets)) if unseen else written:
             bucket = self.buckets[index]
-            if index not in self._works and index not in self._to_launch:
+            if index not in self._works and index not in self._to_launch and index not in self._freed:
                 bucket.sync_masters()
                 # The adoption has raised the version itself, and leaves nothing to unshard.
                 self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
@@ -244,15 +415,17 @@ class ParameterGather:
     def note_changed(self) -> None:
         """Note that shards and full parameters were changed alike on every rank: there is nothing to unshard."""
         self.needs_unshard = False
-        for bucket in self.buckets:
-            mark_current(bucket.parameters)
+        for index, bucket in enumerate(self.buckets):
+            if index not in self._freed:
+                mark_current(bucket.parameters)
         self._versions = [bucket.master_S._version for bucket in self.buckets]
         self._writes = [bucket.num_writes for bucket in self.buckets]
 
     def note_masters_loaded(self, differ: bool) -> None:
         """Note that masters were loaded, and parameters with the same values, unless they `differ` on any rank."""
         self.note_changed()
-        if differ:
+        # What could not be freed holds the values of before.
+        if differ or self.reshards - self._freed:
             self.note_changed_unseen()
 
     def _is_written(self, index: int) -> bool:
@@ -268,11 +441,12 @@ class ParameterGather:
                 )
 
     def _start(self, indices: Sequence[int]) -> None:
-        self._to_launch.extend(indices)
+        self._to_launch.extend(sorted(indices, key=self._position.__getitem__))
         self._changing(indices)
-        self._launch_until(self._depth if self.overlap else len(self.buckets))
+        self._launch_ahead(-1)
         # Nothing asks before those are read: see `collectives.sharded.guard`, [Note: aliases].
-        self.wait_for(index for index, bucket in enumerate(self.buckets) if bucket.has_aliases())
+        unfreed = (index for index in range(len(self.buckets)) if index not in self.reshards or index in self._read)
+        self.wait_for(index for index in unfreed if self.buckets[index].has_aliases())
 
     def _changing(self, indices: Sequence[int]) -> None:
         # The gathers overwrite what a graph that is kept for another backward has saved: autograd shall notice.
@@ -283,15 +457,23 @@ class ParameterGather:
             # The versions raised just above are no writes of the user's.
             self._writes[index] += len(self.buckets[index].parameters)
 
-    def _launch_until(self, end: int) -> None:
-        while self._to_launch and self._to_launch[0] < end:
+    def _launch_ahead(self, index: int) -> None:
+        """Launch the gathers up to that of bucket `index`, in the order of the pass, and of `prefetch` more."""
+        position = -1 if index < 0 else self._position[index]
+        while self._to_launch and self._direction * (self._position[self._to_launch[0]] - position) <= self._depth:
             self._launch(self._to_launch.popleft())
 
     def _launch(self, index: int) -> None:
         """Launch the all-gather of one bucket; without overlap, wait for it."""
         bucket = self.buckets[index]
         prepare = None if index in self._in_place else bucket.copy_in_shard
-        work = self.comm.all_gather(bucket.unsharded_N, prepare, self._after.pop(index, None))
+        after = self._after.pop(index, None)
+        if index in self.reshards:
+            after = None  # the computation so far may still read what lay in this memory
+        if index in self._freed:
+            bucket.allocate()
+            self._freed.discard(index)
+        work = self.comm.all_gather(bucket.unsharded_N, prepare, after)
         self._in_place.discard(index)
         # The version that travels: a later one was changed too late, see `check_unchanged`.
         self._versions[index] = bucket.master_S._version

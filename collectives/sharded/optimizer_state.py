@@ -202,7 +202,7 @@ class NamedState:
         if any(troubles):
             raise ValueError(trouble or next(filter(None, troubles)))
         self.optimizer.load_state_dict(local)
-        if any(not bucket.shares_storage for bucket in self._buckets):
+        if any(bucket.rounds for bucket in self._buckets):
             self._load_masters(masters)
 
     def _load_masters(self, masters: Sequence[tuple[Bucket, Piece, Tensor]]) -> None:
@@ -294,7 +294,7 @@ class NamedState:
             else:
                 state, shape = optimizer.state.get(piece.parameter, {}), piece.parameter.shape
             specs = {str(key): self._spec(name, str(key), value, shape) for key, value in state.items()}
-            if not bucket.shares_storage:
+            if bucket.rounds:
                 specs[MASTER] = _Spec("elements", str(piece.parameter.dtype), None)
             own.setdefault(json.dumps(specs, sort_keys=True), []).append(index_of[name])
         agreed: dict[str, dict[str, _Spec]] = {name: {} for name in self._all}
@@ -430,7 +430,7 @@ class NamedState:
                     for key, value in state["state"].get(names(name), {}).items()
                 }
                 master = entry.pop(MASTER, None)
-                if master is not None and not bucket.shares_storage:
+                if master is not None and bucket.rounds:
                     masters.append((bucket, piece, master))
                 if entry:
                     local[number] = entry

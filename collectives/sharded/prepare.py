@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from collectives.alike import first_difference
-from collectives.arguments import as_dtype
+from collectives.arguments import as_device, as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.sharded.reduce_scatter import ReduceScatterBuffers
 from collectives.transport.communicator import Communicator
@@ -33,17 +33,35 @@ from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch, timeout_of
 from netlayer.errors import ConfigError
 
+Init = Callable[[str, Tensor], None]
+"""Fills a parameter, in place, by its name."""
+
 
 def check_arguments(prefetch: int | None, in_flight: int, stage: int, unused: str, data_writes: str) -> None:
     """Raise ValueError for a value that a `ShardedDataParallel` does not take."""
     if (prefetch is not None and prefetch < 1) or in_flight < 1:
         raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
-    if stage not in (1, 2):
-        raise ValueError(f"stage = {stage}: ZeRO stage 1 or 2 (stage 3 is not built)")
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage = {stage}: ZeRO has stages 1, 2 and 3")
     if unused not in ("skip", "zero"):
         raise ValueError(f'unused = {unused!r}: must be "skip" or "zero"')
     if data_writes not in ("adopt", "ignore"):
         raise ValueError(f'data_writes = {data_writes!r}: must be "adopt" or "ignore"')
+
+
+def check_reshards(stage: int, units: Sequence[nn.Module], windows: bool) -> None:
+    """Raise ValueError for what does not go with parameters that come and go (ZeRO stage 3)."""
+    if stage < 3:
+        return
+    if not units:
+        raise ValueError(
+            "stage = 3: needs units, whose parameters are freed after use and gathered before the next: give "
+            "units=model.blocks, or stage=2"
+        )
+    if windows:
+        raise ValueError(
+            "stage = 3: goes without windows=True: memory that comes and goes cannot stay registered; omit windows"
+        )
 
 
 def wire_dtype(
@@ -59,11 +77,12 @@ def wire_dtype(
     return as_dtype(reduce_dtype, "reduce_dtype")
 
 
-def check_module(module: nn.Module) -> torch.device:
+def check_module(module: nn.Module, init: Init | None = None) -> torch.device:
     """Return the device of a module that can be sharded; ValueError says why another cannot."""
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
-            raise ValueError(f"{name} has no values yet; initialise the module before wrapping it")
+        has_init = init is not None and parameter.requires_grad
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not has_init):
+            raise ValueError(f"{name} has no values yet; initialise the module before wrapping it, or give init")
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"{name} is a DTensor: parameters that another scheme has cut cannot be sharded here; take the tensor-"
@@ -80,6 +99,28 @@ def check_module(module: nn.Module) -> torch.device:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ValueError("no parameter of the module requires a gradient")
     return devices.pop()
+
+
+def move_replicated(module: nn.Module, where: torch.device, device: torch.device | str | None) -> torch.device:
+    """Move frozen parameters and buffers of a module to the device of its buckets, which is returned.
+
+    Args:
+        where: its parameters are.
+        device: of the buckets; None: the same.
+
+    Raises:
+        ValueError: they are on another device than that, and not on the CPU.
+    """
+    target = where if device is None else as_device(device)
+    if target.type == "meta":
+        raise ValueError("device = None: the module is on the meta device; say where it shall compute")
+    if where == target:
+        return target
+    if where.type not in ("cpu", "meta"):
+        raise ValueError(f"device = {target}: the module is on {where}; leave it on the CPU, or move it there")
+    for _, tensor in _replicated(module):
+        tensor.data = tensor.data.to(target)
+    return target
 
 
 def as_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -240,6 +281,8 @@ def build_buckets(
     comm: Communicator,
     windows: Windows | None = None,
     gradients: Mapping[int, Tensor] = types.MappingProxyType({}),
+    reshards: Set[int] = frozenset(),
+    init: Init | None = None,
 ) -> list[Bucket]:
     """Move the trainable parameters into buckets that hold rank 0's values.
 
@@ -247,12 +290,31 @@ def build_buckets(
         module, plans, comm: as planned.
         windows: the parameters lie there; None: in memory that is allocated here.
         gradients: where reduced gradients lie, by the index of a bucket; of others in memory that is allocated here.
+        reshards: indices of the buckets whose parameters come and go; they are freed as soon as they are built.
+        init: fills a parameter that is on the meta device, by its name.
     """
-    parameters = dict(module.named_parameters())
-    return [
-        _build(plan, [parameters[slot.name] for slot in plan.slots], comm, windows, gradients.get(plan.index))
-        for plan in plans
-    ]
+    parameters, buckets = dict(module.named_parameters()), list[Bucket]()
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for plan in plans:
+        own = [parameters[slot.name] for slot in plan.slots]
+        for parameter in (each for each in own if each.is_meta):
+            # The parameter stays the one that the module and its user have; of its values nothing is there yet.
+            torch.utils.swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device=comm.device)))
+            if init is not None and comm.rank == 0:
+                init(names[id(parameter)], parameter.detach())
+        bucket = _build(plan, own, comm, windows, gradients.get(plan.index), plan.index in reshards)
+        if bucket.reshards:
+            bucket.free()
+        buckets.append(bucket)
+    return buckets
+
+
+def find_resharding(module: nn.Module, plans: Sequence[BucketPlan], units: Sequence[nn.Module]) -> frozenset[int]:
+    """Return the indices of the buckets that hold parameters of units: in ZeRO stage 3 these come and go."""
+    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    names = {name for name, parameter in module.named_parameters() if id(parameter) in inside}
+    # A bucket ends where a unit does, so that its first parameter stands for all.
+    return frozenset(plan.index for plan in plans if plan.slots[0].name in names)
 
 
 def open_reduce_buffers(
@@ -437,6 +499,7 @@ def _build(
     comm: Communicator,
     windows: Windows | None,
     grad_S: Tensor | None,
+    reshards: bool,
 ) -> Bucket:
     """Build one bucket of its parameters, with the values of rank 0 on all ranks."""
     flat_N = torch.zeros(plan.padded_numel, dtype=_master_dtype(parameters[0]), device=comm.device)
@@ -444,7 +507,7 @@ def _build(
         view.copy_(parameter)
     comm.broadcast(flat_N)
     unsharded_N = None if windows is None else windows.take(plan.padded_numel, plan.dtype)
-    return Bucket(plan, flat_N, parameters, comm.rank, unsharded_N, grad_S)
+    return Bucket(plan, flat_N, parameters, comm.rank, unsharded_N, grad_S, reshards)
 
 
 def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from collectives.sharded.backward_step import BackwardStep
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
 from collectives.sharded.gradient import ReducedPieces
 from collectives.sharded.reduce_scatter import ReduceScatterBuffers, ReduceScatterQueue
-from collectives.sharded.slot import GradientSlot, Promise, SlotSource, Write, set_slot_source
+from collectives.sharded.reshard import Reshard
+from collectives.sharded.slot import DeferredWeightGrads, GradientSlot, Promise, SlotSource, Write, set_slot_source
 from collectives.transport.communicator import Communicator, Work
 from collectives.transport.current_stream import current_stream
 
@@ -48,7 +48,7 @@ class GradientReduce:
         dtype: of the sums on the wire.
         in_flight: reduce-scatters that may be under way; their buffers are all the memory that reduction takes.
         overlap: False: each is waited for at once.
-        stage: of ZeRO; 2: every backward pass is a round, 1: those outside `no_sync` are.
+        stage: of ZeRO; 2 and 3: every backward pass is a round, 1: those outside `no_sync` are.
         before_reduction: called before the first launch of a round; what it raises, a backward pass raises.
         reduce_buffers: the memory that gradients travel in, and what reduces them; None: allocated, and the
             communicator's backend.
@@ -71,6 +71,8 @@ class GradientReduce:
         skips_unused: bool = False,
         source: ReducedPieces | None = None,
     ) -> None:
+        self.reshard: Reshard | None = None
+        """Frees a bucket's parameters when its gradients have come."""
         self._skips_unused = skips_unused
         self._source = None if source is None else weakref.ref(source)
         self._used_by_all: tuple[Work, Tensor, Tensor] | None = None
@@ -194,11 +196,13 @@ class GradientReduce:
         """A backward pass inside leaves the gradients of linears' weights; it is no round, what computes them may be.
 
         Raises:
-            ValueError: every pass is a round, in stage 2; or the optimiser steps in the backward pass; or this is
+            ValueError: every pass is a round, from stage 2 on; or the optimiser steps in the backward pass; or this is
                 inside another one.
         """
-        if self.stage == 2:
-            raise ValueError("weights' gradients cannot be postponed in stage 2, which reduces every pass; use stage 1")
+        if self.stage >= 2:
+            raise ValueError(
+                f"weights' gradients cannot be postponed in stage {self.stage}, which reduces every pass; use stage 1"
+            )
         if self.post_reduce_hook is not None:
             raise ValueError("weights' gradients cannot be postponed where step_in_backward steps them; build without")
         if self._into is not None:
@@ -323,6 +327,8 @@ class GradientReduce:
             self._launch_while_ready()
         else:
             self._fold(index)
+        if self.reshard is not None:
+            self.reshard.gradients_complete(index)
 
     def finish(self, waits: bool = True) -> None:
         """Hand the gradients to the pieces; a second call does nothing.
@@ -346,6 +352,8 @@ class GradientReduce:
         # Passes since the last round were under `no_sync`, or this rank had none: the others wait for its part.
         if self._unreduced or self._num_reductions == 0:
             self._begin_reduction()
+            if self.reshard is not None:
+                self.reshard.take_part(self._launch_down_to)
             self._end_reduction()
             self._show_reduced()
         if waits:
@@ -389,6 +397,8 @@ class GradientReduce:
         logger.warning("a backward pass did not complete: %s", self._loss())
         self._promises.clear()  # nobody else holds them
         # The others go through the whole round: this rank launches its part, and drops what comes.
+        if self.reshard is not None:
+            self.reshard.take_part(self._launch_down_to)
         if self._reduces:
             self._end_reduction()
         self._in_backward = self._steps_in_backward = False
@@ -417,7 +427,7 @@ class GradientReduce:
         # This pass belongs to the last of the forward passes; none came for those before it.
         self.num_skipped += max(0, self._num_forwards - 1)
         self._num_forwards = 0
-        self._reduces = self.is_last or self.stage == 2
+        self._reduces = self.is_last or self.stage >= 2
         self._steps_in_backward = self.is_last and self.post_reduce_hook is not None
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         if self._steps_in_backward and self.post_reduce_hook is not None:
@@ -521,6 +531,11 @@ class GradientReduce:
         self._before_reduction()
         self._next = len(self.buckets) - 1
 
+    def _launch_down_to(self, index: int) -> None:
+        """Launch the reductions of all buckets after this one."""
+        while self._next > index:
+            self._launch_next()
+
     def _launch_while_ready(self) -> None:
         while self._next >= 0 and self._missing[self._next] == 0:
             self._launch_next()
@@ -561,7 +576,7 @@ class GradientReduce:
         return index in self._reduced or self.buckets[index].keep_reduced()
 
     def _advise(self) -> None:
-        if self._num_reductions > 1 and not self._advised:
+        if self._num_reductions > 1 and self.stage == 1 and not self._advised:
             self._advised = True
             logger.info("gradients are reduced once per backward pass; put all but a step's last one under no_sync()")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,18 +41,42 @@ def calling_all(caller: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def full_state_dict(module: nn.Module, buckets: Sequence[Bucket], comm: Communicator) -> dict[str, Any]:
-    """Return copies of all parameters, in master precision, and of buffers; parameters must be current."""
+def full_state_dict(
+    module: nn.Module, buckets: Sequence[Bucket], comm: Communicator, device: torch.device | str | None = None
+) -> dict[str, Any]:
+    """Return copies of all parameters, in master precision, and of buffers; parameters must be current, or freed.
+
+    Args:
+        module, buckets, comm: of the wrapper.
+        device: where the copies go; None: they stay.
+    """
     copies: dict[int, Tensor] = {}
     for bucket in buckets:
         unsharded_N = _gather_masters(bucket, comm)
         for parameter, view in zip(bucket.parameters, bucket.plan.views(unsharded_N), strict=True):
-            copies[id(parameter)] = view.clone()
-    # What has several names in the module stays one tensor with several names.
-    return {
-        name: copies.setdefault(id(value), value.detach().clone()) if isinstance(value, Tensor) else value
-        for name, value in module.state_dict(keep_vars=True).items()
-    }
+            copies[id(parameter)] = view.to(device, copy=True)
+    state = dict[str, Any]()
+    with reading_no_parameters(module):
+        values = module.state_dict(keep_vars=True)
+    for name, value in values.items():
+        # What has several names in the module stays one tensor with several names.
+        if isinstance(value, Tensor) and id(value) not in copies:
+            copies[id(value)] = value.detach().to(device, copy=True)
+        state[name] = copies[id(value)] if isinstance(value, Tensor) else value
+    return state
+
+
+_unread: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@contextmanager
+def reading_no_parameters(module: nn.Module) -> Iterator[None]:
+    """Wrap a call of the module's `state_dict` that is for names alone: its parameters need not be current."""
+    _unread.add(module)
+    try:
+        yield
+    finally:
+        _unread.discard(module)
 
 
 @torch.no_grad()
@@ -85,13 +110,14 @@ def gather_whole(
 def load_parameters(buckets: Sequence[Bucket], whole: Callable[[str], Tensor]) -> None:
     """Set parameters and masters, one parameter after the other, to what `whole` gives by name: the same on all ranks.
 
-    Parameters must be current.
+    Parameters must be current, or freed: these follow the masters.
     """
     for bucket in buckets:
         owned = {piece.name: (piece, place) for piece, place in _own_places(bucket)}
         for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
             values = whole(slot.name)
-            parameter.copy_(values)
+            if not bucket.reshards:
+                parameter.copy_(values)
             if slot.name in owned and not bucket.shares_storage:
                 piece, place = owned[slot.name]
                 piece.parameter.copy_(values.flatten()[place].view(piece.parameter.shape))
@@ -106,8 +132,17 @@ def own_pieces(bucket: Bucket, whole: Callable[[str], Tensor]) -> Iterator[tuple
 @torch.no_grad()
 def load_full_state_dict(module: nn.Module, buckets: Sequence[Bucket], state: Mapping[str, Any]) -> None:
     """Load a full state; names must match. Parameters and masters are both set, so nothing is left to gather."""
-    module.load_state_dict(state)  # fills the buffers, and the parameters rounded to the dtype of the computation
-    values = {id(value): state[name] for name, value in module.state_dict(keep_vars=True).items()}
+    with reading_no_parameters(module):
+        own = module.state_dict(keep_vars=True)
+    trained = {id(parameter) for bucket in buckets if bucket.reshards for parameter in bucket.parameters}
+    if trained and own.keys() == state.keys() and all(isinstance(value, Tensor) for value in own.values()):
+        for name, value in own.items():
+            if id(value) not in trained:
+                value.detach().copy_(state[name])
+    else:
+        # Fills the buffers, and the parameters rounded to the dtype of the computation. It says what does not match.
+        module.load_state_dict(state)
+    values = {id(value): state[name] for name, value in own.items()}
     for bucket in buckets:
         if bucket.shares_storage:
             continue
@@ -115,8 +150,8 @@ def load_full_state_dict(module: nn.Module, buckets: Sequence[Bucket], state: Ma
             slot.name: values[id(parameter)]
             for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True)
         }
-        for piece, own in own_pieces(bucket, named.__getitem__):
-            piece.parameter.copy_(own.view(piece.parameter.shape))
+        for piece, elements in own_pieces(bucket, named.__getitem__):
+            piece.parameter.copy_(elements.view(piece.parameter.shape))
 
 
 def attach_state_hooks(
@@ -132,7 +167,10 @@ def attach_state_hooks(
     """
 
     def before(*_: object) -> None:
-        make_current()
+        if module_reference() not in _unread:
+            make_current()
+
+    module_reference = weakref.ref(module)
 
     @torch.no_grad()
     def after(*_: object) -> None:

@@ -93,7 +93,7 @@ class WrappedModule:
         self._buckets, self._parameters, self._frozen = buckets, parameters, frozen
         self._owners, self._gather, self._start_step = owners, gather, start_step
         self._called: set[nn.Module] = set()
-        self.upfront: Sequence[int] = list(range(len(buckets)))
+        self.upfront: Sequence[int] = [index for index in range(len(buckets)) if index not in gather.reshards]
         """Buckets to wait for before any forward; all of them until one has shown which modules it calls."""
         self.seen_forward = False
         self.asked_for_shards = False
@@ -129,7 +129,8 @@ class WrappedModule:
             return
         self.seen_forward = True
         uncalled = [indices for module, indices in self._owners.items() if module not in self._called]
-        self.upfront = sorted({index for indices in uncalled for index in indices})
+        # Of those that reshard, whoever reads one past a hook waits for it then: all of them together may not fit.
+        self.upfront = sorted({index for indices in uncalled for index in indices} - self._gather.reshards)
         self._called.clear()
 
     def check_unchanged(self, module: nn.Module) -> None:

@@ -16,10 +16,11 @@ from netlayer.config.errors import SWITCH_OR_AUTO, translate
 from netlayer.config.launch import LaunchConfig as LaunchConfig
 from netlayer.config.launch import StoreConfig as StoreConfig
 from netlayer.config.observe import ObserveConfig
+from netlayer.config.parallel import ParallelConfig as ParallelConfig
 from netlayer.config.renamed import with_new_keys
+from netlayer.config.resilience import ResilienceConfig
 from netlayer.config.section import Section as Section
 from netlayer.errors import ConfigError
-from netlayer.layout import ParallelLayout
 from netlayer.units import parse_rate, parse_size
 from netlayer.workload.presets import MODELS
 
@@ -225,38 +226,6 @@ class ModelConfig(Section):
                 f"is above job.model.seq_len = {self.seq_len}",
                 "set 0 for full attention",
             )
-        return self
-
-
-class ParallelConfig(Section):
-    """Degrees of parallelism, whose product is the number of ranks, and how long ranks wait for each other."""
-
-    tp: Count = Field(1, description="tensor-parallel degree, inside a server")
-    pp: Count = Field(1, description="pipeline stages")
-    dp: Count = Field(2, description="data-parallel degree")
-    cp: Count = Field(1, description="context-parallel degree; more than 1 is not built")
-    dp_replicate: Count = Field(1, description="replicas of the sharded data-parallel groups; more than 1 is not built")
-    vpp: Count = Field(1, description="model chunks a pipeline rank holds (interleaved 1F1B)")
-    balance: bool = Field(
-        True,
-        description="pipeline stages hold about as much work as each other: half blocks are counted, and the "
-        "vocabulary's projection; the first stage may need more memory; false: as many layers as each other",
-    )
-    distributed_timeout_s: float = Field(
-        600.0, gt=0, description="longest wait in a collective, seconds: for ranks that compile or save meanwhile"
-    )
-
-    @property
-    def layout(self) -> ParallelLayout:
-        return ParallelLayout(
-            tp=self.tp, pp=self.pp, dp=self.dp, vpp=self.vpp, cp=self.cp, dp_replicate=self.dp_replicate
-        )
-
-    @model_validator(mode="after")
-    def _rules(self) -> Self:
-        for name, remedy in (("cp", "tp or pp"), ("dp_replicate", "dp")):
-            if getattr(self, name) > 1:
-                _fail(f"job.parallel.{name}", getattr(self, name), "must be 1: more is not built", f"raise {remedy}")
         return self
 
 
@@ -556,6 +525,9 @@ class JobConfig(Section):
     watch: WatchConfig = Field(default_factory=WatchConfig, description="who is named when ranks hang")
     observe: ObserveConfig = Field(default_factory=ObserveConfig, description="events of every rank")
     nccl: NcclConfig = Field(default_factory=NcclConfig, description="what NCCL's InfiniBand transport is told")
+    resilience: ResilienceConfig = Field(
+        default_factory=ResilienceConfig, description="faults and restarts of netlayer run"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -589,6 +561,7 @@ class JobConfig(Section):
             rule = f"cannot be had with job.parallel.pp = {parallel.pp}"
             _fail("job.loop.cuda_graph", True, rule, "omit it, or change that")
         self._check_step_in_backward()
+        self._check_zero()
         self._check_masks()
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
         unit = batch.micro_batch_size * parallel.dp * stages
@@ -618,6 +591,16 @@ class JobConfig(Section):
                 rule,
                 "omit it, or change that (max_grad_norm = 0 clips nothing)",
             )
+
+    def _check_zero(self) -> None:
+        """Refuse settings that need parameters which stay."""
+        for key, is_in_the_way in (
+            ("job.loop.cuda_graph", self.loop.cuda_graph),
+            ("job.overlap.step_in_backward", self.overlap.step_in_backward),
+            ("job.overlap.windows", self.overlap.windows is True),
+        ):
+            if self.parallel.zero == 3 and is_in_the_way:
+                _fail("job.parallel.zero", 3, f"cannot be had with {key} = true", "set zero = 2, or change that")
 
     def _check_masks(self) -> None:
         """Refuse settings that cannot tell one sequence's documents apart."""

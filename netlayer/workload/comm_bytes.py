@@ -3,8 +3,10 @@
 Sizes are those of whole buffers, as nccl-tests and `collectives.watch.recorder` count them: what a rank holds after an
 all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it leaves a rank that sends along a ring.
 
-- Data parallel (ZeRO, one gather and one reduction of every bucket a step, however many micro-batches add up):
-  parameters in the computation's dtype, gradients in `dtypes.gradient_dtype`, padding of buckets included.
+- Data parallel: parameters in the computation's dtype, gradients in `dtypes.gradient_dtype`, padding of buckets
+  included. ZeRO stage 1: one gather and one reduction of every bucket a step, however many micro-batches add up; from
+  stage 2 on a reduction in every micro-batch; in stage 3 gathers of blocks in every forward and backward pass, but for
+  the last block of a chunk where that stays between the two.
 - Tensor parallel, with sequence parallelism (Korthikanti et al., arXiv 2205.05198, 4.2.2): an attention or an MLP
   gathers its input and scatters its output; backward gathers the output's gradient, scatters the input's, and gathers
   the input once more unless `overlap.save_gathered_input`. A parallel block is one such pair. Recomputation repeats
@@ -30,10 +32,10 @@ from typing import Literal
 from netlayer.config.tree import JobConfig
 from netlayer.workload.buckets import cut, shard_elements
 from netlayer.workload.dtypes import DTYPE_BYTES, Dtype, gradient_dtype, master_dtype
-from netlayer.workload.memory import LOGITS_ROWS
+from netlayer.workload.memory import LOGITS_ROWS, frees_parameters
 from netlayer.workload.model_size import Unit, chunk_units, num_branches, table_elements
-from netlayer.workload.schedule import micro_batches
-from netlayer.workload.stages import BlockPart, count_parts, run_of
+from netlayer.workload.schedule import micro_batches, of_layout
+from netlayer.workload.stages import BLOCK_PARTS, BlockPart, count_parts, parts_of, run_of
 
 Group = Literal["tp", "cp", "dp", "dp_replicate", "pp", "tied", "world"]
 """`tied`: the first and the last stage; `world`: all ranks."""
@@ -137,9 +139,37 @@ def _data_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     dp, computed, reduced = job.parallel.dp, job.model.dtype, gradient_dtype(job)
     buckets = stage_buckets(job, stage)
     times, elements = sum(count for _, count in buckets), sum(numel * count for numel, count in buckets)
-    yield Collective("dp", "all_gather", "parameters", computed, dp, times, elements * DTYPE_BYTES[computed])
-    yield Collective("dp", "reduce_scatter", "gradients", reduced, dp, times, elements * DTYPE_BYTES[reduced])
+    gathered = [(sizes, number) for chunk in range(job.parallel.vpp) for sizes, number in _gathers(job, stage, chunk)]
+    num_gathers = sum(len(sizes) * number for sizes, number in gathered)
+    num_bytes = sum(sum(sizes) * number for sizes, number in gathered) * DTYPE_BYTES[computed]
+    yield Collective("dp", "all_gather", "parameters", computed, dp, num_gathers, num_bytes)
+    rounds = micro_batches(job) if job.parallel.stage > 1 else 1
+    num_bytes = rounds * elements * DTYPE_BYTES[reduced]
+    yield Collective("dp", "reduce_scatter", "gradients", reduced, dp, rounds * times, num_bytes)
     yield from _lamb_norms(job, stage, "dp", dp)
+
+
+def _gathers(job: JobConfig, stage: int, chunk: int) -> Iterator[tuple[list[int], int]]:
+    """Yield the elements of the buckets of a chunk's units, with padding, and how often a step gathers these."""
+    last = list(parts_of(run_of(job, stage, chunk)).values())[-1:]
+    for unit in chunk_units(job, stage, chunk):
+        sizes = _unit_buckets(job, unit)
+        if unit.name in BLOCK_PARTS and frees_parameters(job):
+            num_stays = int([unit.name] == last)
+            yield sizes, (unit.count - num_stays) * 2 * micro_batches(job)
+            yield sizes, num_stays * _gathers_of_last(job, stage, chunk)
+        else:
+            yield sizes, unit.count
+
+
+def _gathers_of_last(job: JobConfig, stage: int, chunk: int) -> int:
+    """Return how often a chunk's last block is gathered: it stays from a forward pass to the next backward pass."""
+    actions = of_layout(job.parallel.layout, micro_batches(job)).stages[stage]
+    number, is_there = 0, False
+    for action in (action for action in actions if action.chunk == chunk):
+        number += not is_there
+        is_there = action.kind == "forward"
+    return number
 
 
 def _unit_buckets(job: JobConfig, unit: Unit) -> list[int]:

@@ -17,6 +17,7 @@ travel themselves or as narrow copies.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from netlayer.config.tree import JobConfig, ModelConfig
@@ -24,6 +25,7 @@ from netlayer.workload.buckets import COPIES_AT_ONCE, MOST_COPYING_RANKS, REDUCT
 from netlayer.workload.dtypes import DTYPE_BYTES, gradient_dtype, master_dtype
 from netlayer.workload.model_size import (
     block_elements,
+    chunk_units,
     num_branches,
     qkv_width,
     stage_elements,
@@ -31,7 +33,7 @@ from netlayer.workload.model_size import (
     up_width,
 )
 from netlayer.workload.schedule import micro_batches
-from netlayer.workload.stages import BlockPart, count_parts, halves_in, run_of
+from netlayer.workload.stages import BLOCK_PARTS, BlockPart, count_parts, halves_in, run_of
 from netlayer.workload.zero_bubble import has_zero_bubble
 
 _TOKEN_BYTES = 8
@@ -47,7 +49,7 @@ class Estimate:
     """Bytes that one rank holds.
 
     Args:
-        parameters: whole, in the dtype of the computation.
+        parameters: whole, in the dtype of the computation; in ZeRO stage 3 those that stay, outside the blocks.
         masters: this rank's share in float32; none where the computation has that dtype already.
         gradients: this rank's share of the reduced ones, and among ranks whole ones where several micro-batches add up.
         optimizer: moments of this rank's share.
@@ -57,6 +59,7 @@ class Estimate:
         work: what one block's backward pass holds besides that.
         step: what the optimiser holds while it steps, when activations are gone.
         construction: the parameters in float32 as they are made, whole, with the first bucket that takes some over.
+        gathered: in ZeRO stage 3 the blocks that are gathered at a time.
     """
 
     parameters: int
@@ -69,6 +72,7 @@ class Estimate:
     work: int
     step: int
     construction: int
+    gathered: int = 0
 
     @property
     def total(self) -> int:
@@ -78,7 +82,9 @@ class Estimate:
     @property
     def _trains(self) -> int:
         always = self.parameters + self.masters + self.gradients + self.optimizer
-        return always + max(self.activations + self.buckets + max(self.logits, self.work), self.step)
+        # What travels, and is gathered, has ended when the optimiser steps.
+        passes = self.activations + self.buckets + self.gathered + max(self.logits, self.work)
+        return always + max(passes, self.step)
 
     def parts(self) -> dict[str, int]:
         """Bytes of each part during a step."""
@@ -105,13 +111,15 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     wide = DTYPE_BYTES[master_dtype(job)]
     elements = stage_elements(job, stage)
     share = -(-elements // parallel.dp)
-    adds_up = parallel.dp > 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
+    frees = frees_parameters(job)
+    adds_up = parallel.dp > 1 and parallel.stage == 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
+    blocks = _block_sizes(job, stage)
     tokens = job.batch.micro_batch_size * model.seq_len
     rows, table = min(LOGITS_ROWS, tokens), table_elements(job)
     has_head = stage == parallel.pp - 1
     return Estimate(
-        parameters=elements * width,
-        masters=share * wide if width < wide else 0,
+        parameters=(elements - sum(blocks)) * width if frees else elements * width,
+        masters=-(-_mastered_elements(job, stage, elements) // parallel.dp) * wide,
         gradients=share * wide + (elements * wide if adds_up else 0),
         optimizer=2 * share * wide,
         activations=_activation_bytes(job, stage),
@@ -119,8 +127,52 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         buckets=_travelling_bytes(job, stage, elements, wide, adds_up) if parallel.dp > 1 else 0,
         work=_block_work_bytes(job),
         step=share * wide if job.optimizer.name == "lamb" else 0,
-        construction=elements * 4 + max(table_elements(job), block_elements(model, parallel.tp)) * (wide + width),
+        construction=0
+        if frees  # made bucket by bucket
+        else elements * 4 + max(table_elements(job), block_elements(model, parallel.tp)) * (wide + width),
+        gathered=_gathered_elements(job, blocks) * width if frees else 0,
     )
+
+
+def _mastered_elements(job: JobConfig, stage: int, elements: int) -> int:
+    """Return the elements whose masters lie apart: all of another dtype, and what is freed; else none."""
+    if DTYPE_BYTES[job.model.dtype] < DTYPE_BYTES[master_dtype(job)]:
+        return elements
+    if not frees_parameters(job):
+        return 0
+    chunks = range(job.parallel.vpp)
+    units = (unit for chunk in chunks for unit in chunk_units(job, stage, chunk))
+    return sum(unit.numel * unit.count for unit in units if unit.name in (*BLOCK_PARTS, "tokens"))
+
+
+def frees_parameters(job: JobConfig) -> bool:
+    """Whether blocks' parameters are freed between their uses: ZeRO stage 3, among ranks or on one alone."""
+    return job.parallel.stage == 3
+
+
+def _block_sizes(job: JobConfig, stage: int) -> list[int]:
+    """Return the elements of each block, or half of one, on a stage."""
+    model, parallel = job.model, job.parallel
+    runs = (run_of(job, stage, chunk) for chunk in range(parallel.vpp))
+    counts = (count_parts(run).items() for run in runs)
+    return [
+        block_elements(model, parallel.tp, part) for parts in counts for part, number in parts for _ in range(number)
+    ]
+
+
+def _gathered_elements(job: JobConfig, blocks: Sequence[int]) -> int:
+    """Return the elements of blocks that are there at a time: one in use, those gathered ahead, the last of a chunk.
+
+    Args:
+        blocks: elements of each block on the stage.
+    """
+    ahead = job.overlap.prefetch * _block_bucket_elements(job) if job.overlap.dp else 0
+    return min((1 + job.parallel.vpp) * max(blocks, default=0) + ahead, sum(blocks))
+
+
+def takes_windows(job: JobConfig) -> bool:
+    """Whether a job may have windows: not where parameters come and go."""
+    return bool(job.overlap.windows) and not frees_parameters(job)
 
 
 def in_flight(job: JobConfig, stage: int) -> int:
@@ -238,12 +290,13 @@ def _norm_saved_bytes(model: ModelConfig) -> int:
 def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds_up: bool) -> int:
     """Return the bytes of gradients being reduced while activations are held, and of their sums if separate."""
     reduced = DTYPE_BYTES[gradient_dtype(job)]
-    if job.overlap.windows:
-        return _window_elements(job, stage, sums_stay=reduced == wide) * reduced
+    stays = reduced == wide and job.parallel.stage == 1
+    if takes_windows(job):
+        return _window_elements(job, stage, sums_stay=stays) * reduced
     usual = _block_bucket_elements(job)
     largest_and_others = max(usual, table_elements(job)) + (_REDUCTIONS_AT_ONCE - 1) * usual
     travelling = min(largest_and_others, elements) * reduced
-    if reduced < wide:
+    if not stays:
         return travelling + -(-travelling // job.parallel.dp)
     return 0 if adds_up else travelling  # what has added up travels itself
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from netlayer.config.tree import JobConfig, ModelConfig, ParallelConfig
 from netlayer.workload.flops import half_block_flops, head_flops
 
 BlockPart = Literal["whole", "attention", "mlp"]
+BLOCK_PARTS: tuple[BlockPart, ...] = get_args(BlockPart)
 
 
 def run_of(job: JobConfig, stage: int, chunk: int) -> range:

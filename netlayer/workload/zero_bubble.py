@@ -41,6 +41,7 @@ def why_no_zero_bubble(job: JobConfig) -> str | None:
     """Return the reason why `overlap.zero_bubble` has no effect, if there is one."""
     reasons = {
         "job.parallel.pp is 1": job.parallel.pp == 1,
+        f"job.parallel.zero is {job.parallel.zero}: every micro-batch's gradients are reduced": job.parallel.stage > 1,
         "job.overlap.pp is false: a stage waits for what it sends before it goes on": not job.overlap.pp,
         "job.model.compile is true: compiled linears hand their gradients to autograd": job.model.compile,
         f"job.model.recompute is {job.model.recompute}, to save the memory that gradients would take while they wait": (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from collectives import ShardedDataParallel
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
+from collectives.sharded.slot import DeferredWeightGrads
 from collectives.tensor import gemm
 from trainer.model.linears import JoinedLinear, SummedLinear
 

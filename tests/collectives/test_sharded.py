@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tests.collectives.guard_cases
+import tests.collectives.reshard_cases
 import tests.collectives.slot_cases  # noqa: F401 - they add their cases to CASES
 from tests.collectives.cases import CASES
 from tests.collectives.conftest import RunCase
@@ -24,7 +25,8 @@ AMONG_FOUR = [
     "float16_means_do_not_overflow_in_the_sum", "fewer_elements_than_ranks", "groups_of_the_world_train_apart",
     "one_communicator_runs_the_same_order_on_every_rank", "the_share_asked_for_is_gathered_in_backward",
     "an_exception_in_a_backward_that_steps_leaves_ranks_alike", "a_rank_that_leaves_a_step_out_alone_is_named",
-    "settings_that_differ_are_named",
+    "settings_that_differ_are_named", "stage_3_equals_one_process", "stage_3_has_the_values_of_fsdp2",
+    "an_exception_on_one_rank_costs_one_step_in_stage_3",
 ]  # fmt: skip
 
 

@@ -220,9 +220,26 @@ def test_units_are_parts_that_do_not_overlap(units: Callable[[nn.Sequential], li
         ShardedDataParallel(model, units=units(model))
 
 
-def test_zero_has_two_stages_here() -> None:
-    with pytest.raises(ValueError, match="stage 3 is not built"):
-        ShardedDataParallel(nn.Linear(2, 2), stage=3)
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"stage": 4}, "ZeRO has stages 1, 2 and 3"),
+        ({"stage": 3}, "stage = 3: needs units"),
+        ({"stage": 3, "units": "all", "windows": True}, "goes without windows=True"),
+    ],
+)
+def test_what_does_not_go_with_a_stage_is_a_value_error(settings: dict[str, Any], says: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if "units" in settings:
+        settings = {**settings, "units": list(module)}
+    with pytest.raises(ValueError, match=says):
+        ShardedDataParallel(module, **settings)
+
+
+def test_stage_3_refuses_steps_in_the_backward_pass() -> None:
+    sharded = ShardedDataParallel(module := nn.Sequential(nn.Linear(2, 2)), units=list(module), stage=3)
+    with pytest.raises(ValueError, match="step_in_backward = True: goes without stage 3"):
+        sharded.optimizer(adamw, step_in_backward=True)
 
 
 @given(

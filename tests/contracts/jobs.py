@@ -23,6 +23,7 @@ SWITCHES: Mapping[tuple[str, str], Sequence[Any]] = {
         {"pp": 4},
     ),
     ("parallel", "balance"): (True, False),
+    ("parallel", "zero"): (1, 2, 3),
     ("model", "vocab_size"): (300, 306),  # padded over two ranks, over four
     ("model", "kv_heads"): (0, 4),
     ("model", "head_dim"): (0, 8),  # twice as wide as the stream

@@ -88,7 +88,7 @@ def _seen(job: JobConfig, rank: int) -> Seen:
         stage=model.place.pp,
         carried=_carried(comm),
         times=dict(comm.counts()),
-        parameters=sum(bucket.plan.numel * bucket.unsharded_N.element_size() for bucket in buckets),
+        parameters=sum(bucket.plan.numel * bucket.unsharded_N.element_size() for bucket in buckets if _stays(bucket)),
         masters=sum(_without_padding(bucket, bucket.master_S) for bucket in buckets if not bucket.shares_storage),
         gradients=sum(_without_padding(bucket, bucket.grad_S) for bucket in buckets),
         moments=sum(moments),
@@ -96,6 +96,11 @@ def _seen(job: JobConfig, rank: int) -> Seen:
     )
     model.close()
     return seen
+
+
+def _stays(bucket: Bucket) -> bool:
+    """Tables are of units whose parameters come and go, but are handed out."""
+    return not bucket.reshards or not bucket.plan.slots[0].name.startswith("blocks.")
 
 
 def _without_padding(bucket: Bucket, shard_S: Tensor) -> float:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from collectives.sharded.deferred_weight_grads import DeferredWeightGrads
+from collectives.sharded.slot import DeferredWeightGrads
 from collectives.tensor import gemm
 from collectives.transport.nodes import virtual_node_environ
 from netlayer.config.tree import JobConfig

@@ -56,6 +56,14 @@ COVER = [
     ({"tp": 2, "dp": 2}, PLAIN, {"save_gathered_input": True}),
     ({"tp": 2, "pp": 2}, {"recompute": "full"}, {}),  # cut in the midst of a block
 ]
+SHARDED = [
+    ({"dp": 4, "zero": 2}, LLAMA, {}),
+    ({"dp": 4, "zero": 3}, PLAIN, {}),
+    ({"tp": 2, "dp": 2, "zero": 3}, {**QWEN, "recompute": "selective"}, {"prefetch": 1}),
+    ({"pp": 2, "dp": 2, "zero": 3}, {**LLAMA, "recompute": "full"}, {}),
+    ({"pp": 2, "dp": 2, "vpp": 2, "zero": 3}, PARALLEL, {"dp": False}),
+    ({"pp": 2, "dp": 2, "zero": 2}, PLAIN, {}),
+]
 
 
 def job_of(
@@ -145,6 +153,11 @@ def check(jobs: Sequence[JobConfig], found: Sequence[Trained], steps: int, toler
 
 @on_ranks(4, layout_ranks.run_rank, [job_of(*case) for case in COVER], 2)
 def test_a_cover_of_layouts_trains_as_one_process_in_float64(work: Work, by_rank: ByRank) -> None:
+    check(work.args[0], by_rank(work)[0], 2, 1e-10)
+
+
+@on_ranks(4, layout_ranks.run_rank, [job_of(*case) for case in SHARDED], 2)
+def test_every_zero_stage_trains_as_one_process_in_float64(work: Work, by_rank: ByRank) -> None:
     check(work.args[0], by_rank(work)[0], 2, 1e-10)
 
 

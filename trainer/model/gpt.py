@@ -58,6 +58,8 @@ class GPT(nn.Module):
         self.config, self.exchange = config, exchange
         self.embedding = Embedding(config, exchange) if halves.start == 0 else None
         here = parts_of(halves).items()
+        self.adds_in_blocks = False
+        """Whether each block adds its branch itself, so that nobody reads its bias past it."""
         self.blocks = nn.ModuleDict({str(layer): Block(config, layer, exchange, part) for layer, part in here})
         self.head = Head(config, exchange) if halves.stop == everything.stop else None
         if config.tied_embeddings and self.embedding is not None and self.head is not None:
@@ -83,6 +85,8 @@ class GPT(nn.Module):
             assert isinstance(block, Block)
             if not block.leaves_branch:  # and keeps its input alone
                 x = self._again(block, x, packed)
+            elif self.adds_in_blocks:
+                x = block(x, packed=packed)
             else:
                 (x, branch), bias_D = block(x, branch, bias_D, packed, adds=False), block.branch_bias
         if self.head is None:
@@ -382,16 +386,26 @@ def build_model(
         model = GPT(config, halves, exchange)
     if device.type == "meta":
         return model
-    cuts = parts(model)
-    branch_std = INIT_STD / math.sqrt(2 * config.layers)
+    fill = initialiser(model, seed)
     for name, parameter in model.named_parameters():
-        ends_branch = ".out." in name or ".down." in name or ".outer." in name
-        _initialise(name, parameter, branch_std if ends_branch else INIT_STD, seed, cuts.get(name), model)
+        fill(name, parameter)
     return model
 
 
+def initialiser(model: GPT, seed: int) -> Callable[[str, Tensor], None]:
+    """Return what fills a parameter of `model`, by its name, with the values that `build_model` gives it."""
+    cuts = parts(model)
+    branch_std = INIT_STD / math.sqrt(2 * model.config.layers)
+
+    def fill(name: str, parameter: Tensor) -> None:
+        ends_branch = ".out." in name or ".down." in name or ".outer." in name
+        _initialise(name, parameter, branch_std if ends_branch else INIT_STD, seed, cuts.get(name), model)
+
+    return fill
+
+
 @torch.no_grad()
-def _initialise(name: str, parameter: nn.Parameter, std: float, seed: int, part: Part | None, model: GPT) -> None:
+def _initialise(name: str, parameter: Tensor, std: float, seed: int, part: Part | None, model: GPT) -> None:
     """Each parameter has a generator of its own name: its values do not depend on which others are built."""
     if parameter.ndim == 1:
         parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
@@ -405,7 +419,8 @@ def _initialise(name: str, parameter: nn.Parameter, std: float, seed: int, part:
     shape = list(parameter.shape)
     if part is not None:
         shape[part.dim] = model.config.vocab_size if table else sum(part.sizes)
-    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device).normal_(std=std, generator=generator)
+    # Drawn in one dtype, and rounded to the parameter's: a tensor of float64 gets the values that one of float32 has.
+    whole = torch.empty(shape, dtype=torch.float32, device=parameter.device).normal_(std=std, generator=generator)
     if table and part is not None:
         whole = F.pad(whole, (0, 0, 0, part.sizes[0] - len(whole)))
     if part is not None and exchange is not None:

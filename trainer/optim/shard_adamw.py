@@ -169,8 +169,18 @@ class _Shard:
             factor: of the gradients.
         """
         bucket, runs = self.bucket, self._find_runs([decays[number] for number in self._numbers])
+        shard_S = bucket.steppable_shard
         adamw_step(
-            bucket.master_S, bucket.grad_S, *self._moments, bucket.shard_S, *runs, lr, self.step_P, betas, eps, factor
+            bucket.master_S,
+            bucket.grad_S,
+            *self._moments,
+            shard_S,
+            *runs,
+            lr,
+            self.step_P,
+            betas,
+            eps,
+            factor,
         )
         torch.autograd.graph.increment_version([bucket.master_S])  # no operator of torch has written there
         bucket.note_copied_in()

@@ -1,0 +1,64 @@
+"""Degrees of parallelism of a job, and what data-parallel ranks hold in shards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from netlayer.config.section import Section
+from netlayer.errors import ConfigError
+from netlayer.layout import ParallelLayout
+
+Count = Annotated[int, Field(ge=1)]
+
+
+def _stage_or_auto(value: object) -> object:
+    if isinstance(value, bool) or value not in (1, 2, 3, "auto"):
+        raise ValueError("must be 1, 2, 3 or auto")
+    return value
+
+
+class ParallelConfig(Section):
+    """Degrees of parallelism, whose product is the number of ranks, and how long ranks wait for each other."""
+
+    tp: Count = Field(1, description="tensor-parallel degree, inside a server")
+    pp: Count = Field(1, description="pipeline stages")
+    dp: Count = Field(2, description="data-parallel degree")
+    cp: Count = Field(1, description="context-parallel degree; more than 1 is not built")
+    dp_replicate: Count = Field(1, description="replicas of the sharded data-parallel groups; more than 1 is not built")
+    vpp: Count = Field(1, description="model chunks a pipeline rank holds (interleaved 1F1B)")
+    zero: Annotated[Literal[1, 2, 3, "auto"], BeforeValidator(_stage_or_auto)] = Field(
+        "auto",
+        description="ZeRO stage of data parallelism. 1: masters and optimiser in shards; 2: gradients too, reduced in "
+        "every micro-batch; 3: parameters of blocks too, gathered once a forward and once a backward pass. auto: the "
+        "first of these that fits the GPU",
+    )
+    balance: bool = Field(
+        True,
+        description="pipeline stages hold about as much work as each other: half blocks are counted, and the "
+        "vocabulary's projection; the first stage may need more memory; false: as many layers as each other",
+    )
+    distributed_timeout_s: float = Field(
+        600.0, gt=0, description="longest wait in a collective, seconds: for ranks that compile or save meanwhile"
+    )
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(
+            tp=self.tp, pp=self.pp, dp=self.dp, vpp=self.vpp, cp=self.cp, dp_replicate=self.dp_replicate
+        )
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage that is counted and trained with: 1 where no other is asked for, or one rank is alone."""
+        return 1 if self.zero == "auto" or self.dp == 1 else self.zero
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        for name, remedy in (("cp", "tp or pp"), ("dp_replicate", "dp")):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"job.parallel.{name}", getattr(self, name), "must be 1: more is not built", f"raise {remedy}"
+                )
+        return self

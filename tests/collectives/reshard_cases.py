@@ -1,0 +1,333 @@
+"""ZeRO stage 3: units whose parameters come and go, beside one process, stage 2 and FSDP2.
+
+They are added to the cases of `tests.collectives.cases`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+from collectives import Recorder, ShardedDataParallel
+from tests.collectives.cases import (
+    WIDTH,
+    Net,
+    _interrupt,
+    accumulate,
+    adamw,
+    assert_alike_on_ranks,
+    assert_close,
+    assert_raises,
+    assert_same,
+    batches,
+    case,
+    delays,
+    net,
+    reference,
+    train,
+    wrap,
+    wrap64,
+)
+
+
+def stage3(model: Net, how: Callable[..., ShardedDataParallel] = wrap64, **settings: Any) -> ShardedDataParallel:
+    return how(model, units=model.blocks, stage=3, **settings)
+
+
+def narrow_net(dtype: torch.dtype, seed: int = 0) -> Net:
+    """In float32, but for a buffer that its forward pass adds."""
+    made = net(torch.float32, seed)
+    made.offset = made.offset.to(dtype)
+    return made
+
+
+def held_bytes(sharded: ShardedDataParallel) -> list[int]:
+    """Return the bytes of unsharded parameters that each unit has now."""
+    held = []
+    with torch._C.DisableTorchFunctionSubclass():  # to ask a freed parameter would gather it
+        for unit in sharded.module.blocks:
+            storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in unit.parameters()}
+            held.append(sum(storages.values()))
+    return held
+
+
+@case
+def stage_3_equals_one_process(rank: int, world_size: int) -> None:
+    state = train(stage3(net(seed=rank)), 4, rank, world_size)
+    assert_close(state, reference(net(), 4, world_size), rtol=1e-9, atol=1e-11)
+    assert_alike_on_ranks(state, world_size)
+    found = accumulate(stage3(net(), bucket_bytes=None), 3, rank, world_size)
+    assert_close(found, reference(net(), 3, world_size), rtol=1e-9, atol=1e-11)
+
+
+@case
+def stage_3_changes_no_bit_of_stage_2(rank: int, world_size: int) -> None:
+    for low in ({}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}):
+        wide = functools.partial(wrap, broadcast_buffers=False, **low)
+
+        model = functools.partial(narrow_net, low.get("param_dtype", torch.float32))
+        made = model()
+        plain = train(wide(made, units=made.blocks, stage=2), 3, rank, world_size)
+        for settings in ({}, {"overlap": False}, {"prefetch": 2}, {"prefetch": 100, "in_flight": 1}):
+            assert_same(train(stage3(model(), wide, **settings), 3, rank, world_size), plain)
+        with delays(rank):
+            assert_same(train(stage3(model(), wide), 3, rank, world_size), plain)
+
+
+@case
+def stage_3_holds_a_few_units_and_gathers_twice(rank: int, world_size: int) -> None:
+    model = net()
+    model.blocks = nn.ModuleList(copy.deepcopy(model.blocks[0]) for _ in range(6))
+    recorder = Recorder()
+    sharded = stage3(model, bucket_bytes=None, recorder=recorder, broadcast_buffers=False)
+    optimizer, held = sharded.optimizer(adamw), list[int]()
+    unit_bytes = sharded.plans[1].padded_numel * 8
+
+    def note(*_: object) -> None:
+        held.append(sum(held_bytes(sharded)))
+
+    for unit in sharded.module.blocks:
+        unit.register_forward_hook(note)
+        unit.register_full_backward_hook(note)
+    for step, tokens in enumerate(batches(3, world_size)):
+        recorder.begin_step(step)
+        sharded(tokens[rank::world_size]).backward()
+        note()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts = recorder.end_step().counts()
+        if step:
+            num_outside = len(sharded.plans) - 6
+            # Forwards each; backwards all but the last one, which stays.
+            assert counts["gather", "all_gather"] == num_outside + 6 + 5
+            assert counts["reduce", "reduce_scatter"] == len(sharded.plans)
+    # The one in use, one ahead, and in the backward pass one whose gradients are about to be complete.
+    assert len(held) == 3 * 13
+    assert max(held) <= 3 * unit_bytes, [each / unit_bytes for each in held]
+    assert [held[index] for index in (12, 25, 38)] == [0, 0, 0]
+
+
+@case
+def stage_3_has_the_values_of_fsdp2(rank: int, world_size: int) -> None:
+    theirs = net()
+    theirs.offset = theirs.offset.clone()
+    mesh = init_device_mesh(torch.get_default_device().type, (world_size,))
+    for block in theirs.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(theirs, mesh=mesh)
+    optimizer = adamw(theirs.parameters())
+    for tokens in batches(3, world_size):
+        theirs(tokens[rank::world_size]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in theirs.state_dict().items()
+    }
+    assert_close(train(stage3(net()), 3, rank, world_size), expected, rtol=1e-9, atol=1e-11)
+
+
+@case
+def programs_go_on_in_stage_3(rank: int, world_size: int) -> None:
+    """Parameters that are read, written, averaged, held and copied between steps, on every rank."""
+    model, ours = net(), net()
+    sharded = stage3(ours)
+    mine, theirs = sharded.optimizer(adamw), adamw(model.parameters())
+    averages = [AveragedModel(each) for each in (ours, model)]
+    held: dict[str, Tensor] = {}
+    for step, tokens in enumerate(batches(5, world_size)):
+        with torch.no_grad():  # evaluation, before a forward pass with gradients
+            torch.testing.assert_close(sharded(tokens), model(tokens), rtol=1e-9, atol=1e-11)
+        if step == 1:
+            held = ours.state_dict()
+        if step == 2:
+            for each in (model, ours):
+                with torch.no_grad():
+                    each.blocks[0].up.weight.mul_(0.9)
+                each.blocks[1].down.weight.data.mul_(0.9)
+        own = tokens[rank::world_size]
+        penalty = [0.1 * each.blocks[1].up.weight.square().sum() for each in (ours, model)]  # read past the unit
+        (sharded(own) + penalty[0]).backward()
+        (model(tokens) + penalty[1]).backward()
+        for optimizer, average, each in ((mine, averages[0], ours), (theirs, averages[1], model)):
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(each)
+        torch.testing.assert_close(list(ours.parameters()), list(model.parameters()), rtol=1e-9, atol=1e-11)
+        if held:
+            assert_close(dict(held), dict(model.state_dict()), rtol=1e-9, atol=1e-11)
+    assert_close(dict(averages[0].state_dict()), dict(averages[1].state_dict()), rtol=1e-9, atol=1e-11)
+    assert_close(dict(copy.deepcopy(ours).state_dict()), dict(model.state_dict()), rtol=1e-9, atol=1e-11)
+
+
+class Recomputed(Net):
+    """Blocks that are computed again in the backward pass, inside and around the units."""
+
+    reentrant = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x * self.scale.sum()).square().mean() + self.never_called(x).mean()
+
+
+@contextmanager
+def recomputing(reentrant: bool) -> Iterator[Callable[[], Recomputed]]:
+    def build() -> Recomputed:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            made = Recomputed()
+            made.reentrant = reentrant
+        return made.to(torch.get_default_device(), torch.float64)
+
+    yield build
+
+
+@case
+def recomputed_units_train_in_stage_3(rank: int, world_size: int) -> None:
+    for reentrant in (False, True):
+        with recomputing(reentrant) as build:
+            state = train(stage3(build()), 2, rank, world_size)
+            assert_close(state, reference(build(), 2, world_size), rtol=1e-9, atol=1e-11)
+
+
+@case
+def graphs_of_several_passes_train_in_stage_3(rank: int, world_size: int) -> None:
+    expected = reference(net(), 2, world_size)
+    for how in ("apart", "together", "kept", "inputs"):
+        sharded = stage3(net())
+        optimizer = sharded.optimizer(adamw)
+        for tokens in batches(2, world_size):
+            first, second = tokens[rank::world_size].split(1)
+            losses = [sharded(first) / 2, sharded(second) / 2]
+            if how == "apart":
+                losses[0].backward()
+                losses[1].backward()
+            elif how == "kept":
+                (sum(losses) / 2).backward(retain_graph=True)
+                (sum(losses) / 2).backward()
+            elif how == "inputs":  # of another pass, which leaves no gradient
+                torch.autograd.grad(losses[0], sharded.module.scale, retain_graph=True)
+                sum(losses).backward()
+            else:
+                sum(losses).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(sharded.full_state_dict(), expected, rtol=1e-9, atol=1e-11)
+
+
+@case
+def an_exception_on_one_rank_costs_one_step_in_stage_3(rank: int, world_size: int) -> None:
+    for place in ("backward", "forward"):
+        expected = train(stage3(net()), 3, rank, world_size) if place == "backward" else None
+        sharded = stage3(net(), in_flight=1)
+        optimizer = sharded.optimizer(adamw)
+        for step, tokens in enumerate(batches(3, world_size)):
+            if step == 1 and place == "backward":
+                # Ranks stop at different places: they have launched different numbers of gathers and reductions.
+                handle = sharded.module.blocks[rank % 3].register_full_backward_pre_hook(_interrupt)
+                assert_raises(ZeroDivisionError, "interrupted", sharded(tokens).backward)
+                handle.remove()
+                optimizer.zero_grad()
+            if step == 1 and place == "forward" and rank == world_size - 1:
+                handle = sharded.module.blocks[1].register_forward_pre_hook(_interrupt)
+                assert_raises(ZeroDivisionError, "interrupted", functools.partial(sharded, tokens))
+                handle.remove()
+            else:
+                sharded(tokens[rank::world_size]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = sharded.full_state_dict()
+        assert_alike_on_ranks(state, world_size)
+        if expected is not None:
+            assert_same(state, expected)
+
+
+@case
+def states_go_from_stage_3_to_others_and_back(rank: int, world_size: int) -> None:
+    for low in ({}, {"param_dtype": torch.bfloat16}):
+        wide = functools.partial(wrap, broadcast_buffers=False, **low)
+
+        model = functools.partial(narrow_net, low.get("param_dtype", torch.float32))
+        source, target = stage3(model(1), wide), wide(model(2))
+        pairs = [(each, each.optimizer(adamw)) for each in (source, target)]
+        for (one, mine), (other, theirs) in (pairs, pairs[::-1]):
+            for tokens in batches(2, world_size):
+                one(tokens[rank::world_size]).backward()
+                mine.step()
+                mine.zero_grad()
+            other.load_full_state_dict(one.full_state_dict(cpu_offload=True))
+            other.load_full_optimizer_state_dict(theirs, one.full_optimizer_state_dict(mine))
+            assert_same(other.full_state_dict(), one.full_state_dict())
+            tokens = next(batches(1, 1))
+            assert torch.equal(one(tokens), other(tokens))
+            own = {name: value.clone() for name, value in one.state_dict().items()}
+            other.load_state_dict(own)
+            assert_same(dict(other.state_dict()), own)
+
+
+class Handing(nn.Module):
+    """A unit that hands out its weight, for a lookup and a product; and one that keeps a loss of its own."""
+
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.table = Table()
+        self.blocks = nn.ModuleList(Keeping(hides) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table()[tokens]
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = (x @ self.table().t()).square().mean()
+        return loss + sum(block.kept for block in self.blocks if block.hides)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 17 * WIDTH).view(17, WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Keeping(nn.Module):
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.linear, self.hides, self.kept = nn.Linear(WIDTH, WIDTH), hides, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.kept = self.linear(self.linear(y.detach())).square().mean()
+        return y
+
+
+@case
+def what_units_hand_out_stays_in_stage_3(rank: int, world_size: int) -> None:
+    def build(hides: bool = False) -> Handing:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            return Handing(hides).to(torch.get_default_device(), torch.float64)
+
+    made = build()
+    sharded = wrap64(made, units=[made.table, *made.blocks], stage=3)
+    assert_close(train(sharded, 3, rank, world_size), reference(build(), 3, world_size), rtol=1e-9, atol=1e-11)
+    # What autograd has saved past a unit's outputs may be gone: said, and not read.
+    made = build(hides=True)
+    sharded = wrap64(made, units=list(made.blocks), stage=3)
+    loss = sharded(next(batches(1, 1)))
+    del loss
+    alone = made.blocks[0].kept
+    assert_raises(RuntimeError, "version", alone.backward)
