@@ -32,6 +32,7 @@ from collectives.transport.windows import Windows
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch, timeout_of
 from netlayer.errors import ConfigError
+from netlayer.workload.buckets import buffer_sizes
 
 Init = Callable[[str, Tensor], None]
 """Fills a parameter, in place, by its name."""
@@ -299,7 +300,8 @@ def build_buckets(
         own = [parameters[slot.name] for slot in plan.slots]
         for parameter in (each for each in own if each.is_meta):
             # The parameter stays the one that the module and its user have; of its values nothing is there yet.
-            torch.utils.swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device=comm.device)))
+            swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+            swap(parameter, nn.Parameter(torch.empty_like(parameter, device=comm.device)))
             if init is not None and comm.rank == 0:
                 init(names[id(parameter)], parameter.detach())
         bucket = _build(plan, own, comm, windows, gradients.get(plan.index), plan.index in reshards)
@@ -380,13 +382,17 @@ def _open_reduce_windows(
         for plan in plans
         if not adds and _master_dtype(parameters[plan.slots[0].name]) == dtype
     }
-    whole = max((plan.padded_numel for plan in plans), default=0)
-    shard = max((plan.shard_numel for plan in plans if plan.index not in staying), default=0)
-    num_bytes = count * (Windows.room(whole, dtype) + Windows.room(shard, dtype))
+    wholes = buffer_sizes([plan.padded_numel for plan in plans], count)
+    shards = [
+        max((p.shard_numel for p in plans if p.index not in staying and p.padded_numel <= whole), default=0)
+        for whole in wholes
+    ]
+    sizes = list(zip(wholes, shards, strict=True))
+    num_bytes = sum(Windows.room(whole, dtype) + Windows.room(shard, dtype) for whole, shard in sizes)
     num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
     windows = Windows(comm.group, comm.device, num_bytes)
     return ReduceScatterBuffers(
-        [(windows.take(whole, dtype), windows.take(shard, dtype)) for _ in range(count)],
+        [(windows.take(whole, dtype), windows.take(shard, dtype)) for whole, shard in sizes],
         {index: windows.take(numel, dtype) for index, numel in staying.items()},
         windows=windows,
     )

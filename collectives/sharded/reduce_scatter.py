@@ -34,8 +34,9 @@ class ReduceScatterBuffers:
     """Buffers in which gradients travel, and in which their sums stay.
 
     Args:
-        buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), one more than
-            are in flight, which take turns; empty: gradients travel in memory that is allocated for them.
+        buffers: for a bucket whole and for its shard (where that does not stay in `grad_S`), one more than are in
+            flight, which take turns; some may be too small for some buckets. Empty: gradients travel in memory that is
+            allocated for them.
         gradients: where reduced ones stay, by the index of a bucket; of others in memory that is allocated for them.
         by: reduces in place of the communicator's backend, into float32.
         windows: in which all that lies; kept as long.
@@ -75,9 +76,12 @@ class ReduceScatterQueue:
         mean: bool = True,
     ) -> None:
         self.comm, self.dtype, self.in_flight, self.overlap = comm, dtype, in_flight, overlap
-        self._buffers = deque(reduce_buffers.buffers)
+        self._buffers = list(reduce_buffers.buffers)
+        """Those that were taken last come last."""
         self._acquired: tuple[Tensor, Tensor] | None = None
         """Of the buffers, the pair that the next bucket to be launched fills already."""
+        self._under_way: dict[Work, Tensor] = {}
+        """Works that have not been waited for, and the buffer that each has."""
         self._by, self._sum_dtype = reduce_buffers.by, dtype if reduce_buffers.by is None else torch.float32
         """The second: in which sums come."""
         divides = reduce_buffers.by is not None or (comm.divides_on_the_way and not reduce_buffers.buffers)
@@ -161,9 +165,12 @@ class ReduceScatterQueue:
         """Memory for the gradients of a bucket on their way, and for their sum: that nothing under way uses."""
         plan = bucket.plan
         if self._buffers:
-            # In turn: the reduction before may still read the other ones.
-            self._buffers.rotate(1)
-            whole_N, shard_S = self._buffers[0]
+            # By the order of use alone, and not by what has landed: a peer looks for this one where its own lies.
+            index = next(i for i, (whole_N, _) in enumerate(self._buffers) if len(whole_N) >= plan.padded_numel)
+            whole_N, shard_S = self._buffers[index]
+            self._buffers.append(self._buffers.pop(index))
+            while any(whole_N is buffer for buffer in self._under_way.values()):
+                self._wait_first()
             # The shard's part is sized by the buckets that need it: the sums of all others land in `grad_S`.
             has_room = len(shard_S) >= plan.shard_numel
             return whole_N[: plan.padded_numel], shard_S[: plan.shard_numel] if has_room else bucket.grad_S
@@ -185,6 +192,8 @@ class ReduceScatterQueue:
         # Else the sum has landed where, and as, the optimiser reads it.
         if self.scale != 1 or output_S is not bucket.grad_S:
             work.then(functools.partial(bucket.store_reduced, output_S, self.scale, adds), self.stream)
+        if self._buffers:
+            self._under_way[work] = self._buffers[-1][0]
         return work
 
     def _prepare(self, bucket: Bucket, adds: bool) -> tuple[CopyIn, Tensor]:
@@ -202,5 +211,6 @@ class ReduceScatterQueue:
 
     def _wait_first(self) -> Bucket:
         bucket, work = self._works.popleft()
+        self._under_way.pop(work, None)
         work.wait()
         return bucket

@@ -38,6 +38,16 @@ def cut(sizes: Sequence[int], kinds: Sequence[Hashable], limit_bytes: int | None
     return runs
 
 
+def buffer_sizes(sizes: Sequence[int], count: int) -> list[int]:
+    """Sizes of `count` buffers that buckets take turns in: all but one for what is usual, and one for the largest.
+
+    Usual is what as many buckets reach as there are buffers: the few larger ones, token tables, have one together.
+    """
+    ordered = sorted(sizes, reverse=True)
+    usual = ordered[min(count, len(ordered)) - 1] if ordered else 0
+    return [*[usual] * (count - 1), *ordered[:1]] if ordered else [0] * count
+
+
 def shard_elements(numel: int, ranks: int, align: int = 1) -> int:
     """Elements of a rank's shard of a bucket, its part of the padding among them.
 
