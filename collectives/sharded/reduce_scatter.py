@@ -11,6 +11,9 @@ and the rest of the mean's factor comes after it. Other dtypes have room, and ar
 windows it would take its slower kernels for that. `PeerReduce` divides as it adds. So elsewhere sums come, and are
 scaled as they are stored. Whoever divides the loss by the number of ranks wants no more than the sum (`mean=False`):
 nothing is scaled then.
+
+[Note: replicas] Where several groups hold the same shards, each sum is all-reduced among the ranks that hold the same
+shard, in the dtype of the sum, before it is scaled and stored: bucket by bucket, after its reduce-scatter.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ class ReduceScatterQueue:
         overlap: False: each is waited for at once.
         reduce_buffers: the memory that gradients travel in, and what reduces them.
         mean: over ranks; False: sums.
+        replicas: of ranks that hold the same shard; None: there are no replicas.
     """
 
     def __init__(
@@ -74,7 +78,11 @@ class ReduceScatterQueue:
         overlap: bool,
         reduce_buffers: ReduceScatterBuffers,
         mean: bool = True,
+        replicas: Communicator | None = None,
     ) -> None:
+        self._replicas = replicas
+        num_replicas = 1 if replicas is None else replicas.world_size
+        num_ranks = comm.world_size * num_replicas
         self.comm, self.dtype, self.in_flight, self.overlap = comm, dtype, in_flight, overlap
         self._buffers = list(reduce_buffers.buffers)
         """Those that were taken last come last."""
@@ -88,9 +96,11 @@ class ReduceScatterQueue:
         self._gets_means = mean and divides  # [Note: means]
         has_to_divide = mean and not self._gets_means
         is_short = has_to_divide and dtype == torch.float16  # [Note: float16]
-        self.divisor = 1 << (comm.world_size - 1).bit_length() if is_short else 1
+        self.divisor = 1 << (num_ranks - 1).bit_length() if is_short else 1
         """Of gradients, before their sum."""
-        self.scale = self.divisor / comm.world_size if has_to_divide else 1.0
+        # What the shards' group has divided already is still to be divided by the replicas.
+        to_divide = num_ranks if has_to_divide else num_replicas if mean else 1
+        self.scale = self.divisor / to_divide
         """Of sums."""
         self.stream = comm.post_reduce_stream
         """What makes the mean of a sum, and a step, runs there."""
@@ -99,7 +109,7 @@ class ReduceScatterQueue:
     def is_local(self, bucket: Bucket) -> bool:
         """Whether nothing is sent: one rank alone, whose gradients lose no digits where the optimiser reads them."""
         wide = bucket.grad_S.dtype
-        return self.comm.world_size == 1 and torch.promote_types(wide, self.dtype) == wide
+        return self.comm.world_size == 1 and self._replicas is None and torch.promote_types(wide, self.dtype) == wide
 
     def acquire_send_buffer(self, bucket: Bucket) -> None:
         """Open a bucket's gradients in the buffer that its reduce-scatter sends: autograd adds them up there.
@@ -189,6 +199,8 @@ class ReduceScatterQueue:
         work = self.comm.reduce_scatter(
             output_S, copy_in.buffer, copy_in.fill, copy_in.read, self._gets_means, self._by
         )
+        if self._replicas is not None:
+            work.then(functools.partial(self._replicas.all_reduce, output_S), self.stream)
         # Else the sum has landed where, and as, the optimiser reads it.
         if self.scale != 1 or output_S is not bucket.grad_S:
             work.then(functools.partial(bucket.store_reduced, output_S, self.scale, adds), self.stream)
