@@ -1,9 +1,11 @@
 """`python -m bench.checkpoint_stall`: what a checkpoint costs the training, and the steps after it.
 
 Data-parallel ranks train a model of a preset's shape on made-up tokens. In turns, each way of saving takes a snapshot
-of the same bytes in a folder of its own: ours (`trainer.checkpoint.save`) and torch's `dcp.async_save`, each with the
-20 steps before it, which nothing disturbs, and the 20 after it; the next turn begins when its files are there. torch
-gets each rank's pieces as tensors of their own, for it cannot stage shards of an optimiser. Not covered: restores.
+of the same bytes in a folder of its own: ours (`trainer.checkpoint.save`), torch's `dcp.async_save` and, where it is
+installed and asked for, NVIDIA's resiliency extension (`nvrx`: its persistent worker and `FileSystemWriterAsync`), each
+with the 20 steps before it, which nothing disturbs, and the 20 after it; the next turn begins when its files are there.
+The others get each rank's pieces as tensors of their own, for they cannot stage shards of our optimiser. Not covered:
+restores, and ByteCheckpoint, which takes modules of FSDP or DDP alone and no shards.
 
 A row is a save: `stall_s` (the host's time in the call, and for ours an update's wait on the device), `ratio` (median
 of the 20 steps after it over that of the 20 before), `worst` (the longest of them over the same), `save_s`, `gib`.
@@ -12,6 +14,8 @@ of the 20 steps after it over that of the 20 before), `worst` (the longest of th
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
 import math
 import shutil
 import statistics
@@ -30,12 +34,14 @@ from torch import Tensor
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.config.tree import JobConfig, build_config
+from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
+from netlayer.progress import Stages
 from netlayer.results import RunRecord, utc_now, write_text
 from netlayer.store.meeting import meeting_place
 from trainer.checkpoint.distcp import file_of
-from trainer.checkpoint.save import Published, Saver, open_saver
+from trainer.checkpoint.save import Failed, Published, Saver, open_saver
 from trainer.checkpoint.snapshot import ShardPlan
 from trainer.notes import NotesInFlight
 from trainer.optim import build_optimizer
@@ -45,7 +51,8 @@ from trainer.worker import init_process_groups
 
 WINDOW = 20
 """Steps before and after a save."""
-WAYS = ("ours", "async_save")
+WAYS = ("ours", "async_save", "nvrx")
+USUAL_WAYS = WAYS[:2]
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class SaveRow:
 @click.option("--micro-batches", type=click.IntRange(1), default=4, show_default=True, help="Of one sequence, a step.")
 @click.option("--turns", type=click.IntRange(1), default=5, show_default=True, help="Saves of each way.")
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="New folder on the storage to measure.")
-@click.option("--ways", default=",".join(WAYS), show_default=True, help="Ways of saving, comma-separated.")
+@click.option("--ways", default=",".join(USUAL_WAYS), show_default=True, help=f"Of {', '.join(WAYS)}; comma-separated.")
 def command(
     options: RunOptions,
     model: str,
@@ -92,9 +99,20 @@ def command(
     """
     started = utc_now()
     job = job_of(model, layers, ranks, micro_batches)
-    with meeting_place() as place:
-        arguments = (job, place.init_method("stall"), backend, folder, turns, ways.split(","))
-        rows = launch(measure, ranks, args=arguments, log_dir=folder / "logs")[0]
+    names = read_ways(ways, backend)
+    rows: list[SaveRow] = []
+    with Stages() as stages, stages.open("saves") as bar, meeting_place() as place:
+
+        def on_message(_rank: int, message: SaveRow | str) -> None:
+            if isinstance(message, SaveRow):
+                rows.append(message)
+                message = table([message])
+            # A save of a large model takes minutes: each of its stages is said, and a row as soon as it is there.
+            stages.say(message)
+            bar(len(rows), turns * len(names), "")
+
+        arguments = (job, place.init_method("stall"), backend, folder, turns, names)
+        launch(measure, ranks, args=arguments, log_dir=folder / "logs", on_message=on_message)
     if options.json_file:
         settings = {"model": model, "layers": layers, "ranks": ranks, "micro_batches": micro_batches, "turns": turns}
         record = RunRecord(
@@ -109,6 +127,24 @@ def command(
         write_text(options.json_file, record.to_json())
     if str(options.json_file) != "-":
         click.echo(table(rows))
+
+
+def read_ways(text: str, backend: str) -> list[str]:
+    """Return the ways of saving that an option names.
+
+    Raises:
+        ConfigError: one is none.
+        HardwareMissing: its package is not installed, or it needs GPUs.
+    """
+    names = [name.strip() for name in text.split(",")]
+    unknown = next((name for name in names if name not in WAYS), None)
+    if unknown is not None:
+        raise ConfigError("--ways", unknown, f"is none of {', '.join(WAYS)}", "name some of them")
+    if "nvrx" in names and backend != "nccl":
+        raise HardwareMissing(f"--ways nvrx: it needs GPUs, and --backend is {backend}")
+    if "nvrx" in names and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        raise HardwareMissing("--ways nvrx: there is no such package; pip install nvidia-resiliency-ext")
+    return names
 
 
 def job_of(model: str, layers: int | None, ranks: int, micro_batches: int) -> JobConfig:
@@ -143,21 +179,31 @@ def table(rows: Sequence[SaveRow]) -> str:
 
 def measure(
     context: RankContext, job: JobConfig, url: str, backend: str, folder: Path, turns: int, ways: Sequence[str]
-) -> list[SaveRow]:
-    """Train, and save by each way in turns."""
+) -> None:
+    """Train, and save by each way in turns; rank 0 reports a row a save."""
+
+    def say(text: str) -> None:
+        if context.env.rank == 0:
+            context.report(text)
+
     if backend == "gloo":
         torch.set_num_threads(1)
     place, groups = init_process_groups(context, job, url, backend)
-    training = _Training(job, place.rank, place.device, groups, folder)
-    saves: dict[str, Callable[[], Callable[[], float | None]]] = {"ours": training.ours, "async_save": training.theirs}
-    rows = []
+    training = _Training(job, place.rank, place.device, groups, folder, ways)
+    saves: dict[str, Callable[[], Callable[[], float | None]]] = {
+        "ours": training.ours,
+        "async_save": training.async_save,
+        "nvrx": training.nvrx,
+    }
     training.steps(5)
+    say(f"{training.gib:.1f} GiB to save on {job.parallel.dp} ranks")
     for turn in range(turns):
         for way in ways:
             before = training.steps(WINDOW)
             begun_s = time.perf_counter()
             is_done = saves[way]()
             stall_s, save_s = time.perf_counter() - begun_s, None
+            say(f"{way}, turn {turn + 1}: the call took {stall_s:.3f} s; steps of {statistics.median(before):.3f} s")
             after = []
             for _ in range(WINDOW):
                 after += training.steps(1)
@@ -169,17 +215,20 @@ def measure(
             usual = statistics.median(before)
             own = [stall_s, statistics.median(after) / usual, max(after) / usual, save_s, usual]
             stall_s, ratio, worst, save_s, usual = (max(each) for each in zip(*training.everyones(own), strict=True))
-            rows.append(SaveRow(way, turn, usual * 1e3, stall_s, ratio, worst, save_s, training.gib))
+            if context.env.rank == 0:
+                context.report(SaveRow(way, turn, usual * 1e3, stall_s, ratio, worst, save_s, training.gib))
             training.forget(way)
     training.close()
-    dist.destroy_process_group()
-    return rows
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Training:
     """One rank's model, its steps on made-up tokens, and the two ways to save it."""
 
-    def __init__(self, job: JobConfig, rank: int, device: torch.device, groups: Any, folder: Path) -> None:
+    def __init__(
+        self, job: JobConfig, rank: int, device: torch.device, groups: Any, folder: Path, ways: Sequence[str]
+    ) -> None:
         self._model = ParallelModel(job, 0, rank, device, groups)
         self._optimizers = self._model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
         self._steps = open_steps(self._model, self._optimizers, job.optimizer.max_grad_norm or math.inf)
@@ -189,6 +238,11 @@ class _Training:
         tokens = torch.randint(job.model.vocab_size, size, generator=generator).to(device)
         self._batches: Batches = [(each[:, :-1], each[:, 1:]) for each in tokens]
         self._saver: Saver | None = None
+        self._calls: Any = None
+        if "ours" in ways:  # before the first step, as training does: memory for snapshots takes its time
+            self._saver, line = open_saver(self._model, self._optimizers, folder / "ours", None, beside=True)
+            if line:
+                raise CheckFailed(line)
         self._plan = ShardPlan(self._model, self._optimizers, file_of(rank))
         self.gib = sum(each[0] for each in self.everyones([float(self._plan.num_bytes)])) / 2**30
         # torch's own wants a group that the CPU can talk over.
@@ -214,23 +268,24 @@ class _Training:
 
     def ours(self) -> Callable[[], float | None]:
         """Save beside the training; return what says how long it took, once it is done."""
-        if self._saver is None:
-            self._saver, _ = open_saver(self._model, self._optimizers, self._folder / "ours", None, beside=True)
         saver = self._saver
+        assert saver is not None
         saver.begin(self._step, 0, None)
 
         def seconds() -> float | None:
+            failed = next((each for each in saver.outcomes if isinstance(each, Failed)), None)
+            if failed is not None:
+                raise failed.error
             done = [each for each in saver.outcomes if isinstance(each, Published)]
             return done[-1].seconds if done and saver.stage == "idle" else None
 
         return seconds
 
-    def theirs(self) -> Callable[[], float | None]:
+    def async_save(self) -> Callable[[], float | None]:
         """Save by torch's `async_save`; as `ours`."""
-        state: dict[str, Tensor] = {f"rank{self._rank}.{source.name}": source.value() for source in self._plan.sources}
         begun_s = time.perf_counter()
         future: Any = dcp.async_save(  # type: ignore[attr-defined]
-            state, checkpoint_id=self._folder / "async_save" / str(self._step), process_group=self._group
+            self._state(), checkpoint_id=self._folder / "async_save" / str(self._step), process_group=self._group
         )
 
         def seconds() -> float | None:
@@ -242,6 +297,33 @@ class _Training:
             return time.perf_counter() - begun_s
 
         return seconds
+
+    def nvrx(self) -> Callable[[], float | None]:
+        """Save by NVIDIA's resiliency extension, as its guide does; as `ours`."""
+        from nvidia_resiliency_ext.checkpointing.async_ckpt import core, filesystem_async, state_dict_saver
+
+        if self._calls is None:
+            self._calls = core.AsyncCallsQueue(persistent=True)
+        calls = self._calls
+        begun_s = time.perf_counter()
+        folder = self._folder / "nvrx" / str(self._step)
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = filesystem_async.FileSystemWriterAsync(folder, thread_count=2)
+        planned = state_dict_saver.save_state_dict_async_plan(self._state(), writer, self._group)
+        save, _, arguments = writer.get_save_function_and_args()
+        # Its own synchronises a GPU that a CPU does not have.
+        preload = functools.partial(writer.preload_tensors, writer.write_buckets, self._device.type == "cuda")
+        finish = functools.partial(state_dict_saver.save_state_dict_async_finalize, *planned)
+        calls.schedule_async_request(core.AsyncRequest(save, arguments, [finish], preload_fn=preload))
+
+        def seconds() -> float | None:
+            finished = calls.maybe_finalize_async_calls(blocking=False, no_dist=False)
+            return time.perf_counter() - begun_s if finished else None
+
+        return seconds
+
+    def _state(self) -> dict[str, Tensor]:
+        return {f"rank{self._rank}.{source.name}": source.value() for source in self._plan.sources}
 
     def device_wait_s(self) -> float:
         return self._saver.waited_s() if self._saver else 0.0
@@ -257,11 +339,13 @@ class _Training:
         if self._saver is not None:
             self._saver.outcomes.clear()
         self._model.wait_for_all()
-        if way == "async_save" and self._rank == 0:
-            shutil.rmtree(self._folder / "async_save", ignore_errors=True)
+        if way != "ours" and self._rank == 0:
+            shutil.rmtree(self._folder / way, ignore_errors=True)
         self._model.wait_for_all()
 
     def close(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
         if self._saver is not None:
             self._saver.close()
         self._steps.close()

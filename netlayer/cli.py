@@ -47,6 +47,7 @@ _COMMANDS = {
     "retransmit": Lazy(
         "congestion.commands.retransmit:retransmit", "Which retransmit timers outlive which link flaps."
     ),
+    "run": Lazy("trainer.commands.run:run", "Train on nodes that may fail: found, evicted, replaced, resumed."),
     "sample": Lazy("trainer.commands.sample:sample", "Text from a checkpoint of any layout."),
     "simulate": Lazy("congestion.commands.simulate:simulate", "Congestion: flows over a fabric, packet by packet."),
     "step": Lazy("congestion.commands.step:step", "Congestion: a whole training step, what repeats itself skipped."),

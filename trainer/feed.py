@@ -3,7 +3,9 @@
 A rank copies the rows of its data-parallel place, tokens on the first pipeline stage and targets on the last; a stage
 between reads none, unless documents are packed, whose borders its attention needs. A thread does it one step ahead: the
 rows of step n + 1 leave the ring while step n computes and its gradients travel; on a GPU they pass through pinned
-memory, on a stream of their own. Held-out batches come from the loader too: an evaluation always has the same ones.
+memory, on a stream of their own. That thread also cuts them into micro-batches, masks targets and counts those that
+count, so that the training's own thread takes what is ready: a step that the host bounds would wait for every operator
+launched here. Held-out batches come from the loader too: an evaluation always has the same ones.
 
 [Note: lifetimes on a GPU] Rows are copied by the host into pinned memory, so that their slot is free at once; by the
 copy engine to the device, in order on the stream of copies; and the stream that computes waits for the event after
@@ -28,6 +30,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,11 +51,12 @@ from trainer.data.prepare import Corpus
 from trainer.data.ring import Ring, RingShape, raise_failure
 from trainer.data.sampler import Rows, Sampler
 from trainer.model.packed import NO_TARGET, Packed
-from trainer.parallel import Batches, MicroBatch, PackedBatch, ParallelModel
+from trainer.parallel import Batches, MicroBatch, ParallelModel
 from trainer.ramps import batch_size
 
 _DTYPES = {"int32": torch.int32, "uint8": torch.uint8}  # of `Rows`
-_AHEAD = 1  # steps in the queue; one more is in the reader's hands
+_AHEAD = 2
+"""Steps that are ready, at most, when one is asked for: that one, and the next."""
 
 
 class Feed(Protocol):
@@ -125,8 +129,13 @@ class SampleFeed:
     def __init__(self, job: JobConfig, corpus: Corpus | Mixture, model: ParallelModel) -> None:
         self._job, self._corpus, self._model = job, corpus, model
         self._dp, self._device = model.place.dp, model.device
-        self._packs = job.data.packing == "documents"
-        self._needs = model.is_first or model.is_last or self._packs
+        self._needs = model.is_first or model.is_last or job.data.packing == "documents"
+        self._prepare = functools.partial(
+            _batch,
+            micro_batch_size=job.batch.micro_batch_size,
+            counts=_counting(model) if job.data.masks else None,
+            device=model.device,
+        )
         self._sampler: Sampler | None = None
         self._held_out: dict[str, Sampler] = {}
         self._rings: list[Ring] = []  # of steps, and of held-out batches
@@ -160,16 +169,18 @@ class SampleFeed:
             raise ValueError(f"step {step}: batches come in the order of steps, and the next is {self._next}")
         self._next += 1
         if self._reader is not None:
-            return self._cut(self._reader.take(step))
+            batches = self._batches(self._reader.take(step))
+            self._reader.go_on()
+            return batches
         samples = self._plan.samples(step, self._dp)
         if not self._needs:
-            return self._cut(None, len(samples))
-        return self._cut(_tensors(self._sampler.read(samples), self._device))
+            return self._batches(None, len(samples))
+        return self._batches(self._prepare(self._sampler.read(samples)))
 
     def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
         if self._evaluation is not None and global_batches == self._job.evaluation.global_batches:
             for name, batch in self._evaluation.sets():
-                yield name, self._cut(batch)
+                yield name, self._batches(batch)
             return
         # A short one at a stop, or no loader: each rank reads its own.
         if not self._held_out:
@@ -179,7 +190,7 @@ class SampleFeed:
         own = range(self._dp * share, (self._dp + 1) * share)
         for name, sampler in self._held_out.items():
             rows = sampler.read_evenly(own, share * self._job.parallel.dp) if self._needs else None
-            yield name, self._cut(None if rows is None else _tensors(rows, self._device), share)
+            yield name, self._batches(None if rows is None else self._prepare(rows), share)
 
     def state(self, steps_done: int) -> Mapping[str, Any] | None:
         assert self._sampler is not None
@@ -245,8 +256,8 @@ class SampleFeed:
         if is_owner:
             self._loader = Loader(plan, ring, held_out)
         number = self._readers.index(rank)
-        self._reader = _Reader(ring, number, plan, self._dp, self._device, self._loader)
-        self._evaluation = _EvaluationReader(held_out, number, plan, self._dp, self._device, self._loader)
+        self._reader = _Reader(ring, number, plan, self._dp, self._prepare, self._device, self._loader)
+        self._evaluation = _EvaluationReader(held_out, number, plan, self._dp, self._prepare, self._loader)
 
     def _create_rings(self, shapes: Sequence[RingShape]) -> None:
         folder = self._job.data.ring_folder
@@ -254,48 +265,30 @@ class SampleFeed:
             # One after the other: the second one's room is what the first has left.
             self._rings.append(Ring.create(shape, Path(folder).expanduser() if folder else None))
 
-    def _cut(self, batch: _Batch | None, num_samples: int = 0) -> Batches:
-        """Cut a rank's samples into micro-batches."""
-        size = self._job.batch.micro_batch_size
-        scale = self._scale(batch)
+    def _batches(self, batch: _Batch | None, num_samples: int = 0) -> Batches:
+        """Return a rank's micro-batches; where targets are masked, the ranks begin to add up those that count."""
+        scale = loss_scale(self._model, batch and batch.counts_2) if self._job.data.masks else None
         if batch is None:  # of a stage that reads none: so many, and nothing in them
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-            return [(nothing, nothing)] * (num_samples // size)
-        batches: list[MicroBatch | PackedBatch] = []
-        for first in range(0, len(batch.tokens), size):
-            rows = slice(first, first + size)
-            windows = batch.tokens[rows]
-            tokens_BT, targets_BT = windows[:, :-1], windows[:, 1:]
-            if scale is None:
-                batches.append((tokens_BT, targets_BT))
-                continue
-            if batch.mask is not None:
-                targets_BT = targets_BT.masked_fill(~batch.mask[rows], NO_TARGET)
-            segments_BT = None if batch.segments is None else batch.segments[rows]
-            batches.append((tokens_BT, targets_BT, Packed(segments_BT, scale)))
-        return batches
-
-    def _scale(self, batch: _Batch | None) -> Callable[[], Tensor] | None:
-        """Start to add up what `loss_scale` needs; None where all targets count."""
-        if not self._job.data.masks:
-            return None
-        if batch is None:
-            return loss_scale(self._model, 0, 0)
-        number = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
-        return loss_scale(self._model, number, number if batch.mask is None else batch.mask.sum())
+            return [(nothing, nothing)] * (num_samples // self._job.batch.micro_batch_size)
+        if scale is None:
+            return [(tokens_BT, targets_BT) for tokens_BT, targets_BT, _ in batch.micro_batches]
+        return [
+            (tokens_BT, targets_BT, Packed(segments_BT, scale))
+            for tokens_BT, targets_BT, segments_BT in batch.micro_batches
+        ]
 
 
-def loss_scale(model: ParallelModel, number: int, num_targets: int | Tensor) -> Callable[[], Tensor]:
+def loss_scale(model: ParallelModel, counts_2: Tensor | None) -> Callable[[], Tensor]:
     """Return a call that gives rows / targets of the whole batch: [Note: targets that do not count].
 
     The ranks begin to add up now, and the call waits for it. Every rank calls this.
 
     Args:
-        number: of this rank's targets; `num_targets` of them count.
+        counts_2: this rank's targets, and how many of them count, on its device, where it is the one of those with the
+            same targets to add them, else zeros; the sum overwrites them. None: it has none to add.
     """
-    counts = model.zero().new_zeros(2)
-    if model.is_last and model.place.tp == 0:
-        counts[0], counts[1] = number, num_targets
+    counts = model.zero().new_zeros(2) if counts_2 is None else counts_2
     work = model.world.start_all_reduce(counts)
     if not model.is_last:
         # It has no loss to scale: what it computes waits for nothing.
@@ -313,27 +306,65 @@ def loss_scale(model: ParallelModel, number: int, num_targets: int | Tensor) -> 
     return scale
 
 
+def _counting(model: ParallelModel) -> Callable[[int, int], Tensor]:
+    """Return what gives `counts_2` of `loss_scale`, in memory of the host: zeros but on the rank that has the loss."""
+    # Of tensor-parallel ranks, which hold the same targets, the first counts them.
+    counts, dtype, is_cuda = model.is_last and model.place.tp == 0, model.zero().dtype, model.device.type == "cuda"
+
+    def count(number: int, num_targets: int) -> Tensor:
+        return torch.tensor([number, num_targets] if counts else [0, 0], dtype=dtype, pin_memory=is_cuda)
+
+    return count
+
+
+@dataclass(frozen=True)
 class _Batch:
-    """Rows of a rank on its device."""
+    """Rows of a rank on its device, cut into micro-batches.
 
-    def __init__(self, tokens: Tensor, segments: Tensor | None, mask: Tensor | None) -> None:
-        self.tokens, self.segments, self.mask = tokens, segments, mask
+    Args:
+        micro_batches: tokens and targets [B, T], and the number of the document of each position, if they are packed.
+        counts_2: as of `loss_scale`; None where all targets count.
+        memory: tensors that all of it lies in.
+    """
 
-    def tensors(self) -> Iterator[Tensor]:
-        return (each for each in (self.tokens, self.segments, self.mask) if each is not None)
+    micro_batches: Sequence[tuple[Tensor, Tensor, Tensor | None]]
+    counts_2: Tensor | None
+    memory: Sequence[Tensor]
 
 
-def _tensors(rows: Rows, device: torch.device) -> _Batch:
-    """Copy rows to the device; on a GPU the host does not wait, on this stream: [Note: lifetimes on a GPU]."""
+def _batch(
+    rows: Rows, *, micro_batch_size: int, counts: Callable[[int, int], Tensor] | None, device: torch.device
+) -> _Batch:
+    """Copy rows to the device and cut them; on a GPU on the current stream, and the host does not wait.
+
+    [Note: lifetimes on a GPU] says what may be used again, and when.
+
+    Args:
+        counts: gives what `loss_scale` adds up, of how many targets there are and how many of them count.
+    """
 
     def tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
         own = torch.empty(array.shape, dtype=_DTYPES[array.dtype.name], pin_memory=device.type == "cuda")
         own.numpy()[:] = array  # a copy: the rows are another step's soon
         return own.to(device, non_blocking=True).to(dtype)
 
-    segments = None if rows.segments is None else tensor(rows.segments, torch.int32)
-    mask = None if rows.mask is None else tensor(rows.mask, torch.bool)
-    return _Batch(tensor(rows.tokens, torch.int64), segments, mask)
+    windows = tensor(rows.tokens, torch.int64)
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    memory, segments, counts_2 = [windows], None, None
+    if rows.segments is not None:
+        segments = tensor(rows.segments, torch.int32)
+        memory.append(segments)
+    if counts is not None:
+        number = targets.numel()
+        if rows.mask is not None:
+            targets = targets.masked_fill(~tensor(rows.mask, torch.bool), NO_TARGET)
+            memory.append(targets)
+        num_targets = number if rows.mask is None else int(np.count_nonzero(rows.mask))
+        counts_2 = counts(number, num_targets).to(device, non_blocking=True)
+        memory.append(counts_2)
+    cuts = [slice(first, first + micro_batch_size) for first in range(0, len(windows), micro_batch_size)]
+    micro_batches = [(tokens[cut], targets[cut], None if segments is None else segments[cut]) for cut in cuts]
+    return _Batch(micro_batches, counts_2, memory)
 
 
 class _Closed(Exception):
@@ -344,17 +375,26 @@ class _Reader:
     """Takes a rank's rows out of the ring, a step ahead of the training.
 
     Args:
+        prepare: makes micro-batches on the device of rows.
         loader: to look after, on the one rank of the machine that holds it.
     """
 
     def __init__(
-        self, ring: Ring, reader: int, plan: LoaderPlan, dp: int, device: torch.device, loader: Loader | None
+        self,
+        ring: Ring,
+        reader: int,
+        plan: LoaderPlan,
+        dp: int,
+        prepare: Callable[[Rows], _Batch],
+        device: torch.device,
+        loader: Loader | None,
     ) -> None:
         self._ring, self._number, self._plan, self._dp = ring, reader, plan, dp
-        self._device, self._loader = device, loader
+        self._prepare, self._device, self._loader = prepare, device, loader
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        self._batches: queue.Queue[tuple[int, _Batch, torch.cuda.Event | None] | BaseException] = queue.Queue(_AHEAD)
+        self._batches: queue.Queue[tuple[int, _Batch, torch.cuda.Event | None] | BaseException] = queue.Queue()
+        self._allowed = threading.Semaphore(_AHEAD)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
@@ -370,21 +410,25 @@ class _Reader:
         if copied is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
-            for tensor in batch.tensors():
+            for tensor in batch.memory:
                 tensor.record_stream(current)
         return batch
 
+    def go_on(self) -> None:
+        """Read one step more. Not as one is taken: the two threads would take turns in Python while a step waits."""
+        self._allowed.release()
+
     def close(self) -> None:
         self._is_closed.set()
+        self._allowed.release()
         self._ring.reader_wakeup.wake()
-        while self._thread.is_alive():
-            with contextlib.suppress(queue.Empty):  # it may wait for room in the queue
-                self._batches.get_nowait()
-            self._thread.join(0.01)
+        self._thread.join()
 
     def _run(self) -> None:
         try:
             for step in range(self._plan.batches.first_step, self._plan.last_step + 1):
+                self._allowed.acquire()
+                self._look_after()
                 self._ring.wait(step, self._look_after)
                 self._batches.put(self._copy(step))
         except _Closed:
@@ -403,7 +447,7 @@ class _Reader:
         place, copies = self._plan.rows(step, self._dp), list[_Batch]()
 
         def copy(rows: Rows) -> None:
-            copies.append(_tensors(rows.part(place), self._device))
+            copies.append(self._prepare(rows.part(place)))
 
         if self._stream is None:
             self._ring.take(step, self._number, copy)
@@ -420,11 +464,17 @@ class _EvaluationReader:
     """Takes a rank's rows of evaluations out of their ring; arguments as of `_Reader`."""
 
     def __init__(
-        self, ring: Ring, reader: int, plan: LoaderPlan, dp: int, device: torch.device, loader: Loader | None
+        self,
+        ring: Ring,
+        reader: int,
+        plan: LoaderPlan,
+        dp: int,
+        prepare: Callable[[Rows], _Batch],
+        loader: Loader | None,
     ) -> None:
         assert plan.evaluation is not None
         self._ring, self._number, self._plan = ring, reader, plan.evaluation
-        self._rows, self._device, self._loader = plan.evaluation_rows(dp), device, loader
+        self._rows, self._prepare, self._loader = plan.evaluation_rows(dp), prepare, loader
         self._next = 1
 
     def sets(self) -> Iterator[tuple[str, _Batch]]:
@@ -442,7 +492,7 @@ class _EvaluationReader:
         self._next = item + 1
         self._ring.wait(item, partial(_look_after, self._ring, self._loader))
         batches: list[_Batch] = []
-        self._ring.take(item, self._number, lambda rows: batches.append(_tensors(rows.part(self._rows), self._device)))
+        self._ring.take(item, self._number, lambda rows: batches.append(self._prepare(rows.part(self._rows))))
         return batches[0]
 
 
@@ -454,11 +504,11 @@ def _look_after(ring: Ring, loader: Loader | None) -> None:
 
 
 def _joined(batches: Sequence[_Batch]) -> _Batch:
-    first = batches[0]
+    counts = [batch.counts_2 for batch in batches if batch.counts_2 is not None]
     return _Batch(
-        torch.cat([each.tokens for each in batches]),
-        None if first.segments is None else torch.cat([each.segments for each in batches if each.segments is not None]),
-        None if first.mask is None else torch.cat([each.mask for each in batches if each.mask is not None]),
+        [each for batch in batches for each in batch.micro_batches],
+        torch.stack(counts).sum(0) if counts else None,
+        [tensor for batch in batches for tensor in batch.memory],
     )
 
 

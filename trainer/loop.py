@@ -57,6 +57,7 @@ from trainer.notes import Notes, NotesInFlight, every_ranks, spread_losses
 from trainer.optim import build_optimizer
 from trainer.parallel import Batches, ParallelModel
 from trainer.ramps import batch_size, learning_rate
+from trainer.resilience.progress import ProgressFile
 from trainer.step import open_steps
 from trainer.stop import StopRequest
 from trainer.train import Stop
@@ -126,6 +127,7 @@ class Trainer:
         stop: says when somebody wants the training to end; None: nobody will.
         watch: says who holds up the others; None: nobody does.
         monitor: takes the events of this rank; None: they are not kept.
+        progress: tells an executor of `netlayer run` what this rank does; None: there is none.
     """
 
     def __init__(
@@ -138,9 +140,10 @@ class Trainer:
         stop: StopRequest | None = None,
         watch: Watch | None = None,
         monitor: Monitor | None = None,
+        progress: ProgressFile | None = None,
     ) -> None:
         self.job, self.seed, self.place, self.stop = job, seed, place, stop or StopRequest()
-        self.watch, self.monitor = watch, monitor
+        self.watch, self.monitor, self.progress = watch, monitor, progress
         # Read now: a cache of corpora may drop this one while its run trains on.
         self.text = checkpoint.Text.of(corpus) if isinstance(corpus, Corpus) else None
         self.num_parameters = num_parameters(job.model)
@@ -174,7 +177,8 @@ class Trainer:
     def phase(self, phrase: str) -> Iterator[None]:
         """Mark the block as slow on this rank: the watch lets the others wait for it, and the monitor times it."""
         watched = contextlib.nullcontext() if self.watch is None else self.watch.phase(phrase)
-        with watched, self._timed(_PHASES.get(phrase), phrase):
+        progress = contextlib.nullcontext() if self.progress is None else self.progress.phase(phrase)
+        with watched, progress, self._timed(_PHASES.get(phrase), phrase):
             yield
 
     def _timed(self, segment: str | None, name: str) -> contextlib.AbstractContextManager[None]:

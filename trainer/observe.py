@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ import torch.distributed as dist
 from collectives.transport.nodes import kernel_id
 from collectives.watch.align import ClockClient, ClockServer, Reference, same_host
 from collectives.watch.monitor import Monitor
+from collectives.watch.nic import NicCounters
+from collectives.watch.nvml import Nvml, uuid_of
+from collectives.watch.sampler import Sampler, Source
 from netlayer.errors import ConfigError
 from netlayer.observe.events.clocks import RankClock
 from netlayer.observe.events.schema import Counter, Mark, Origin
@@ -100,7 +103,8 @@ def monitored(context: RankContext, plan: Plan, place: RankInfo, steps_done: int
         if common.attempt:
             monitor.mark("restart", step=steps_done, count=common.attempt, from_step=steps_done)
         try:
-            yield monitor
+            with _counters(monitor, context, plan, place):
+                yield monitor
         except BaseException as exc:
             monitor.mark("failure", f"{type(exc).__name__}: {exc}")
             raise
@@ -108,6 +112,20 @@ def monitored(context: RankContext, plan: Plan, place: RankInfo, steps_done: int
             monitor.mark("run_end")
         finally:
             monitor.close()
+
+
+def _counters(
+    monitor: Monitor, context: RankContext, plan: Plan, place: RankInfo
+) -> contextlib.AbstractContextManager[object]:
+    """Have the counters of the rank's GPU sampled, and by the first rank of a host those of its NICs."""
+    opens: list[Callable[[], Source]] = []
+    if place.device.type == "cuda":
+        index = place.device.index if place.device.index is not None else torch.cuda.current_device()
+        opens.append(lambda: Nvml(uuid_of(index), f"GPU {index}"))
+    if context.env.local_rank == 0:
+        opens.append(NicCounters)
+    every_s = plan.job.observe.counters_every_s
+    return Sampler(monitor, opens, every_s) if opens and every_s else contextlib.nullcontext()
 
 
 def _agree(

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -37,6 +38,7 @@ from trainer.metrics import Sink, open_sinks
 from trainer.observe import monitored
 from trainer.parallel import further_groups
 from trainer.plan import Plan
+from trainer.resilience.progress import ProgressFile
 from trainer.stop import StopRequest, listening
 from trainer.trace import TRACE, StepTracer
 from trainer.train import Outcome, Progress
@@ -50,6 +52,7 @@ _OF_A_HOST: Any = {
     "store": True,
     "launch": True,
     "metrics": True,
+    "resilience": True,
     "observe": {"folder", "url"},
     "nccl": {"hca", "gid_index"},
 }
@@ -131,7 +134,8 @@ def _train_watched(
     model_only: bool,
 ) -> Outcome:
     """Train as one rank under its watch: load the checkpoint, run the loop, report rows, and return the outcome."""
-    trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch, monitor)
+    progress = ProgressFile.of(os.environ)
+    trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch, monitor, progress)
     if meta is not None:
         with trainer.phase("loads a checkpoint"):
             trainer.resume(meta, model_only=model_only)
@@ -144,7 +148,9 @@ def _train_watched(
     tracer = StepTracer(plan.trace, plan.out / TRACE, plan.job.parallel.layout, place.rank)
     own = plan.out / CHECKPOINTS if plan.is_shared else None
     checkpoints = plan.job.checkpoint.folder or own
-    with _Rows(context, plan, trainer.steps_done) as rows:
+    with _Rows(context, plan, trainer.steps_done, progress) as rows:
+        if progress is not None:
+            progress.begin()
         calls = rows.add_step, rows.add_evaluation, checkpoints, tracer.add, rows.warn
         ended = run(trainer, plan.job.evaluation, *calls)
         with trainer.phase("writes the trace"):
@@ -249,9 +255,11 @@ class _Rows:
 
     Args:
         first: steps that were taken before this start of the run.
+        progress: of this rank, for an executor; None: there is none.
     """
 
-    def __init__(self, context: RankContext, plan: Plan, first: int = 0) -> None:
+    def __init__(self, context: RankContext, plan: Plan, first: int = 0, progress: ProgressFile | None = None) -> None:
+        self._progress = progress
         self.steps: list[Row] = []
         self.evaluations: list[Row] = []
         self._context, self._plan, self._steps_before = context, plan, first
@@ -294,6 +302,8 @@ class _Rows:
         return None
 
     def add_step(self, row: Row) -> None:
+        if self._progress is not None:
+            self._progress.add_step(row)
         if self._is_first:
             self._first_s = self._first_s or time.monotonic()
             self.steps.append(row)

@@ -82,9 +82,11 @@ class LoaderFeed:
         device, model = self._model.device, self._model
         rows = [self._read(next(self._batches), device) for _ in range(self._count)]
         # As ours: the loss is the mean over the targets that count.
-        scale = loss_scale(
-            model, sum(mask.numel() for _, _, mask in rows), torch.stack([mask.sum() for *_, mask in rows]).sum()
-        )
+        counts_2 = model.zero().new_zeros(2)
+        if model.is_last and model.place.tp == 0:
+            counts_2[0] = sum(mask.numel() for _, _, mask in rows)
+            counts_2[1] = torch.stack([mask.sum() for *_, mask in rows]).sum()
+        scale = loss_scale(model, counts_2)
         return [
             (tokens[:, :-1], tokens[:, 1:].masked_fill(~mask, NO_TARGET), Packed(segments, scale))
             for tokens, segments, mask in rows

@@ -181,10 +181,10 @@ def measure(noise: Noise, num_steps: int, quiet_steps: int, setting: Setting) ->
             times = healthy.copy()
             times[quiet_steps:, slow] *= 1 + slowdown
             detection = detect(times)
-            suspects = {suspect.column for suspect in detection.suspects}
+            suspects = {suspect.column for suspect in detection.stragglers}
             _count(counts["ours"][at], suspects, slow)
             onset_errors[at] += [
-                abs(suspect.since - quiet_steps) for suspect in detection.suspects if suspect.column in set(slow)
+                abs(suspect.since - quiet_steps) for suspect in detection.stragglers if suspect.column in set(slow)
             ]
             gains[at].append(_step_gain(times[quiet_steps:], slow))
             for k in _NULL_K:

@@ -33,9 +33,9 @@ from netlayer.errors import CheckFailed
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
 from netlayer.observe.readers import open_evidence
-from netlayer.observe.verdicts.judge import straggler
+from netlayer.observe.verdicts.judge import find_stragglers, straggler_rows
 from netlayer.observe.verdicts.run import Run, collect
-from netlayer.observe.verdicts.straggler import MIN_STEPS, detect
+from netlayer.observe.verdicts.straggler import MIN_STEPS
 from netlayer.results import RunRecord, utc_now, write_text
 from netlayer.store.meeting import meeting_place
 from trainer.plan import Plan, prepare
@@ -60,7 +60,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class Row:
-    """One episode; steps are counted from the fault."""
+    """One episode; steps are counted from the fault.
+
+    Args:
+        wrongly_named: accused at any moment without being at fault.
+        suspected_too: others that were suspects at some moment, and not confirmed.
+        queued_share: of its own time that the median rank waited for a processor: how busy the machine was.
+    """
 
     fault: str
     rank: int | None
@@ -74,6 +80,8 @@ class Row:
     judge_s: float
     cause: str
     still_named: bool
+    suspected_too: list[int]
+    queued_share: float
 
 
 @click.command()
@@ -136,13 +144,14 @@ def episodes(rng: random.Random, ranks: int, faults: int, healthy: int, share: f
     return [Fault(kind, rng.randrange(ranks), step, share) for kind, step in zip(kinds, begins, strict=False)]
 
 
-def job_of(ranks: int, num_episodes: int) -> JobConfig:
-    """A small data-parallel job."""
+def job_of(ranks: int, num_steps: int, gc_interval: int | None = None) -> JobConfig:
+    """A small data-parallel job; `gc_interval` of its loop, None: the default."""
     tree: dict[str, Any] = {
         "model": _MODEL,
+        "loop": {} if gc_interval is None else {"gc_interval": gc_interval},
         "parallel": {"dp": ranks},
         "batch": {"global_batch_size": ranks, "micro_batch_size": 1},
-        "optimizer": {"steps": _WARM_UP_STEPS + num_episodes * _EPISODE + 1},
+        "optimizer": {"steps": num_steps},
         "evaluation": {"every_steps": 100_000, "global_batches": 1},
         "data": {"max_mib": 0.5},
     }
@@ -151,7 +160,7 @@ def job_of(ranks: int, num_episodes: int) -> JobConfig:
 
 def measure(faults: Sequence[Fault], ranks: int, folder: Path) -> list[Row]:
     """Train once with all faults one after the other, and judge each by itself."""
-    job, out = job_of(ranks, len(faults)), folder / "run"
+    job, out = job_of(ranks, _WARM_UP_STEPS + len(faults) * _EPISODE + 1), folder / "run"
     corpus = prepare(job, ranks, 0, folder)
     out.mkdir()
     with meeting_place() as place:
@@ -169,28 +178,30 @@ def _rows(run: Run, first: int, stop: int) -> Run:
         steps=run.steps[rows],
         step_s=run.step_s[rows],
         own_s=run.own_s[rows],
+        queued_s=run.queued_s[rows],
         segments={name: times[rows] for name, times in run.segments.items()},
         step_end_ns=run.step_end_ns[rows],
+        attempts=run.attempts[rows],
         collectives=None,
     )
 
 
 def _judge(run: Run, fault: Fault, out: Path) -> Row:
     """Judge an episode after each of its steps, as a reader of growing streams would."""
-    wrong, first, judge_s, cause, still = set[int](), None, 0.0, "", False
+    wrong, suspected, first, judge_s, cause, still = set[int](), set[int](), None, 0.0, "", False
     for row in range(MIN_STEPS, len(run.steps)):
         begin = time.perf_counter()
         seen = _rows(run, run.steps[0], run.steps[row] + 1)
-        detection = detect(seen.own_s, seen.stages)
+        detection = find_stragglers(seen)
         judge_s = max(judge_s, time.perf_counter() - begin)
-        named = {run.ranks[suspect.column] for suspect in detection.suspects}
+        named = {run.ranks[suspect.column] for suspect in detection.stragglers}
+        suspected |= {run.ranks[suspect.column] for suspect in detection.suspects} - named
         at_fault = {fault.rank} if fault.kind != "none" and run.steps[row] >= fault.step else set()
         wrong |= named - at_fault
         still = bool(named & at_fault)
         if still and first is None:
             first = row
-            rows = straggler(seen, detection).rows
-            cause = next(str(one["cause"]) for one in rows if one["rank"] == fault.rank)
+            cause = next(one.cause for one in straggler_rows(seen, detection) if one.rank == fault.rank)
     steps = seconds = None
     if first is not None:
         steps = run.steps[first] - fault.step + 1
@@ -201,7 +212,13 @@ def _judge(run: Run, fault: Fault, out: Path) -> Row:
     return Row(
         fault.kind, fault.rank if is_faulty else None, fault.step, fault.share if is_faulty else 0.0, step_s, right,
         sorted(wrong), steps, seconds, judge_s, cause, still,
+        sorted(suspected - ({fault.rank} if is_faulty else set())), _queued_share(run),
     )  # fmt: skip
+
+
+def _queued_share(run: Run) -> float:
+    """Share of its own time in which the median rank waited for a processor."""
+    return float(np.median(np.nansum(run.queued_s, axis=0) / np.nansum(run.own_s, axis=0)))
 
 
 # In the ranks.

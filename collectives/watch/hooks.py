@@ -8,13 +8,14 @@
         loss.backward()
         optimizer.step()
 
-Our own wrappers need no hooks for their collectives: give them a `Recorder`, and the monitor `follow`s it. What is not
-seen: DDP's all-reduces, which C++ launches (torch's Flight Recorder has them), and what a graph or `torch.compile`
-takes in whole.
+Our own wrappers need no hooks for their collectives: give them a `Recorder`, and the monitor `follow`s it. DDP's
+all-reduces and what a program calls of torch.distributed are seen where `collectives=True` asks for it
+(`collectives.watch.c10d`). What is not seen: what a graph or `torch.compile` takes in whole.
 
 [Note: the end of a backward pass] A backward pass begins at the gradient of the model's output and ends with the last
 of autograd's final callbacks: those of the wrappers (DDP's wait for its reductions, FSDP2's for its scatters) are
-queued during the pass, so ours queues itself once more when it is called, and comes after them.
+queued during the pass, so ours queues itself once more when it is called, and comes after them. Between its two calls
+lies the wait for the last reductions, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collectives.watch.c10d import TimedCollectives
 from collectives.watch.monitor import Monitor
 from collectives.watch.recorder import Recorder
 
@@ -43,6 +45,8 @@ class Attachment:
         model: the outermost module, the one that the training calls.
         optimizer: whose steps are timed; None: none.
         recorder: times the collectives of FSDP2 where the model has some; None: one of its own.
+        collectives: time DDP's all-reduces and the collectives of torch.distributed that the program calls, too. Not
+            beside our own wrappers, whose collectives the monitor has from their recorder.
     """
 
     def __init__(
@@ -51,8 +55,12 @@ class Attachment:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         recorder: Recorder | None = None,
+        *,
+        collectives: bool = False,
     ) -> None:
         self._monitor = monitor
+        self._reduction = "all_reduce" if isinstance(model, nn.parallel.DistributedDataParallel) else ""
+        self._waiting: _Segment | None = None
         self._forward: list[_Segment] = []
         self._backward: _Segment | None = None
         self._stepping: _Segment | None = None
@@ -70,9 +78,17 @@ class Attachment:
         parameter = next(model.parameters(), None)
         device = "cpu" if parameter is None else parameter.device
         self.recorder = recorder or Recorder(device)
+        self._c10d = TimedCollectives(monitor, self.recorder) if collectives else None
         self.num_timed = self._time_collectives(model)
         """Groups of FSDP2 whose collectives are timed."""
         if self.num_timed:
+            self._reduction = "reduce_scatter"
+        if self._c10d is not None:
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                self._c10d.hook_ddp(model)
+            self._c10d.replace_functions()
+            self._removes.append(self._c10d.remove)
+        if self.num_timed or self._c10d is not None:
             monitor.follow(self.recorder)
 
     def remove(self) -> None:
@@ -112,9 +128,19 @@ class Attachment:
         self._backward = segment
         self._num_backward += 1
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self._end_backward))
+
+        def computed() -> None:
+            if self._reduction:
+                self._waiting = self._monitor.segment("wait", self._reduction)
+                self._waiting.__enter__()
+            queue(self._end_backward)
+
+        queue(computed)
 
     def _end_backward(self) -> None:
+        if self._waiting is not None:
+            self._waiting.__exit__(None, None, None)
+            self._waiting = None
         if self._backward is not None:
             self._backward.__exit__(None, None, None)
             self._backward = None
@@ -140,14 +166,15 @@ class Attachment:
         return number
 
     def _time_comm(self, comm: Any, kind: str) -> None:
-        plain, recorder = type(comm), self.recorder
+        plain, recorder, c10d = type(comm), self.recorder, self._c10d
 
         def timed(self: Any, output_tensor: Tensor, input_tensor: Tensor, group: Any, *args: Any, **kwargs: Any) -> Any:
             if "fsdp" not in recorder.groups and group is not None:
                 recorder.groups["fsdp"] = torch.distributed.get_process_group_ranks(group)
             whole = max(output_tensor.nbytes, input_tensor.nbytes)
             capturing = output_tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-            with contextlib.nullcontext() if capturing else recorder.launching("fsdp", kind, whole):
+            timed_here = contextlib.nullcontext() if capturing else recorder.launching("fsdp", kind, whole)
+            with contextlib.nullcontext() if c10d is None else c10d.untimed(), timed_here:
                 return plain.__call__(self, output_tensor, input_tensor, group, *args, **kwargs)
 
         # A class of its own, so that FSDP2 finds an instance of the class that it expects.
@@ -164,9 +191,11 @@ def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     recorder: Recorder | None = None,
+    *,
+    collectives: bool = False,
 ) -> Attachment:
     """Have a monitor time a model's passes and an optimiser's steps; arguments as in `Attachment`."""
-    return Attachment(monitor, model, optimizer, recorder)
+    return Attachment(monitor, model, optimizer, recorder, collectives=collectives)
 
 
 def _tensors(output: object) -> list[Tensor]:

@@ -41,8 +41,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collectives.clock import TimeBase, has_happened, take_mark
+from collectives.watch.processor import ProcessorWait
 from netlayer.observe.events.clocks import RankClock
 from netlayer.observe.events.schema import (
+    PROCESSOR_WAIT,
     SEGMENTS,
     Counter,
     Event,
@@ -90,6 +92,7 @@ class _Timed:
     start: TimeMark
     end: TimeMark
     attributes: Mapping[str, Any] | None
+    processor_wait_ns: int | None = None
 
 
 _Entry = Any  # _Timed, Mark, Counter, StepComm or Collective
@@ -134,6 +137,9 @@ class Monitor:
         self._group_texts: dict[str, str | None] = {}
         self._time_base: TimeBase | None = None
         self._gc_start_ns = 0
+        self._processor_wait = ProcessorWait()
+        self._ready_ns: int | None = None  # reading at the step's begin
+        self._ready_in_waits_ns = 0
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="netlayer-monitor", daemon=True)
@@ -187,11 +193,14 @@ class Monitor:
             attributes: further facts.
         """
         by_events = self._by_events and not on_host
+        ready_ns = self._processor_wait.ns() if kind == "wait" and not by_events else None
         start = take_mark(by_events)
         try:
             yield
         finally:
             end = take_mark(by_events) if start is not None else None
+            if ready_ns is not None:
+                self._ready_in_waits_ns += max(0, (self._processor_wait.ns() or 0) - ready_ns)
             if start is not None and end is not None:
                 self._ring.add(
                     _Timed(
@@ -222,6 +231,10 @@ class Monitor:
         start_ns = now_ns if since_ns is None else since_ns
         self._ring.add(Counter(self.origin, name, start_ns, now_ns, value, unit, self.open_step))
 
+    def add(self, event: Counter | Mark) -> None:
+        """Take an event that another thread has made, on this rank's clock."""
+        self._ring.add(event)
+
     def follow(self, recorder: Recorder) -> None:
         """Take what a recorder records, too: steps, computations, collectives and waits. One monitor a recorder."""
         self._recorders.append(recorder)
@@ -229,10 +242,13 @@ class Monitor:
 
     def add_step(self, comm: StepComm) -> None:
         """Take a recorded step: of `Recorder.observer`."""
-        self._ring.add(comm, 1 + len(comm.collectives) + len(comm.waits) + len(comm.computations))
+        is_counted = comm.processor_wait_ns is not None
+        self._ring.add(comm, 1 + is_counted + len(comm.collectives) + len(comm.waits) + len(comm.computations))
 
     def add_collective(self, collective: Collective) -> None:
-        """Take a collective outside of steps: of `Recorder.observer`."""
+        """Take a collective outside of the recorder's steps, of `Recorder.observer`; of this monitor's step, if any."""
+        if collective.step is None:
+            collective.step = self._step
         self._ring.add(collective)
 
     def flush(self, timeout_s: float = _CLOSE_S) -> bool:
@@ -360,21 +376,20 @@ class Monitor:
         if isinstance(entry, Mark | Counter):
             return [entry]
         if isinstance(entry, _Timed):
-            return [
-                Segment(
-                    self.origin,
-                    entry.segment,
-                    entry.name,
-                    self._ns(entry.start),
-                    self._ns(entry.end),
-                    entry.step,
-                    entry.micro_batch,
-                    entry.chunk,
-                    entry.timing,
-                    entry.lane,
-                    attributes=entry.attributes,
-                )
-            ]
+            segment = Segment(
+                self.origin,
+                entry.segment,
+                entry.name,
+                self._ns(entry.start),
+                self._ns(entry.end),
+                entry.step,
+                entry.micro_batch,
+                entry.chunk,
+                entry.timing,
+                entry.lane,
+                attributes=entry.attributes,
+            )
+            return [segment, *self._waited_for_processor(segment, entry.processor_wait_ns)]
         if hasattr(entry, "collectives"):
             return list(self._step_events(entry))
         return [self._collective(entry)]
@@ -384,7 +399,7 @@ class Monitor:
         timing = "device" if self._by_events else "host"
         is_graph = any(done.name == _GRAPH for done in comm.computations)
         begin, end = comm.marks
-        yield Segment(
+        step = Segment(
             self.origin,
             "step",
             "step",
@@ -394,6 +409,8 @@ class Monitor:
             timing="graph" if is_graph else timing,
             lane="step",
         )
+        yield step
+        yield from self._waited_for_processor(step, comm.processor_wait_ns, comm.processor_wait_before_ns)
         for done in comm.computations:
             labels = dict(done.labels)
             yield Segment(
@@ -430,6 +447,13 @@ class Monitor:
                 )
         for one in comm.collectives:
             yield self._collective(one)
+
+    def _waited_for_processor(self, step: Segment, wait_ns: int | None, before_ns: int = 0) -> Iterator[Counter]:
+        """Counter of what the training thread waited for a processor in a step; none where that is not known."""
+        if wait_ns is not None:
+            facts = {"before_s": before_ns / 1e9, "timing": step.timing}
+            times = step.start_ns, step.end_ns
+            yield Counter(self.origin, PROCESSOR_WAIT, *times, wait_ns / 1e9, "s", step.step, attributes=facts)
 
     def _collective(self, one: Collective) -> Segment:
         """Segment of a collective; where its end is not known, that of its launch, and an attribute says so."""
@@ -476,9 +500,18 @@ class Monitor:
 
     def _close_step(self, mark: TimeMark | None) -> None:
         start, self._step_start = self._step_start, None
+        ready_ns, last_ns = self._processor_wait.ns(), self._ready_ns
+        self._ready_ns = ready_ns
+        in_waits_ns, self._ready_in_waits_ns = self._ready_in_waits_ns, 0
         if start is not None and mark is not None:
             timing = "device" if self._by_events else "host"
-            self._ring.add(_Timed("step", "step", self._step, None, None, "step", timing, start, mark, None))
+            waited_ns = None
+            if ready_ns is not None and last_ns is not None and ready_ns >= last_ns:
+                waited_ns = max(0, ready_ns - last_ns - in_waits_ns)
+            self._ring.add(
+                _Timed("step", "step", self._step, None, None, "step", timing, start, mark, None, waited_ns),
+                1 + (waited_ns is not None),
+            )
 
     def _on_collection(self, phase: str, info: Mapping[str, int]) -> None:
         """Time Python's garbage collection: it holds up whoever launches, and at other moments on every rank."""

@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from collectives.clock import TimeBase, has_happened, is_before, seconds_between, take_mark, union
+from collectives.watch.processor import ProcessorWait
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +121,10 @@ class StepComm:
 
     step: int
     collectives: list[Collective] = field(default_factory=list)
+    processor_wait_ns: int | None = None
+    """For which the host's thread was ready and had no processor, on the CPU outside of waits; None: not known."""
+    processor_wait_before_ns: int = 0
+    """The same since the end of the step before."""
     _marks: list[Mark] = field(default_factory=list, repr=False)
     _waits: list[Wait] = field(default_factory=list, repr=False)
     _computed: list[Computation] = field(default_factory=list, repr=False)
@@ -280,6 +285,9 @@ class Recorder:
         self._latest: deque[Collective] = deque(maxlen=_NUM_EARLIER)
         """Launched since the last step began."""
         self._time_base: TimeBase | None = None
+        self._processor_wait = ProcessorWait()
+        self._ready_ns: int | None = None  # reading at the end of the step before
+        self._ready_in_waits_ns = 0
 
     @property
     def step(self) -> int | None:
@@ -297,6 +305,7 @@ class Recorder:
         earlier = [collective for collective in self._latest if not collective.wait_start_ns]
         self._latest.clear()
         self._open = StepComm(step, _earlier=earlier, _time_base=self._time_base)
+        self._read_processor_wait(self._open, is_begin=True)
         self._open._marks.append(self._step_mark())
 
     def end_step(self) -> StepComm:
@@ -305,6 +314,7 @@ class Recorder:
             raise RuntimeError("end_step() without begin_step()")
         done, self._open = self._open, None
         done._marks.append(self._step_mark())
+        self._read_processor_wait(done, is_begin=False)
         self.steps.append(done)
         if self.observer is not None:
             self.observer.add_step(done)
@@ -335,10 +345,14 @@ class Recorder:
         labels: Labels | None = None,
         flow: str = "",
         stream: torch.cuda.Stream | None = None,
+        ends_later: bool = False,
     ) -> Iterator[Collective]:
         """Record the call in the block, which launches a collective; arguments as in `Collective`.
 
         On CUDA it runs on `stream`; None: on the one that is current.
+
+        Args:
+            ends_later: whoever launches it sets `end`; nobody waits for it by `waiting`.
         """
         self._counts[group, kind] += 1
         self._numbers[group, kind] += 1  # apart: `reset` leaves them, for they are compared between ranks
@@ -350,7 +364,7 @@ class Recorder:
         collective.launch_start_ns = time.perf_counter_ns()
         collective.start = take_mark(True, stream) if self._by_events else collective.launch_start_ns
         yield collective
-        if self._by_events:
+        if self._by_events and not ends_later:
             collective.end = take_mark(True, stream)
         collective.launch_end_ns = time.perf_counter_ns()
         if self._open is None and self.observer is not None:
@@ -360,8 +374,11 @@ class Recorder:
     def waiting(self, collective: Collective) -> Iterator[None]:
         """Record the wait in the block: the host's, or the one that it puts into the compute stream."""
         collective.wait_start_ns = time.perf_counter_ns()
+        ready_ns = None if self._by_events else self._processor_wait.ns()
         with self._timing() as marks:
             yield
+        if ready_ns is not None:
+            self._ready_in_waits_ns += (self._processor_wait.ns() or ready_ns) - ready_ns
         collective.wait_end_ns = time.perf_counter_ns()
         if self._open and len(marks) == 2:
             self._open._waits.append(Wait(collective, *marks))
@@ -383,6 +400,19 @@ class Recorder:
         end = take_mark(self._by_events) if start is not None else None
         if start is not None and end is not None:
             marks += [start, end]
+
+    def _read_processor_wait(self, comm: StepComm, *, is_begin: bool) -> None:
+        """Set what the step waited for a processor; between two steps of one thread what it waited before."""
+        now_ns, last_ns = self._processor_wait.ns(), self._ready_ns
+        self._ready_ns = now_ns
+        in_waits_ns, self._ready_in_waits_ns = self._ready_in_waits_ns, 0
+        if now_ns is None or last_ns is None or now_ns < last_ns:  # the first reading, or another thread's
+            return
+        waited_ns = max(0, now_ns - last_ns - in_waits_ns)
+        if is_begin:
+            comm.processor_wait_before_ns = waited_ns
+        else:
+            comm.processor_wait_ns = waited_ns
 
     def _step_mark(self) -> Mark:
         mark = take_mark(self._by_events)

@@ -11,6 +11,7 @@ from netlayer import lazy_names
 
 if TYPE_CHECKING:
     from netlayer.config.observe import ObserveConfig as ObserveConfig
+    from netlayer.config.resilience import ResilienceConfig as ResilienceConfig
     from netlayer.config.tree import BatchConfig as BatchConfig
     from netlayer.config.tree import CheckpointConfig as CheckpointConfig
     from netlayer.config.tree import ClusterConfig as ClusterConfig
@@ -52,6 +53,7 @@ __all__ = [
     "OverlapConfig",
     "ParallelConfig",
     "PricesConfig",
+    "ResilienceConfig",
     "RopeScalingConfig",
     "Section",
     "StoreConfig",
@@ -80,6 +82,7 @@ __getattr__ = lazy_names(
         "OverlapConfig": ".tree",
         "ParallelConfig": ".tree",
         "PricesConfig": ".tree",
+        "ResilienceConfig": ".resilience",
         "RopeScalingConfig": ".tree",
         "Section": ".tree",
         "StoreConfig": ".tree",

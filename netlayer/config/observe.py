@@ -33,6 +33,13 @@ class ObserveConfig(Section):
     )
     max_file_mib: int = Field(16, ge=1, description="size after which a rank's next file begins")
     max_files: int = Field(16, ge=2, description="files of a rank; the oldest go first, and what is lost is counted")
+    counters_every_s: float = Field(
+        1.0,
+        ge=0,
+        le=3600,
+        description="seconds between two readings of the GPU's (power, clock, throttling, NVLink) and the host's NICs' "
+        "counters; 0: none are read",
+    )
     clock_every_s: float = Field(
         30.0, ge=1, description="seconds between two comparisons of a rank's clock with rank 0's"
     )

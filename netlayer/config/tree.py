@@ -18,6 +18,7 @@ from netlayer.config.launch import StoreConfig as StoreConfig
 from netlayer.config.observe import ObserveConfig
 from netlayer.config.parallel import ParallelConfig as ParallelConfig
 from netlayer.config.renamed import with_new_keys
+from netlayer.config.resilience import ResilienceConfig
 from netlayer.config.section import Section as Section
 from netlayer.errors import ConfigError
 from netlayer.units import parse_rate, parse_size
@@ -524,6 +525,9 @@ class JobConfig(Section):
     watch: WatchConfig = Field(default_factory=WatchConfig, description="who is named when ranks hang")
     observe: ObserveConfig = Field(default_factory=ObserveConfig, description="events of every rank")
     nccl: NcclConfig = Field(default_factory=NcclConfig, description="what NCCL's InfiniBand transport is told")
+    resilience: ResilienceConfig = Field(
+        default_factory=ResilienceConfig, description="faults and restarts of netlayer run"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from netlayer.layout import describe_ranks
 from netlayer.observe.blame import Blame
+from netlayer.observe.events import Mark
 from netlayer.observe.readers import EvidenceFiles
-from netlayer.observe.verdicts.judge import Verdict, judge
+from netlayer.observe.verdicts.judge import judge
 from netlayer.observe.verdicts.run import Run, collect
 from netlayer.observe.verdicts.straggler import Detection
 from netlayer.observe.verdicts.timeline import timeline_of
+from netlayer.observe.verdicts.verdict import Verdict
 from netlayer.observe.verdicts.what_if import WhatIf, analyse
 from netlayer.printing import printable
 
@@ -109,7 +112,7 @@ def record_rows(report: RunReport) -> list[dict[str, Any]]:
         {"table": "verdict", "subject": verdict.subject, "state": verdict.state, "line": verdict.line}
         for verdict in report.verdicts
     ]
-    rows += [{"table": verdict.subject, **row} for verdict in report.verdicts for row in verdict.rows]
+    rows += [{"table": verdict.subject, **asdict(row)} for verdict in report.verdicts for row in verdict.rows]
     if report.what_if:
         what_if = report.what_if
         rows.append({
@@ -137,6 +140,8 @@ def build_page(report: RunReport, title: str) -> Report:
     alarms = report.alarms
     if alarms:
         page.verdict("WARN", "; ".join(printable(verdict.line) for verdict in alarms)[:400])
+    elif suspected := [verdict for verdict in report.verdicts if verdict.state == "suspected"]:
+        page.verdict("NO VERDICT", "; ".join(printable(verdict.line) for verdict in suspected)[:400])
     elif any(verdict.state == "cannot tell" and verdict.subject == "straggler" for verdict in report.verdicts):
         page.verdict("NO VERDICT", "which rank is slow cannot be told from this evidence")
     else:
@@ -180,7 +185,8 @@ def _map_section(page: Report, report: RunReport) -> None:
     ]
     section = page.section(
         "Heat map",
-        "Own time of each rank (its step without waits for others) against the median of the ranks with equal work.",
+        "Own time of each rank (its step without waits for others or for a processor) against the median of the ranks "
+        "with equal work.",
         source="measured",
     )
     omitted = f"{len(columns)} of {len(run.ranks)} ranks, the slowest first" if len(columns) < len(run.ranks) else ""
@@ -267,7 +273,7 @@ def _table_sections(page: Report, report: RunReport) -> None:
     }
     for verdict in report.verdicts:
         if verdict.rows:
-            frame = pd.DataFrame([{key: _text(value) for key, value in row.items()} for row in verdict.rows])
+            frame = pd.DataFrame([{key: _text(value) for key, value in asdict(row).items()} for row in verdict.rows])
             page.section(titles[verdict.subject], printable(verdict.line), source="measured").table(frame)
 
 
@@ -275,16 +281,27 @@ def _end(page: Report, report: RunReport) -> None:
     import pandas as pd
 
     run = report.run
+    # What all ranks say alike is one row.
+    ranks: dict[tuple[Any, ...], list[int]] = {}
+    for mark in run.marks:
+        text = printable((mark.text or _reason(mark))[:300])
+        key = mark.name, mark.step, mark.origin.attempt, printable(mark.origin.host or ""), text
+        ranks.setdefault(key, []).extend([] if mark.origin.rank is None else [mark.origin.rank])
     mark_rows = [
-        (mark.name, mark.step, mark.origin.rank, mark.origin.host or "", printable((mark.text or "")[:300]))
-        for mark in run.marks[:_MOST_MARKS]
+        (name, step, describe_ranks(sorted(set(of))) if of else "", host, text)
+        for (name, step, _, host, text), of in list(ranks.items())[:_MOST_MARKS]
     ]
     section = page.section("Evidence", "Where this comes from, and what could not be read.", source="measured")
     section.keyvalues({"files": report.kinds or "none", "marks": dict(run.num_marks) or "none"})
     if mark_rows:
-        section.table(pd.DataFrame(mark_rows, columns=["mark", "step", "rank", "host", "text"]))
+        section.table(pd.DataFrame(mark_rows, columns=["mark", "step", "ranks", "host", "text"]))
     for note in report.notes[:_MOST_MARKS]:
         section.note(printable(note))
+
+
+def _reason(mark: Mark) -> str:
+    facts = mark.attributes or {}
+    return ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
 
 
 def _text(value: Any) -> Any:

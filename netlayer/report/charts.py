@@ -22,6 +22,7 @@ from netlayer.report.theme import ON_BRIGHT, ON_DARK, SCALE
 HEIGHT = 300
 _MARKED_POINTS = 40
 _LABELLED_BARS = 12
+_LABELLED_COLUMNS = 16  # more of them are narrower than a number
 _LABELLED_CELLS = 240
 
 
@@ -213,7 +214,7 @@ def heatmap(
     colour = alt.Color("value:Q", scale=shades, legend=legend)
     base = base.encode(tooltip=[*pair, *marks.tooltip({"value": value}, None)])
     layers = [base.mark_rect().encode(color=colour)]
-    if len(data.frame) <= _LABELLED_CELLS:
+    if len(data.frame) <= _LABELLED_CELLS and data.frame["x"].nunique() <= _LABELLED_COLUMNS:
         bright = alt.datum.value > _middle(data.frame["value"], value.log)
         ink = alt.when(bright).then(alt.value(ON_BRIGHT)).otherwise(alt.value(ON_DARK))
         layers.append(base.mark_text(fontSize=11).encode(text="value_text:N", color=ink))

@@ -171,18 +171,26 @@ def _ping(url: str) -> None:
 
 
 def _loopback_url() -> str:
-    """Return a TCPStore address on a port that is free, and that no outgoing connection is given meanwhile.
+    """Return a TCPStore address on a free port."""
+    return f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+
+
+def free_port(address: str) -> int:
+    """Return a port that is free at an address of this host, and that no outgoing connection is given meanwhile.
 
     Rank 0 listens there seconds later, once it has imported torch: a port that the kernel hands out by itself may then
     belong to a connection of any process of the host (EADDRINUSE).
+
+    Raises:
+        OSError: the address is none of this host.
     """
     for port in random.SystemRandom().sample(_fixed_ports(), 50):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return f"tcp://127.0.0.1:{port}"
+            probe.bind((address, port))
+            return port
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 def _fixed_ports() -> Sequence[int]:

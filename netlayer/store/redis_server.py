@@ -115,6 +115,15 @@ class EmbeddedRedis:
     def _socket(self) -> Path:
         return self.directory / "redis.sock"
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the server is there; one that ended by itself, or was killed, can be started again after `close`."""
+        if self._guard is None or self._guard.stdout is None or self._guard.stdout.closed:
+            return False
+        word_of_guard = select.poll()
+        word_of_guard.register(self._guard.stdout, select.POLLIN)
+        return not word_of_guard.poll(0)  # the guard speaks, or ends, only when the server has ended
+
     def start(self) -> EmbeddedRedis:
         """Start the server and return when it answers."""
         if self._finalizer is not None and self._finalizer.alive:

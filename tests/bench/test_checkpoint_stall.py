@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.checkpoint_stall import WAYS, SaveRow, command, table
+from bench.checkpoint_stall import USUAL_WAYS, SaveRow, command, table
+from netlayer.errors import NetlayerError
 
 
 @pytest.mark.slow(minutes=2)
@@ -20,9 +21,19 @@ def test_both_ways_save_in_turns(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0
     rows = json.loads(record.read_text())["rows"]
-    assert [(row["way"], row["turn"]) for row in rows] == [(way, turn) for turn in range(2) for way in WAYS]
+    assert [(row["way"], row["turn"]) for row in rows] == [(way, turn) for turn in range(2) for way in USUAL_WAYS]
     assert all(row["save_s"] > 0 and row["gib"] > 0 for row in rows)
     assert [path.name[:5] for path in (tmp_path / "out" / "ours").iterdir()] == ["step-"] * 2
+
+
+@pytest.mark.parametrize(("ways", "code"), [("ours,theirs", 2), ("nvrx", 3)])
+def test_a_way_that_is_none_or_not_installed_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ways: str, code: int
+) -> None:
+    monkeypatch.setattr("bench.checkpoint_stall.importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(NetlayerError, match="--ways") as failed:
+        CliRunner().invoke(command, ["--folder", str(tmp_path), "--ways", ways], catch_exceptions=False)
+    assert failed.value.exit_code == code
 
 
 def test_a_table_has_a_line_for_each_way() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.accept.evidence.gpu import identity, xid
+from bench.accept.evidence.gpu import identity
+from collectives.health import xid
 
 # Numbers whose action is well known, each with the verdict that it must have.
 DRAINS = (46, 48, 62, 64, 79, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158)

@@ -72,8 +72,53 @@ def ddp_is_seen_by_its_passes(rank: int, world_size: int) -> None:
     model(torch.randn(4, 8))
     monitor.close()
     check_passes(kept)
-    gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    assert len(gradients) == 4
+    waits = [each for each in kept.events if isinstance(each, Segment) and each.segment == "wait"]
+    # Every backward pass ends with the wait for the reductions, and nothing comes after it.
+    ends = {each.end_ns for each in kept.events if isinstance(each, Segment) and each.segment == "backward"}
+    assert [each.name for each in waits] == ["all_reduce"] * 4
+    assert all(any(0 <= end - each.end_ns < 50_000_000 for end in ends) for each in waits)
+
+
+def ddp_and_plain_collectives_are_seen_when_asked(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain, timed = network(), network()
+    timed.load_state_dict(plain.state_dict())
+    reference = DistributedDataParallel(plain)
+    kept, model = Kept(), DistributedDataParallel(timed)
+    monitor = Monitor(kept, Origin(rank=rank), interval_s=600)
+    functions = [dist.all_reduce, dist.all_gather, dist.barrier]
+    attached = attach(monitor, model, collectives=True)
+    batch = torch.randn(4, 8) + rank
+    monitor.step(1)
+    model(batch).square().mean().backward()
+    monitor.step(2)
+    total = torch.full((3,), float(rank))
+    dist.all_reduce(total)
+    work = dist.all_gather([torch.empty(2) for _ in range(world_size)], torch.ones(2), async_op=True)
+    assert work is not None
+    work.wait()
+    dist.barrier()
+    monitor.end_step()
+    attached.remove()
+    assert [dist.all_reduce, dist.all_gather, dist.barrier] == functions
+    reference(batch).square().mean().backward()
+    model.zero_grad()
+    model(batch).square().mean().backward()  # after the hooks are gone: reduced, and not timed
+    monitor.close()
+    assert total[0] == sum(range(world_size))
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    found = [each for each in kept.events if isinstance(each, Segment) and each.segment == "collective"]
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4
+    assert [(each.step, each.group, each.name, each.bytes, each.group_ranks) for each in found] == [
+        (1, "ddp", "all_reduce", size, f"0:{world_size}:1"),
+        (2, "world", "all_reduce", 12, f"0:{world_size}:1"),
+        (2, "world", "all_gather", 8 * world_size, f"0:{world_size}:1"),
+        (2, "world", "barrier", 0, f"0:{world_size}:1"),
+    ]
+    assert all(each.attributes is None and each.start_ns < each.end_ns for each in found)
+    waits = [(each.step, each.name) for each in kept.events if isinstance(each, Segment) and each.segment == "wait"]
+    assert waits == [(1, "all_reduce"), (2, "all_reduce"), (2, "barrier")]
 
 
 def fsdp2_is_seen_with_its_collectives(rank: int, world_size: int) -> None:
@@ -149,6 +194,7 @@ def clocks_of_one_host_are_exact(rank: int, world_size: int) -> None:
 
 CASES = [
     ddp_is_seen_by_its_passes,
+    ddp_and_plain_collectives_are_seen_when_asked,
     fsdp2_is_seen_with_its_collectives,
     our_wrapper_is_seen_by_its_recorder,
     clocks_of_one_host_are_exact,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from collectives import Recorder, StepComm
 from collectives.clock import TimeBase, take_mark
+from collectives.watch.processor import ProcessorWait
 from collectives.watch.recorder import _Busy
 
 
@@ -132,6 +134,35 @@ def test_a_collective_that_was_waited_for_is_not_under_way_in_later_steps() -> N
         recorder.end_step()
     recorder.begin_step(3)
     assert list(recorder.end_step()._earlier) == [prefetched]
+
+
+def test_a_step_says_what_it_waited_for_a_processor_outside_of_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([100, 150, 155, 175, 200, 230])
+    monkeypatch.setattr("collectives.watch.processor.ProcessorWait.ns", lambda _self: next(readings))
+    recorder = Recorder()
+    recorder.begin_step(1)
+    with recorder.launching("g", "all_reduce", 1) as collective:
+        pass
+    with recorder.waiting(collective):
+        pass
+    first = recorder.end_step()
+    recorder.begin_step(2)
+    second = recorder.end_step()
+    # 75 in all, 5 of them while it waited for its peers; then 25 between the steps.
+    assert (first.processor_wait_ns, first.processor_wait_before_ns) == (70, 0)
+    assert (second.processor_wait_ns, second.processor_wait_before_ns) == (30, 25)
+
+
+@pytest.mark.parametrize("text", [None, "", "nothing\n", "5\n"])
+def test_a_kernel_without_the_count_says_nothing(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "schedstat").write_text(text)
+    assert ProcessorWait(str(tmp_path / "schedstat")).ns() is None
+
+
+def test_the_wait_for_a_processor_is_the_second_number(tmp_path: Path) -> None:
+    (tmp_path / "schedstat").write_text("22865358 32752482 19\n")
+    assert ProcessorWait(str(tmp_path / "schedstat")).ns() == 32752482
 
 
 def test_counts_go_on_outside_steps_until_reset() -> None:

@@ -229,6 +229,16 @@ def test_a_missing_file_is_named(written: Path) -> None:
         open_checkpoint(written)
 
 
+def test_one_of_ours_without_its_facts_is_not_taken_for_one_of_torch(written: Path, tmp_path: Path) -> None:
+    """`meta.json` is written last: without it nobody knows whether the rest is whole. torch's own has none."""
+    (written / "meta.json").unlink()
+    with pytest.raises(ConfigError, match=r"lacks meta\.json, which its run has written last; take another"):
+        open_checkpoint(written)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    with open_checkpoint(tmp_path / "plain") as checkpoint:
+        assert checkpoint.names() == ["w"]
+
+
 def test_what_is_there_is_not_overwritten_and_a_failure_leaves_nothing(written: Path) -> None:
     with pytest.raises(ConfigError, match="is there already"):
         write_checkpoint(written, [], job_of())

@@ -168,9 +168,9 @@ def test_on_a_gpu_gradients_of_weights_are_not_rounded(num_passes: int, again: b
     seen: list[tuple[Tensor, Tensor]] = []
     add_matmul = gemm.add_matmul
 
-    def noted(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, *, tuned: bool) -> None:
+    def noted(sum_NK: Tensor, a_NM: Tensor, b_MK: Tensor, is_first: bool, **settings: Any) -> None:
         before = torch.zeros_like(sum_NK).double() if is_first else sum_NK.double()
-        add_matmul(sum_NK, a_NM, b_MK, is_first, tuned=tuned)
+        add_matmul(sum_NK, a_NM, b_MK, is_first, **settings)
         seen.append((sum_NK.double(), before + a_NM.double() @ b_MK.double()))
 
     with mock.patch.object(gemm, "add_matmul", noted):

@@ -106,6 +106,12 @@ def read_trailer(size: int, read: Read) -> tuple[str, list[Extent]]:
     return digest(text), _parse(text, size)
 
 
+def has_trailer(path: Path) -> bool:
+    """Whether a file ends as ours do, and not as those of torch's own writer."""
+    size, read = file_reader(path)
+    return size >= _END and read(size - len(_MARK), len(_MARK)) == _MARK
+
+
 def _parse(text: bytes, size: int) -> list[Extent]:
     try:
         rows: Any = json.loads(text)

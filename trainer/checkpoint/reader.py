@@ -42,7 +42,7 @@ from trainer.checkpoint.dcp import (
     stored_items,
 )
 from trainer.checkpoint.digest import digest
-from trainer.checkpoint.distcp import Extent, ItemWriter, Read, file_of, file_reader, read_trailer
+from trainer.checkpoint.distcp import SUFFIX, Extent, ItemWriter, Read, file_of, file_reader, has_trailer, read_trailer
 from trainer.checkpoint.file import TensorFile
 from trainer.checkpoint.meta import ALTERED, Meta, file_name, find, undamaged
 from trainer.checkpoint.names import FORMAT, META, OLD_FORMAT, TOKENIZER, as_location, sealed
@@ -65,10 +65,14 @@ def open_checkpoint(path: Path, field: str = "--resume") -> Checkpoint:
         field: how the user named it, for errors.
 
     Raises:
-        ConfigError: there is none, or what describes it is damaged.
+        ConfigError: there is none, what describes it is damaged, or it is one of a run and has lost `meta.json`.
     """
     path = as_location(path)
     if (path / METADATA).is_file() and not (path / META).is_file():
+        if any(has_trailer(file) for file in path.glob(f"*{SUFFIX}")):
+            # Without the digests nobody knows whether it was ever finished, or is as it was written.
+            remedy = "take another checkpoint of its run; torch's own dcp.load reads it unchecked"
+            raise ConfigError(field, path, f"lacks {META}, which its run has written last", remedy)
         return PlainCheckpoint(path, None, field)
     return open_found(find(path, field))
 

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from bench.accept.evidence.gpu import xid
 from bench.accept.evidence.gpu.identity import normal_bus
-from bench.accept.evidence.kernel_events import EVENTS, KNOWN, MARKS, ROOT_PORT
 from bench.accept.evidence.log import Log, Text, mapping, sequence, word
+from collectives.health import xid
+from collectives.health.kernel_events import EVENTS, KNOWN, MARKS, ROOT_PORT
+from collectives.health.kernel_line import SXID, XID
 from netlayer.printing import printable_text
 from netlayer.verdict import Finding, Verdict
 
@@ -25,10 +26,6 @@ _MOST_CHARS = 1000  # longer lines are cut
 # From this number on, a flapping link is not explained by maintenance (threshold of Azure's node health checks).
 _MANY_FLAPS = 3
 
-_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]{1,20})[^)]{0,80}\): (\d{1,5})\b,?\s*(.{0,200})")
-_SWITCH = re.compile(
-    r"nvidia-nvswitch(\d{1,4}):? SXid \((?:PCI:)?[0-9a-fA-F:.]{1,20}\): (\d{1,6}),? ?(Fatal|Non-fatal)?,?\s*(.{0,120})"
-)
 _DRIVER = re.compile(r"NVRM|nvidia", re.IGNORECASE)
 # `NVRM: The NVIDIA GPU 0000:18:00.0` begins a message of several lines.
 _GPU_OPENS = re.compile(r"NVRM: The NVIDIA GPU ([0-9a-fA-F:.]{1,20})")
@@ -224,12 +221,12 @@ def _read(reading: _Reading, line: _Line) -> None:
     """Add the content of one line to the parser state."""
     message = line.message
     if "Xid (" in message or "Xid " in message:
-        if match := _XID.search(message):
+        if match := XID.search(message):
             _read_xid(reading, line, match)
             return
         if "NVRM: Xid" in message:
             reading.broken_xid = reading.broken_xid or line.number
-    if match := _SWITCH.search(message):
+    if match := SXID.search(message):
         _read_switch(reading, line, match)
         return
     if "fallen off the bus" in message and reading.open_gpu:

@@ -23,15 +23,13 @@ from congestion.nic.counters.ethtool import Ethtool
 from congestion.nic.hosts.inventory import RDMA, is_name
 from congestion.nic.hosts.tree import Tree
 from netlayer.errors import HardwareMissing
+from netlayer.observe.port_bytes import BYTE_COUNTERS
 
 logger = logging.getLogger(__name__)
 
 MISSING = -1  # not read at this sample, or unreadable
-_RENAMED = {"port_xmit_data": ("xmit_bytes", 4), "port_rcv_data": ("rcv_bytes", 4)}
 # By mlx5's name, what other drivers call the same.
 _ALIASES = {
-    "xmit_bytes": ("tx_bytes", "tx_rdma_ucast_bytes"),  # bnxt_re and mana, ionic
-    "rcv_bytes": ("rx_bytes", "rx_rdma_ucast_bytes"),
     "port_rcv_packets": ("rx_pkts", "rx_rdma_ucast_pkts", "RxUDP", "rcvd_pkts"),  # bnxt_re, ionic, irdma, rxe
     "np_ecn_marked_roce_packets": ("rx_ecn_marked_pkts", "rx_rdma_ecn_pkts", "RxECNMrkd"),
     "np_cnp_sent": ("tx_cnp_pkts", "np_cnp_pkts", "tx_rdma_cnp_pkts", "cnpSent"),
@@ -61,7 +59,7 @@ _ALIASES = {
     "rnr_nak_retry_err": ("rnr_naks_rcvd", "req_rx_rnr_retry_err", "RNR received", "requester_rnr_nak", "rcvd_rnr_err"),
     "out_of_buffer": ("rx_out_of_buffer", "resp_rx_outof_buf"),
 }
-_RENAMED |= {alias: (name, 1) for name, aliases in _ALIASES.items() for alias in aliases}
+_RENAMED = BYTE_COUNTERS | {alias: (name, 1) for name, aliases in _ALIASES.items() for alias in aliases}
 _IRDMA_BYTES = {f"ip{version}{way}Octets" for version in (4, 6) for way in ("In", "Out")}  # it counts no others
 _COUNTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_. -]{0,63}")  # irdma's have spaces
 FAST = frozenset({"xmit_bytes", "rcv_bytes", "port_rcv_packets", "np_ecn_marked_roce_packets", *_IRDMA_BYTES})

@@ -60,12 +60,27 @@ MARKS = {
     "restart": "the run resumed; attributes: count, from_step",
     "eviction": "a rank or host was taken out of the run",
     "nan": "a loss or a gradient was not finite",
-    "throttle": "a processor lowered its clock; attributes: reason",
+    "throttle": "a processor lowered its clock; attributes: reason, sm_clock_mhz",
+    "throttle_end": "a reason for a lower clock is gone; attributes: reason",
     "dropped": "events were lost before this moment: `value` of them; attributes: where",
     "clock": "clocks of ranks were compared; attributes: offset_ns, error_ns, drift_ppm, method",
     "warning": "a line that the user was shown",
 }
 """Known names of marks; other names are allowed."""
+
+COUNTERS = {
+    "cpu.wait": "for which the training thread was ready and had no processor in a step, outside of waits for other "
+    "ranks where the host computes (attribute timing); attribute before_s: since the end of the step before",
+    "nic.xmit_bytes": "bytes that an RDMA port of the host sent between start and end; attribute port",
+    "nic.rcv_bytes": "bytes that it received",
+    "nvlink.tx_bytes": "bytes that all NVLinks of the rank's GPU sent between start and end; attribute port",
+    "nvlink.rx_bytes": "bytes that they received",
+    "gpu.power": "power of the rank's GPU, W",
+    "gpu.sm_clock": "clock of its multiprocessors, MHz",
+    "gpu.temperature": "its temperature, degrees Celsius",
+}
+"""Known names of counters; other names are allowed."""
+PROCESSOR_WAIT = "cpu.wait"
 
 TIMINGS = {
     "device": "events on a CUDA stream",

@@ -28,7 +28,7 @@ KINDS = (
 """Kinds of evidence, as `EvidenceFiles.kinds` counts them."""
 _HEAD = 1 << 18
 _MOST_NOTES = 20
-_SKIPPED = ("report.html", ".png", ".toml", ".lock")
+_SKIPPED = ("report.html", ".png", ".toml", ".lock", "attempt")
 _Reader = Callable[[Path, list[str]], Iterator[Event]]
 _BY_TEXT: tuple[tuple[str, Callable[[str], bool], _Reader], ...] = (
     ("MLPerf", mlperf.is_log, mlperf.read),

@@ -102,10 +102,16 @@ def _world_ranks(path: Path) -> dict[tuple[str, int], tuple[int, int]]:
             continue
         header, metadata, _, _ = _parts(tree)
         size, rank = _whole(header.get("n_ranks")), _whole(header.get("rank"))
-        key = (str(metadata.get("hostname"))[:200], _whole(metadata.get("pid")) or 0)
+        key = (_host(metadata), _whole(metadata.get("pid")) or 0)
         if size is not None and rank is not None and size > world.get(key, (0, 0))[0]:
             world[key] = (size, rank)
     return world
+
+
+def _host(metadata: Mapping[str, Any]) -> str:
+    """Name of the host; empty where the record does not say."""
+    name = metadata.get("hostname")
+    return name[:200] if isinstance(name, str) else ""
 
 
 def _inspector_event(tree: Mapping[str, Any], world: Mapping[tuple[str, int], tuple[int, int]]) -> Segment | None:
@@ -124,7 +130,7 @@ def _inspector_event(tree: Mapping[str, Any], world: Mapping[tuple[str, int], tu
     written_us = _whole(metadata.get("dump_timestamp_us"))
     if rank is None or seq is None or time_us is None or written_us is None or not isinstance(perf.get(kind), str):
         return None
-    host = str(metadata.get("hostname"))[:200]
+    host = _host(metadata)
     size, world_rank = world.get((host, _whole(metadata.get("pid")) or 0), (num_ranks or 0, rank))
     begin_us = _whole(_mapping(perf.get("event_trace_ts")).get(f"{kind}_start_ts"))
     start_us = begin_us if begin_us is not None else written_us - time_us
@@ -139,7 +145,7 @@ def _inspector_event(tree: Mapping[str, Any], world: Mapping[tuple[str, int], tu
         "begin": "recorded" if begin_us is not None else "before the moment of writing",
     }
     return Segment(
-        Origin(source=INSPECTOR, host=host, rank=world_rank if size else rank),
+        Origin(source=INSPECTOR, host=host or None, rank=world_rank if size else rank),
         "collective",
         family(_WORD.sub("_", perf[kind]))[:80],
         start_us * 1000,

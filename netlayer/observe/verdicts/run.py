@@ -6,6 +6,7 @@ it for long runs.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter as CountOf
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from netlayer.observe.events import Counter, Event, Mark, Segment
+from netlayer.observe.events.schema import PROCESSOR_WAIT
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
 Times = np.ndarray[Any, np.dtype[np.float64]]
 
 COMPUTE = ("forward", "backward", "weights", "optimizer")
-HOST = ("data", "gc", "checkpoint", "evaluation")
+PLANNED = ("checkpoint", "evaluation")
+HOST = ("data", "gc", *PLANNED)
 SEGMENTS = (*COMPUTE, *HOST, "wait", "collective")
 """Segments whose seconds are kept by step and rank."""
+_FEW_STEPS = 0.1
 _BATCH = 1 << 14
 _MOST_MARKS = 10_000
 _MOST_READINGS = 2_000_000
@@ -35,17 +39,28 @@ class Start:
     """One start of the run: its first `run_start` or `restart` mark, and what it did.
 
     Args:
+        attempt: its number, 0 the first one.
         at_ns: the mark; of a run without marks its first step's begin.
+        is_marked: it has such a mark.
         first_step, last_step: steps that it took; None: none.
+        first_ns: begin of its first step; None: it took none.
         last_ns: end of the last thing that it recorded.
         ended: it ended as intended.
+        lost_s: in steps that a later start took again, on the rank that took longest.
+        planned_s: seconds of checkpoints and evaluations after its first step and outside of steps, on the rank that
+            took longest.
     """
 
+    attempt: int
     at_ns: int
     first_step: int | None = None
     last_step: int | None = None
+    first_ns: int | None = None
     last_ns: int = 0
     ended: bool = False
+    is_marked: bool = False
+    lost_s: float = 0.0
+    planned_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,8 +82,11 @@ class Run:
         hosts, stages: of each rank, "" and None if not known.
         step_s: whole steps.
         own_s: steps without waits for other ranks.
+        queued_s: part of the own time in which the rank was ready and had no processor; zero where nobody counted it.
+        shares_processors: ranks compute on a host's processors beside others, and nobody counted that.
         segments: seconds in each class of segments; of computation without the waits inside.
         step_end_ns: [step], end of the step on the rank that ended it last.
+        attempts: [step], the start of the run in which it was taken last.
         collectives: of `split_collectives`, without those outside of steps; None where there are none.
         starts: each start of the run.
         marks: of interest to a person, in order.
@@ -84,8 +102,10 @@ class Run:
     stages: Sequence[int | None]
     step_s: Times
     own_s: Times
+    queued_s: Times
     segments: dict[str, Times]
     step_end_ns: Sequence[int]
+    attempts: Sequence[int]
     collectives: pa.Table | None
     starts: Sequence[Start]
     marks: Sequence[Mark]
@@ -93,6 +113,7 @@ class Run:
     traffic: Sequence[Traffic]
     facts: dict[str, Any]
     notes: Sequence[str] = ()
+    shares_processors: bool = False
 
     def name(self, column: int) -> str:
         """A rank with its host: `rank 3 (host a)`."""
@@ -110,6 +131,9 @@ class _Cell:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     first_ns: int = 1 << 62
     last_ns: int = 0
+    on_host: bool = False
+    queued_s: float | None = None
+    queued_before_s: float = 0.0
     parts: list[tuple[str, int, int]] = field(default_factory=list)
     """Segments of computation, and waits: which may lie inside them."""
 
@@ -144,6 +168,9 @@ class _Collector:
         self._cells: dict[int, dict[int, _Cell]] = defaultdict(dict)  # by step and rank
         self._hosts: dict[int, str] = {}
         self._stages: dict[int, int] = {}
+        # Of each start and rank: checkpoints, evaluations and garbage collections outside of steps.
+        self._outside: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
+        self._lost_ns: CountOf[tuple[int, int]] = CountOf()  # steps that were taken again, by start and rank
         self._batch: list[Event] = []
         self._tables: list[Any] = []
         self._starts: dict[int, Start] = {}
@@ -162,14 +189,17 @@ class _Collector:
         if event.origin.pp is not None:
             self._stages.setdefault(rank, event.origin.pp)
         attempt = event.origin.attempt or 0
-        start = self._starts.setdefault(attempt, Start(event.start_ns))
+        start = self._starts.setdefault(attempt, Start(attempt, event.start_ns))
         start.last_ns = max(start.last_ns, event.end_ns)
         if event.step is None:
+            if event.segment in (*PLANNED, "gc"):
+                self._outside[attempt, rank].append((event.segment, event.start_ns, event.end_ns))
             return
         self._add(event, event.step, rank, attempt)
         if event.segment == "step":
             start.first_step = event.step if start.first_step is None else min(start.first_step, event.step)
             start.last_step = max(start.last_step or event.step, event.step)
+            start.first_ns = event.start_ns if start.first_ns is None else min(start.first_ns, event.start_ns)
         elif event.segment == "collective":
             self._batch.append(event)
             if len(self._batch) >= _BATCH:
@@ -177,15 +207,23 @@ class _Collector:
         if self._last_steps is not None and len(self._cells) > 2 * self._last_steps:
             self._forget()
 
-    def _add(self, event: Segment, step: int, rank: int, attempt: int) -> None:
-        """Add a segment to its step; a step that was taken again counts as it was then."""
+    def _cell(self, step: int, rank: int, attempt: int) -> _Cell | None:
+        """A rank's step: one that was taken again counts as it was then; None: of an earlier start."""
         cell = self._cells[step].get(rank)
         if cell is None or attempt > cell.attempt:
+            if cell is not None:
+                self._lost_ns[cell.attempt, rank] += cell.end_ns - cell.start_ns
             cell = self._cells[step][rank] = _Cell(attempt)
-        elif attempt < cell.attempt:
+        return cell if attempt == cell.attempt else None
+
+    def _add(self, event: Segment, step: int, rank: int, attempt: int) -> None:
+        cell = self._cell(step, rank, attempt)
+        if cell is None:
+            self._lost_ns[attempt, rank] += event.duration_ns if event.segment == "step" else 0
             return
         if event.segment == "step":
             cell.start_ns, cell.end_ns = event.start_ns, event.end_ns
+            cell.on_host = event.timing == "host"
         else:
             cell.seconds[event.segment] += event.duration_ns / 1e9
             if event.segment in COMPUTE or event.segment == "wait":
@@ -196,8 +234,9 @@ class _Collector:
         self._num_marks[event.name] += 1
         attempt = event.origin.attempt or 0
         if event.name in ("run_start", "restart"):
-            start = self._starts.setdefault(attempt, Start(event.start_ns))
+            start = self._starts.setdefault(attempt, Start(attempt, event.start_ns))
             start.at_ns = min(start.at_ns, event.start_ns)
+            start.is_marked = True
             if not self._facts and event.attributes:
                 self._facts = dict(event.attributes)
         if event.name == "run_end" and attempt in self._starts:
@@ -209,6 +248,9 @@ class _Collector:
             self._marks.append(event)
 
     def counter(self, event: Counter) -> None:
+        if event.name == PROCESSOR_WAIT:
+            self._add_queued(event)
+            return
         if event.unit != "bytes" or event.end_ns <= event.start_ns or self._num_readings >= _MOST_READINGS:
             return
         port = str((event.attributes or {}).get("port", ""))
@@ -216,14 +258,28 @@ class _Collector:
         self._readings[name].append((event.start_ns, event.end_ns, event.value))
         self._num_readings += 1
 
+    def _add_queued(self, event: Counter) -> None:
+        """Add what a rank waited for a processor to its step, where the host computes: elsewhere it delays launches."""
+        rank, facts = event.origin.rank, event.attributes or {}
+        if rank is None or event.step is None or facts.get("timing") != "host":
+            return
+        cell = self._cell(event.step, rank, event.origin.attempt or 0)
+        if cell is not None:
+            cell.queued_s = event.value
+            before_s = facts.get("before_s")
+            cell.queued_before_s = before_s if isinstance(before_s, int | float) else 0.0
+
     def run(self) -> Run:
         """Return the tables of all that was taken in."""
         steps = sorted(self._cells)[-(self._last_steps or 0) :]
         ranks = sorted({rank for step in steps for rank in self._cells[step]})
         shape = len(steps), len(ranks)
         columns = {rank: column for column, rank in enumerate(ranks)}
-        step_s, own_s = np.full(shape, np.nan), np.full(shape, np.nan)
+        step_s, own_s, queued_s = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
+        for times in self._outside.values():
+            times.sort(key=lambda one: one[1])
         used = {name for step in steps for cell in self._cells[step].values() for name in cell.seconds}
+        used |= {segment for times in self._outside.values() for segment, _, _ in times}
         segments = {name: np.zeros(shape) for name in SEGMENTS if name in used}
         ends, untimed = [], 0
         for row, step in enumerate(steps):
@@ -232,12 +288,16 @@ class _Collector:
                 untimed += not cell.end_ns
                 column = columns[rank]
                 # What the host does between two steps delays the next one: it is own time of that step.
-                whole += self._gap_ns(step, rank, cell)
+                gap_ns = self._gap_ns(step, rank, cell)
+                whole += gap_ns
                 step_s[row, column] = whole / 1e9
                 for name in cell.seconds.keys() & segments.keys():
                     inside_s = cell.waited_within(name) if name in COMPUTE else 0.0
                     segments[name][row, column] = max(0.0, cell.seconds[name] - inside_s)
                 own_s[row, column] = _own_seconds(cell, whole / 1e9)
+                if cell.queued_s is not None:
+                    queued = cell.queued_s + min(cell.queued_before_s, gap_ns / 1e9)
+                    queued_s[row, column] = min(queued, own_s[row, column])
             ends.append(max((cell.end_ns or cell.last_ns) for cell in self._cells[step].values()))
         notes = (
             [f"{untimed} steps have no segment of their own: from their first event to their last"] if untimed else []
@@ -253,24 +313,64 @@ class _Collector:
             [self._stages.get(rank) for rank in ranks],
             step_s,
             own_s,
+            queued_s,
             segments,
             ends,
+            [max(cell.attempt for cell in self._cells[step].values()) for step in steps],
             self._collectives(),
-            [self._starts[attempt] for attempt in sorted(self._starts)],
+            self._all_starts(),
             sorted(self._marks, key=lambda mark: mark.start_ns),
             self._num_marks,
             traffic,
             self._facts,
             notes,
+            self._shares_processors(ranks),
         )
+
+    def _shares_processors(self, ranks: Sequence[int]) -> bool:
+        """Whether several ranks of a host compute on its processors, and steps lack what they waited for them."""
+        most = max(CountOf(self._hosts.get(rank, "") for rank in ranks).values(), default=0)
+        cells = [cell for of_step in self._cells.values() for cell in of_step.values() if cell.on_host]
+        # A step or two may lack it: the first one, or one that another thread began.
+        return most > 1 and sum(cell.queued_s is None for cell in cells) > _FEW_STEPS * len(cells)
+
+    def _all_starts(self) -> list[Start]:
+        """Starts of the run in order, with what they took for checkpoints and evaluations, and in vain."""
+        for (attempt, _), times in self._outside.items():
+            start = self._starts[attempt]
+            for name in PLANNED:
+                later = (
+                    end - begin for segment, begin, end in times if segment == name and begin > (start.first_ns or 0)
+                )
+                seconds = sum(later) / 1e9
+                if seconds:
+                    start.planned_s[name] = max(seconds, start.planned_s.get(name, 0.0))
+        for (attempt, _), lost_ns in self._lost_ns.items():
+            self._starts[attempt].lost_s = max(self._starts[attempt].lost_s, lost_ns / 1e9)
+        return [self._starts[attempt] for attempt in sorted(self._starts)]
 
     def _gap_ns(self, step: int, rank: int, cell: _Cell) -> int:
         """Time between the step before and this one on a rank, without checkpoints and evaluations; 0: not known."""
         before = self._cells[step - 1].get(rank) if step - 1 in self._cells else None
         if before is None or not before.end_ns or not cell.start_ns or before.attempt != cell.attempt:
             return 0
-        planned_s = sum(one.seconds.get(name, 0.0) for one in (before, cell) for name in ("checkpoint", "evaluation"))
-        return max(0, cell.start_ns - before.end_ns - round(planned_s * 1e9))
+        planned_s = sum(one.seconds.get(name, 0.0) for one in (before, cell) for name in PLANNED)
+        outside_ns = self._between_ns(rank, cell.attempt, before.end_ns, cell.start_ns, PLANNED)
+        collected_ns = self._between_ns(rank, cell.attempt, before.end_ns, cell.start_ns, ("gc",))
+        if collected_ns:
+            cell.seconds["gc"] += collected_ns / 1e9
+        return max(0, cell.start_ns - before.end_ns - round(planned_s * 1e9) - outside_ns)
+
+    def _between_ns(self, rank: int, attempt: int, first_ns: int, last_ns: int, segments: Sequence[str]) -> int:
+        """Nanoseconds between two steps of a rank in segments of some classes that are no step's."""
+        times = self._outside.get((attempt, rank), [])  # sorted by their begin: `run`
+        first = bisect_left(times, first_ns, key=lambda one: one[1])
+        last = bisect_left(times, last_ns, key=lambda one: one[1])
+        return sum(
+            max(0, min(end, last_ns) - max(begin, first_ns))
+            for segment, begin, end in times[max(0, first - 1) : last]
+            if segment in segments
+        )
 
     def _flush(self) -> None:
         from netlayer.observe.events import to_batch

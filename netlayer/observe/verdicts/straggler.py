@@ -14,6 +14,13 @@ Standard errors are too small where noise has long tails or wanders for many ste
 as often as slow, so the scores of ranks that are, or become, faster than the others show how far noise alone goes; all
 scores are divided by what these exceed normal ones (an empirical null, Efron 2004).
 
+[Note: confirmation] A score says that a rank is slow in these steps, not that it is a straggler: a machine that others
+use makes one rank slow for a while, and then another one. So a suspect is accused only if both halves of its slow steps
+show it, by amounts that agree, and by more (`_MARGIN`) than any other rank was off its peers in any window of as many
+steps of the whole record: a permutation test of the same statistic over ranks and time, which the maximum corrects for
+the number of both. Else it stays a suspect, with its `doubt`. What a rank waited for a processor is taken out of its
+own time before (`judge`), where it is known.
+
 The null model beside it is what a short script does: mean times above the median of all ranks + k MAD.
 """
 
@@ -21,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +39,8 @@ Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 MIN_SLOWDOWN = 0.005
 """Least share of the peers' own time by which a suspect must be slower."""
+MIN_COST = 0.01
+"""Least share of a step that a suspect must cost: rank 0 of a healthy run writes a log, and is slower by that."""
 MIN_SCORE = 4.5
 """Least distance in standard errors: normal noise gives one false suspect in 190 looks at 1,536 healthy ranks."""
 MIN_STEPS = 5
@@ -49,6 +58,9 @@ _SPLITS = 1.0
 _NORMAL, _BEST_SPLIT = (0.0, 2.1), (1.3, 3.0)
 _TAIL_RANKS = 100
 _NEARLY = 0.8
+_HALF_STEPS = 4
+_AGREE = 0.5
+_MARGIN = 1.5
 _SHORT = 3.0
 # A spread estimated from n ranks or steps may come out too small by chance: it, or the bar, rises by 1 + 6/n.
 _FEW = 6.0
@@ -67,6 +79,7 @@ class Suspect:
         confidence: 1 - probability that any healthy rank of the job would score as high by normal noise; at most
             0.999, since noise is not quite normal.
         against: "peers" or "own past", whichever shows it more surely.
+        doubt: why this may be noise of the machine; empty: confirmed, [Note: confirmation].
     """
 
     column: int
@@ -75,6 +88,7 @@ class Suspect:
     score: float
     confidence: float
     against: str
+    doubt: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,10 +96,10 @@ class Detection:
     """Suspects, worst first, and what they were judged by.
 
     Args:
-        suspects: empty where nobody is slow, or nobody can be told.
+        suspects: confirmed or not; empty where nobody is slow, or nobody can be told.
         no_verdict: why it cannot be told; empty where it can.
         relative: [step, rank] own time over the peers' median, minus 1.
-        returned: share of the step time that goes if the suspects were as fast as their peers, 0.07 of a step of 1.
+        returned: share of the slowest own time that goes if the confirmed ones were as fast as their peers.
         smallest: slowdown that would have been seen in this record with a chance of 99%.
     """
 
@@ -95,11 +109,17 @@ class Detection:
     returned: float = 0.0
     smallest: float = math.nan
 
+    @property
+    def stragglers(self) -> tuple[Suspect, ...]:
+        """Confirmed suspects: these may be accused."""
+        return tuple(suspect for suspect in self.suspects if not suspect.doubt)
+
 
 def detect(
     own_s: Times,
     roles: Sequence[object] | None = None,
     *,
+    step_s: Times | None = None,
     min_slowdown: float = MIN_SLOWDOWN,
     min_score: float = MIN_SCORE,
 ) -> Detection:
@@ -108,7 +128,8 @@ def detect(
     Args:
         own_s: [step, rank] seconds of own work; NaN where a rank has no record of a step.
         roles: for each rank what it does (pipeline stage); ranks of equal role are peers; None: all are.
-        min_slowdown, min_score: least share and least distance of a suspect.
+        step_s: [step, rank] whole steps, of which a suspect must cost `MIN_COST`; None: the own times are all of them.
+        min_slowdown, min_score: least share of the peers' own time and least distance of a suspect.
     """
     own_s = np.asarray(own_s, float)
     own_s = np.where(own_s > 0, own_s, np.nan)
@@ -127,7 +148,8 @@ def detect(
         usable = columns[whole[columns]]
         if len(usable) < MIN_PEERS:
             continue
-        suspects_here, smallest_here, crowd = _suspects(relative, usable, min_slowdown, min_score)
+        least = max(min_slowdown, MIN_COST * _step_over_own(own_s, step_s, usable))
+        suspects_here, smallest_here, crowd = _suspects(relative, usable, least, min_score)
         if crowd:
             return Detection((), crowd, relative)
         suspects += suspects_here
@@ -135,7 +157,16 @@ def detect(
     if not smallest:
         return Detection((), f"fewer than {MIN_PEERS} peers have {MIN_STEPS} steps in the record", relative)
     suspects.sort(key=lambda suspect: -suspect.slowdown)
-    return Detection(tuple(suspects), "", relative, returned(own_s, suspects, groups), max(smallest))
+    confirmed = [suspect for suspect in suspects if not suspect.doubt]
+    return Detection(tuple(suspects), "", relative, returned(own_s, confirmed, groups), max(smallest))
+
+
+def _step_over_own(own_s: Times, step_s: Times | None, columns: Numbers) -> float:
+    """Return how many times as long as the own time of a typical rank its step is."""
+    if step_s is None:
+        return 1.0
+    ratio = float(np.nanmedian(_median(step_s[:, columns], axis=1) / _median(own_s[:, columns], axis=1)))
+    return ratio if math.isfinite(ratio) else 1.0
 
 
 def null_model(own_s: Times, k: float) -> Flags:
@@ -146,7 +177,7 @@ def null_model(own_s: Times, k: float) -> Flags:
 
 
 def returned(own_s: Times, suspects: Sequence[Suspect], groups: Sequence[Numbers]) -> float:
-    """Return the share of the step that goes if suspects take their peers' median: a step is as long as its slowest."""
+    """Return the share of the slowest own time, by which all wait, that goes if suspects take their peers' median."""
     if not suspects:
         return 0.0
     repaired = own_s.copy()
@@ -182,8 +213,8 @@ def _suspects(
     level, change = _level_scores(clipped, error), _change_scores(clipped, error)
     changes = change.score / _excess(_change_scores(-clipped, error).score, _BEST_SPLIT)
     change_bar = min_score * (1 + _FEW / num_steps) + _SPLITS
-    suspects = []
-    for at in np.flatnonzero((level.score >= min_score) | (changes >= change_bar)):
+    suspects: dict[int, Suspect] = {}
+    for at in map(int, np.flatnonzero((level.score >= min_score) | (changes >= change_bar))):
         # Where it began is told by the best split, if there is a clear one; else by the window that shows it best.
         by_split = change.score[at] >= min_score
         since = int(change.since[at] if by_split else level.since[at])
@@ -194,12 +225,52 @@ def _suspects(
             score = float(max(level.score[at], changes[at]))
             against = _OWN_PAST if changes[at] >= change_bar and changes[at] > level.score[at] else _BETWEEN_RANKS
             confidence = _confidence(score, num_ranks * (num_steps if against == _OWN_PAST else 1))
-            first = int(rows[since]) if since else 0
-            suspects.append(Suspect(int(columns[at]), first, slowdown, score, confidence, against))
+            suspects[at] = Suspect(int(columns[at]), since, slowdown, score, confidence, against)
+    others = np.delete(times, list(suspects), axis=1)
+    confirmed = [
+        replace(
+            suspect,
+            since=int(rows[suspect.since]) if suspect.since else 0,
+            doubt=_doubt(times[:, at], suspect.since, others, suspect.against),
+        )
+        for at, suspect in suspects.items()
+    ]
     if len(suspects) > num_ranks / 3:
         crowd = f"{len(suspects)} of {num_ranks} ranks with equal work are slower than the others"
         return [], math.nan, f"{crowd}: rather another kind of work than stragglers"
-    return suspects, max(min_slowdown, math.expm1((min_score + 2.33) * level.spread)), ""
+    return confirmed, max(min_slowdown, math.expm1((min_score + 2.33) * level.spread)), ""
+
+
+def _doubt(own: Times, since: int, others: Times, against: str) -> str:
+    """Return why a suspect's slowness may be noise; empty: it is not. [Note: confirmation]
+
+    Args:
+        own: [step] logarithms of its own times over its peers'.
+        others: [step, rank] the same of the ranks that nobody suspects.
+    """
+    length = (len(own) - since) // 2
+    if length < _HALF_STEPS:
+        return f"slow for {len(own) - since} steps only; {2 * _HALF_STEPS} are needed"
+    if against == _OWN_PAST:  # then lasting differences between ranks are no noise
+        own, others = own - np.median(own[:since]), others - np.median(others[:since], axis=0)
+    first, second = (float(np.median(half)) for half in (own[-2 * length : -length], own[-length:]))
+    # Logarithms: what makes fast by as much is as likely. A suspect that was slow before began earlier than told.
+    before = -_window_medians(own[:since, None], length).ravel()
+    noise = [*np.abs(_window_medians(others, length)).ravel(), *before]
+    largest = max(noise, default=math.inf)
+    if min(first, second) < _AGREE * max(first, second):
+        return f"{math.expm1(first):.0%} slower in one half of these steps, {math.expm1(second):.0%} in the other"
+    if min(first, second) < _MARGIN * largest:
+        return f"other ranks or times are off by {math.expm1(largest):.0%} for as many steps"
+    return ""
+
+
+def _window_medians(times: Times, length: int) -> Times:
+    """Median of each rank in windows of `length` steps, [window, rank]: the last of the record, and a quarter apart."""
+    if len(times) < length:
+        return np.empty((0, times.shape[1]))
+    windows = np.lib.stride_tricks.sliding_window_view(times[::-1], length, axis=0)[:: max(1, length // 4)]
+    return np.asarray(np.median(windows, axis=-1))[::-1]
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,42 @@ def test_the_share_of_the_step_that_goes_with_the_suspect_is_that_of_the_slowest
     assert detect(times).returned == pytest.approx(0.2, abs=0.01)  # 1.25 becomes 1
 
 
+def test_a_rank_that_is_slow_for_a_few_steps_is_a_suspect_and_not_accused() -> None:
+    times = healthy(60, 8)
+    times[-6:, 3] *= 1.5
+    detection = detect(times)
+    [suspect] = detection.suspects
+    assert (suspect.column, suspect.doubt) == (3, "slow for 6 steps only; 8 are needed")
+    assert detection.stragglers == ()
+    assert detection.returned == 0
+
+
+def test_slowness_that_wanders_from_rank_to_rank_accuses_nobody() -> None:
+    times = healthy(100, 8)
+    for number, rank in enumerate((2, 5, 0, 6)):  # a neighbour's load, which moves on every 20 steps
+        times[20 + 20 * number : 40 + 20 * number, rank] *= 1.4
+    detection = detect(times)
+    assert [suspect.column for suspect in detection.suspects] == [6]
+    assert detection.suspects[0].doubt.startswith("other ranks or times are off by 4")
+    assert detection.stragglers == ()
+
+
+def test_slowness_that_fades_is_not_confirmed() -> None:
+    times = healthy(60, 8)
+    times[-20:-10, 3] *= 1.5
+    times[-10:, 3] *= 1.2
+    [suspect] = detect(times).suspects
+    assert suspect.doubt == "48% slower in one half of these steps, 19% in the other"
+
+
+def test_what_costs_less_than_a_hundredth_of_the_step_is_no_fault() -> None:
+    # Rank 0 writes a log: 5% of its own 10 ms, in steps of 200.
+    times = healthy(60, 8, noise=0.002, offset=0.001)
+    times[:, 0] *= 1.05
+    assert [suspect.column for suspect in detect(times).stragglers] == [0]
+    assert detect(times, step_s=20 * times).suspects == ()
+
+
 def test_the_null_model_takes_the_mean_and_falls_for_pauses() -> None:
     times = healthy(20, 512)
     times[3, 100] *= 3

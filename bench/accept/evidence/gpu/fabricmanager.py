@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.accept.evidence.gpu import xid
 from bench.accept.evidence.gpu.identity import normal_bus
 from bench.accept.evidence.log import Log, Text
+from collectives.health import xid
 from netlayer.printing import printable_text
 from netlayer.verdict import Finding, Verdict
 

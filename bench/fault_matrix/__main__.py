@@ -1,0 +1,294 @@
+"""`python -m bench.fault_matrix`: faults of many kinds, several in a row in each run, and what became of them.
+
+Each run has real processes: a driver, an executor a node, and gloo ranks that train a tiny model. A fault is *handled*
+if the run goes on past the step of the fault without a hand laid on it, and *right* if the incident blames the node
+that had it, and no other (for a fault of no node: if none is blamed). When a run is over its losses are compared, step
+by step and to the bit, with those of a run without faults. Rows are kept as they come: the same command goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bench.fault_matrix.job import FaultyJob, Lost, Row, config_of
+from netlayer import environ
+from netlayer.command import RunOptions, run_options_without_config
+from netlayer.errors import CheckFailed
+from netlayer.launch.early_end import ending_at
+from netlayer.results import RunRecord, utc_now, write_text
+
+_LIMIT_S = 240.0
+_KINDS: dict[str, str] = {
+    "kill": "SIGKILL of a rank",
+    "stop": "SIGSTOP of a rank",
+    "exception": "exception in a rank",
+    "nan": "loss that is no number, on one rank",
+    "slow": "rank that sleeps in each step",
+    "kill_executor": "SIGKILL of a node's executor",
+    "freeze_node": "SIGSTOP of a node's executor and ranks",
+    "hardware": "line of XID 79 in a node's kernel log",
+    "checkpoint": "damaged checkpoint, then SIGKILL of a rank",
+    "store": "SIGKILL of the run's Redis",
+    "driver": "SIGKILL of the driver",
+    "two": "SIGKILL of ranks of two nodes at once",
+    "in_recovery": "SIGKILL of a rank, and of another one while the first is repaired",
+}
+_NO_INCIDENT = ("store", "driver")
+
+
+@click.command()
+@run_options_without_config
+@click.option("--kinds", default=",".join(_KINDS), show_default=True, help="Faults, comma-separated.")
+@click.option("--cases", type=click.IntRange(1), default=26, show_default=True, help="Faults in all.")
+@click.option("--chain", type=click.IntRange(1), default=5, show_default=True, help="Faults in a row in one run.")
+@click.option("--nodes", type=click.IntRange(2, 16), default=4, show_default=True, help="Nodes of one rank each.")
+@click.option("--steps", type=click.IntRange(100), default=900, show_default=True, help="Steps of each run.")
+def main(options: RunOptions, kinds: str, cases: int, chain: int, nodes: int, steps: int) -> None:
+    """Inject faults into runs of `netlayer run`, and say what became of them.
+
+    \b
+    Examples:
+      python -m bench.fault_matrix --out runs/faults
+      python -m bench.fault_matrix --out runs/faults --cases 200        # goes on where it was ended
+      python -m bench.fault_matrix --kinds kill,stop --cases 4
+    """
+    started, begin_s = utc_now(), time.time()
+    chosen = kinds.split(",")
+    unknown = [kind for kind in chosen if kind not in _KINDS]
+    if unknown:
+        raise click.BadParameter(f"{', '.join(unknown)}: one of {', '.join(_KINDS)}", param_hint="--kinds")
+    out = (options.out or Path("runs") / "fault_matrix").absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    plan = _plan(chosen, cases, options.seed)
+    text = _text(out)
+    config = config_of(nodes, steps, text, slow_factor=2.0, slow_steps=10, silence_floor_s=20.0)
+    healthy = _healthy(out, config)
+    rows = _rows(out)
+    while len(rows) < len(plan):
+        number = max((row["run"] for row in rows), default=-1) + 1
+        part = plan[len(rows) : len(rows) + chain]
+        for row in _run(
+            out / f"run-{number}", config, part, number, healthy, random.Random(f"{options.seed} {number}")
+        ):
+            rows.append(row)
+            with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            click.echo(_line(row), err=True)
+    table = summary(rows)
+    record = RunRecord(
+        name="bench.fault_matrix",
+        source="measured",
+        rows=rows,
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments=options.arguments()
+        | {"kinds": kinds, "cases": cases, "chain": chain, "nodes": nodes, "steps": steps},
+        config=config.model_dump(mode="json"),
+        environment=environ.snapshot(options.seed) | {"seconds": time.time() - begin_s},
+        devices=["CPU"],
+    )
+    record.save(out / "records")
+    if options.json_file:
+        write_text(options.json_file, record.to_json())
+    click.echo("\n".join(table), err=str(options.json_file) == "-")
+    bad = [row for row in rows if not row["handled"]]
+    if bad:
+        raise CheckFailed(f"{len(bad)} of {len(rows)} faults were not handled alone")
+
+
+def _plan(kinds: Sequence[str], cases: int, seed: int) -> list[str]:
+    """Kinds in random order, each as often as the others."""
+    plan: list[str] = []
+    shuffled = random.Random(seed)
+    while len(plan) < cases:
+        order = list(kinds)
+        shuffled.shuffle(order)
+        plan += order
+    return plan[:cases]
+
+
+def _text(out: Path) -> Path:
+    """Write sentences that a tiny model can learn."""
+    folder, words = out / "text", random.Random(0)
+    folder.mkdir(exist_ok=True)
+    for number in range(40):
+        lines = [
+            f"the {words.choice(('rank', 'link', 'switch'))} {words.choice(('sends', 'drops', 'holds'))} "
+            f"{words.randrange(100)} bytes\n"
+            for _ in range(50)
+        ]
+        (folder / f"file{number:02}.txt").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def _healthy(out: Path, config: Any) -> dict[int, float]:
+    """Losses of a run without faults; also that nothing was found in it."""
+    file = out / "healthy.json"
+    if file.exists():
+        return {int(step): loss for step, loss in json.loads(file.read_text(encoding="utf-8")).items()}
+    job = FaultyJob(out / "healthy", config)
+    try:
+        job.start()
+        code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S)
+    finally:
+        job.kill_all()
+    facts = job.facts
+    if code or facts["restarts"] or facts["evicted"]:
+        raise CheckFailed(f"a run without faults: exit code {code}, {facts['restarts']} restarts, {facts['evicted']}")
+    losses = job.losses()
+    file.write_text(json.dumps(losses), encoding="utf-8")
+    return losses
+
+
+def _run(
+    folder: Path, config: Any, kinds: Sequence[str], number: int, healthy: dict[int, float], draw: random.Random
+) -> list[Row]:
+    """One run with faults in a row; the rows of all of them, when its losses are compared."""
+    while folder.exists():
+        folder = folder.with_name(folder.name + "-again")
+    job = FaultyJob(folder, config)
+    rows: list[Row] = []
+    begin_s = time.time()
+    job.start()
+    try:
+        for kind in kinds:
+            rows.append(_case(job, kind, draw) | {"run": number})
+            if not rows[-1]["handled"]:
+                break
+        code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S) if rows[-1]["handled"] else -1
+    finally:
+        job.kill_all()
+    losses = job.losses()
+    equal = sum(losses.get(step) == loss for step, loss in healthy.items())
+    share = job.facts["furthest_step"] * job.facts["step_ms"] / 1e3 / (time.time() - begin_s)
+    for row in rows:
+        row |= {"exit_code": code, "losses_equal": equal, "losses": len(healthy), "effective_share": round(share, 4)}
+    return rows
+
+
+def _case(job: FaultyJob, kind: str, draw: random.Random) -> Row:
+    """Inject one fault, and wait until the run is past it."""
+    row: Row = {"kind": kind, "handled": False, "right": False, "nodes": [], "blamed": [], "error": ""}
+    try:
+        base = job.step
+        job.wait(
+            lambda facts: facts.get("state") == "run" and _is_steady(job, base, draw), _LIMIT_S, "before the fault"
+        )
+        facts = job.facts
+        incidents, step = len(facts["incidents"]), job.step
+        first, second = draw.sample(facts["members"], 2)
+        row |= {"step": step, "nodes": _expected(kind, first, second)}
+        at_s = time.time()
+        _inject(job, kind, first, second)
+        if kind in _NO_INCIDENT:
+            job.wait(lambda facts: facts["state"] == "run" and job.step > step + 40, _LIMIT_S, "after the fault")
+        else:
+            most = incidents + (2 if kind in ("checkpoint", "in_recovery") else 1)
+
+            def is_past(facts: Row) -> bool:
+                return len(facts["incidents"]) >= most and "caught_up_s" in facts["incidents"][-1]
+
+            job.wait(is_past, _LIMIT_S, "after the fault")
+        new = job.facts["incidents"][incidents:]
+        blamed = sorted({node for each in new for node in each["decision"]["nodes"]})
+        row |= {"handled": True, "blamed": blamed, "right": blamed == sorted(row["nodes"])}
+        row["actions"] = [each["decision"]["action"] for each in new]
+        row["found_as"] = [each["decision"]["kind"] for each in new]
+        if new:
+            row["detect_s"] = round(new[0]["detected_s"] - at_s, 3)
+            row["diagnose_s"] = round(new[0]["diagnosed_s"] - new[0]["detected_s"], 3)
+            row["resume_s"] = round(new[-1]["resumed_s"] - new[0]["diagnosed_s"], 3)
+            row["catch_up_s"] = round(new[-1]["caught_up_s"] - at_s, 3)
+    except Lost as exc:
+        row["error"] = str(exc)
+    return row
+
+
+def _is_steady(job: FaultyJob, base: int, draw: random.Random) -> bool:
+    """Past a checkpoint of its own, and a random number of steps: a fault may come anywhere."""
+    return job.step >= max(base, 45) + draw.randrange(10, 40)
+
+
+def _expected(kind: str, first: str, second: str) -> list[str]:
+    if kind in _NO_INCIDENT:
+        return []
+    return [first, second] if kind in ("two", "in_recovery") else [first]
+
+
+def _inject(job: FaultyJob, kind: str, first: str, second: str) -> None:
+    simple: dict[str, Callable[[], None]] = {
+        "kill": lambda: job.kill_rank(first),
+        "stop": lambda: job.stop_rank(first),
+        "exception": lambda: job.fault_inside(first, "exception"),
+        "nan": lambda: job.fault_inside(first, "nan"),
+        "slow": lambda: job.fault_inside(first, "slow", sleep_s=0.4),
+        "kill_executor": lambda: job.kill_executor(first),
+        "freeze_node": lambda: job.freeze_node(first),
+        "hardware": lambda: job.hardware_line(first),
+        "store": job.kill_store,
+        "driver": job.kill_driver,
+    }
+    if kind in simple:
+        simple[kind]()
+        return
+    if kind == "checkpoint":
+        job.damage_checkpoint()
+    job.kill_rank(first)
+    if kind == "two":
+        job.kill_rank(second)
+    if kind == "in_recovery":
+        count = len(job.facts["incidents"])
+
+        def is_starting(facts: Row) -> bool:
+            return len(facts["incidents"]) > count and facts["state"] == "start" and bool(job.ranks(second))
+
+        job.wait(is_starting, _LIMIT_S, "the first repair")
+        job.kill_rank(second)
+
+
+def _rows(out: Path) -> list[Row]:
+    file = out / "rows.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def _line(row: Row) -> str:
+    outcome = "handled" if row["handled"] else f"LOST ({row['error']})"
+    blame = f"{', '.join(row['nodes']) or 'no node'}; blamed {', '.join(row['blamed']) or 'none'}"
+    stages = [stage for stage in ("detect", "diagnose", "resume") if f"{stage}_s" in row]
+    times = ", ".join(f"{stage} {row[f'{stage}_s']:.1f} s" for stage in stages)
+    return f"{row['kind']:<14} {outcome}; {blame}: {'right' if row['right'] else 'WRONG'}; {times}"
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """A table a kind: how many were handled and blamed right, and times, median and longest."""
+    lines = [f"{'fault':<14} {'handled':>8} {'right':>7}   detect s       diagnose s     resume s"]
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = [row for row in rows if row["kind"] == kind]
+        handled, right, num = sum(row["handled"] for row in own), sum(row["right"] for row in own), len(own)
+        cells = [f"{kind:<14} {handled:>4}/{num:<3} {right:>3}/{num:<3}"]
+        for stage in ("detect_s", "diagnose_s", "resume_s"):
+            times = [row[stage] for row in own if stage in row]
+            cells.append(f"{statistics.median(times):6.1f} {max(times):6.1f}" if times else f"{'-':>6} {'-':>6}")
+        lines.append("  ".join(cells))
+    runs = {row["run"]: row for row in rows}.values()
+    equal = sum(row["losses_equal"] == row["losses"] for row in runs)
+    lines.append(
+        f"{sum(row['handled'] for row in rows)} of {len(rows)} handled, {sum(row['right'] for row in rows)} right"
+    )
+    lines.append(f"{equal} of {len(runs)} runs have the losses of a run without faults, to the bit")
+    return lines
+
+
+if __name__ == "__main__":
+    from netlayer.cli import run
+
+    run(main, "python -m bench.fault_matrix")

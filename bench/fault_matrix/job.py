@@ -1,0 +1,224 @@
+"""One run with faults: its folder, its driver, and what the harness does to its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.fault_matrix.rank import VARIABLE
+from netlayer.config.file import to_toml
+from netlayer.config.tree import Config, build_config
+from trainer.checkpoint.names import checkpoints_in
+from trainer.resilience.folder import RunFolder, Spec
+from trainer.resilience.journal import last_entry
+
+Row = dict[str, Any]
+
+_POLL_S = 0.05
+_XID = "NVRM: Xid (PCI:0000:44:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+_MODEL = {"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "vocab_size": 512, "seq_len": 32}
+
+
+class Lost(Exception):
+    """The run did not come back from a fault in time."""
+
+
+def config_of(nodes: int, steps: int, text: Path, **resilience: Any) -> Config:
+    """A tiny job on so many nodes of one rank."""
+    return build_config(
+        {
+            "cluster": {"servers": nodes, "gpus_per_server": 1},
+            "job": {
+                "name": "fault-matrix",
+                "model": _MODEL,
+                "parallel": {"dp": nodes, "distributed_timeout_s": 120.0},
+                "batch": {"global_batch_size": 2 * nodes, "micro_batch_size": 2},
+                "data": {"folder": str(text), "pattern": "*.txt"},
+                "optimizer": {"steps": steps, "warmup_steps": 5, "lr": 1e-3},
+                "evaluation": {"every_steps": steps, "global_batches": 1},
+                "checkpoint": {"every_steps": 20, "keep": 3},
+                "launch": {"backend": "gloo"},
+                "resilience": {"checks": "host", "heartbeat_s": 1.0, "backoff_s": 0.2, **resilience},
+            },
+        }
+    )
+
+
+class FaultyJob:
+    """A run whose processes the harness can hurt.
+
+    Args:
+        out: its folder, new.
+        config: of `config_of`.
+        seed: of the training.
+    """
+
+    def __init__(self, out: Path, config: Config, seed: int = 0) -> None:
+        self.folder, self.config = RunFolder(out), config
+        self._driver: subprocess.Popen[bytes] | None = None
+        self._faults: list[Row] = []
+        nodes = config.cluster.servers
+        out.mkdir(parents=True, exist_ok=True)
+        command = ("train", str(self.folder.job), "--resume", "auto", "--out", str(out), "--seed", str(seed))
+        settings = config.job.resilience.model_copy(update={"kernel_log": str(out / "kernel-{node}.log")})
+        spec = Spec(
+            run=secrets.token_hex(8),
+            name=config.job.name,
+            command=("bench.fault_matrix.rank", *command),
+            nodes=nodes,
+            ranks_per_node=1,
+            threads=1,
+            heartbeat_s=settings.heartbeat_s,
+            environ={VARIABLE: str(out / "faults.json"), "NETLAYER_RUN_BACKEND": "gloo"},
+            resilience=settings,
+        )
+        self.folder.create(spec, to_toml(config))
+
+    # ---- what the run shows ----
+
+    @property
+    def facts(self) -> Row:
+        return dict(last_entry(self.folder.journal).get("facts", {}))
+
+    @property
+    def step(self) -> int:
+        """The last step whose row is written."""
+        with contextlib.suppress(OSError, ValueError):
+            with (self.folder.out / "metrics.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+                rows = file.read().split(b"\n")[:-1]
+            return int(json.loads(rows[-1])["step"]) if rows else 0
+        return 0
+
+    def losses(self) -> dict[int, float]:
+        lines = (self.folder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return {row["step"]: row["loss"] for row in map(json.loads, lines)}
+
+    def executor(self, node: str) -> psutil.Process:
+        return psutil.Process(json.loads((self.folder.node(node) / "executor.lock").read_bytes())["pid"])
+
+    def ranks(self, node: str) -> list[psutil.Process]:
+        """Training processes of a node, children of its executor."""
+        found = []
+        for child in self.executor(node).children():
+            with contextlib.suppress(psutil.Error):
+                if "bench.fault_matrix.rank" in child.cmdline():
+                    found.append(child)
+        return found
+
+    def wait(self, until: Callable[[Row], bool], limit_s: float, what: str, *, restarts_driver: bool = True) -> None:
+        """Wait until the run's facts are so; a driver that was killed is started again, as a service manager does.
+
+        Raises:
+            Lost: they are not in time, or the run has been given up.
+        """
+        end_s = time.monotonic() + limit_s
+        while not until(facts := self.facts):
+            if restarts_driver and self._driver is not None and self._driver.poll() not in (None, 0, 1):
+                self.start()
+            if facts.get("state") == "failed":
+                raise Lost(f"{what}: given up: {facts['reason']}")
+            if time.monotonic() > end_s:
+                raise Lost(f"{what}: not within {limit_s:g} s; in state {facts.get('state')}")
+            time.sleep(_POLL_S)
+
+    # ---- start and end ----
+
+    def start(self) -> None:
+        with (self.folder.out / "driver.log").open("ab") as output:
+            self._driver = subprocess.Popen(
+                [sys.executable, "-m", "netlayer", "run", "start", str(self.folder.job), "--out", str(self.folder.out)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def end(self, limit_s: float) -> int:
+        """Wait for the driver's end and return its exit code; what is left after the limit is killed."""
+        assert self._driver is not None
+        try:
+            return self._driver.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            return -1
+
+    def kill_all(self) -> None:
+        """End the driver, and with it by and by all of the run."""
+        if self._driver is not None and self._driver.poll() is None:
+            self._driver.kill()
+            self._driver.wait()
+        marks = (str(self.folder.out),)
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if any(mark in words for mark in marks) and process.pid != os.getpid():
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        self.folder.ended.touch()
+
+    # ---- faults ----
+
+    def kill_rank(self, node: str) -> None:
+        for rank in self.ranks(node):
+            rank.send_signal(signal.SIGKILL)
+
+    def stop_rank(self, node: str) -> None:
+        for rank in self.ranks(node):
+            rank.send_signal(signal.SIGSTOP)
+
+    def kill_executor(self, node: str) -> None:
+        self.executor(node).send_signal(signal.SIGKILL)
+
+    def freeze_node(self, node: str) -> None:
+        ranks = self.ranks(node)
+        self.executor(node).send_signal(signal.SIGSTOP)
+        for rank in ranks:
+            rank.send_signal(signal.SIGSTOP)
+
+    def hardware_line(self, node: str) -> None:
+        with (self.folder.out / f"kernel-{node}.log").open("a", encoding="utf-8") as file:
+            file.write(_XID)
+
+    def fault_inside(self, node: str, kind: str, **more: Any) -> None:
+        """Have a rank of the node fail by itself at its next step."""
+        self._faults.append({"id": secrets.token_hex(4), "node": node, "kind": kind, "step": 0, **more})
+        file = self.folder.out / "faults.json"
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(self._faults), encoding="utf-8")
+        part.replace(file)
+
+    def damage_checkpoint(self) -> None:
+        """Flip bytes in the middle of the newest good checkpoint's largest file."""
+        newest = checkpoints_in(self.folder.out / "checkpoints")[-1]
+        largest = max((path for path in newest.iterdir() if path.is_file()), key=lambda path: path.stat().st_size)
+        size = largest.stat().st_size
+        with largest.open("r+b") as file:
+            file.seek(size // 2)
+            block = file.read(64)
+            file.seek(size // 2)
+            file.write(bytes(each ^ 0xFF for each in block))
+
+    def kill_driver(self) -> None:
+        assert self._driver is not None
+        self._driver.send_signal(signal.SIGKILL)
+        self._driver.wait()
+
+    def kill_store(self) -> None:
+        """Kill the Redis server and the process that keeps it."""
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if "trainer.resilience.store_host" in words and str(self.folder.out) in words:
+                for each in [*process.children(recursive=True), process]:
+                    with contextlib.suppress(psutil.Error):
+                        each.kill()

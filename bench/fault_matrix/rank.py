@@ -1,0 +1,81 @@
+"""A rank of `netlayer train` with faults from inside: an exception, a lost number, a slow node.
+
+Run in place of `netlayer` as a run's training process. The faults stand in the file that `NETLAYER_FAULTS` names, which
+is read again when it changes, and each is keyed by the node's name: a restart on another node is rid of it. One that
+strikes once leaves a file, so that it does not strike again after the restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from netlayer.cli import main
+from trainer.loop import Launched, Trainer
+
+VARIABLE = "NETLAYER_FAULTS"
+
+
+class InjectedFault(RuntimeError):
+    """Exception of a fault that was injected."""
+
+
+class _Faults:
+    """Faults of this node."""
+
+    def __init__(self) -> None:
+        self._file, self._node = Path(os.environ[VARIABLE]), os.environ["NETLAYER_NODE"]
+        self._stamp = -1
+        self._faults: list[dict[str, Any]] = []
+
+    def due(self, step: int) -> list[dict[str, Any]]:
+        try:
+            stamp = self._file.stat().st_mtime_ns
+        except FileNotFoundError:
+            return []
+        if stamp != self._stamp:
+            self._stamp, self._faults = stamp, json.loads(self._file.read_text(encoding="utf-8"))
+        due = [each for each in self._faults if each["node"] == self._node and step >= each["step"]]
+        return [each for each in due if each["kind"] == "slow" or self._is_first(each)]
+
+    def _is_first(self, fault: dict[str, Any]) -> bool:
+        done = self._file.with_name(f"fault-{fault['id']}.done")
+        try:
+            done.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+def _inject() -> None:
+    faults, launch = _Faults(), Trainer.launch
+
+    def launch_with_faults(trainer: Trainer, step: int) -> Launched:
+        launched: Launched | None = None
+        for fault in faults.due(step):
+            if fault["kind"] == "exception":
+                raise InjectedFault(f"injected at step {step}")
+            if fault["kind"] == "slow":
+                time.sleep(fault["sleep_s"])
+            elif fault["kind"] == "nan":
+                run = trainer.steps.run
+
+                def lose(*arguments: Any, run: Any = run) -> Any:
+                    stepped = run(*arguments)
+                    stepped.loss.fill_(float("nan"))
+                    return stepped
+
+                trainer.steps.run = lose  # type: ignore[method-assign]
+                launched = launch(trainer, step)
+                trainer.steps.run = run  # type: ignore[method-assign]
+        return launched or launch(trainer, step)
+
+    Trainer.launch = launch_with_faults  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _inject()
+    main()

@@ -1,0 +1,61 @@
+"""The section `job.resilience`: how `netlayer run` finds faults, and what it does about them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from netlayer.config.section import Section
+
+
+class ResilienceConfig(Section):
+    """Driver and executors of `netlayer run`; no effect on `netlayer train`."""
+
+    backend: Literal["local", "ssh"] = Field(
+        "local", description="where nodes are: local: process groups of this machine; ssh: hosts of --hosts"
+    )
+    spares: int = Field(0, ge=0, le=1024, description="standby nodes beyond cluster.servers, checked and waiting")
+    replace: bool = Field(
+        True, description="ask the backend for a new node where one was evicted (local: another process group)"
+    )
+    heartbeat_s: float = Field(0.0, ge=0, le=60, description="seconds between heartbeats; 0: 2 local, 10 over ssh")
+    missed: int = Field(4, ge=2, le=100, description="heartbeats that may be missed before a node counts as lost")
+    stopped_s: float = Field(3.0, gt=0, description="seconds for which a process may be stopped (SIGSTOP) in training")
+    silence_factor: float = Field(10.0, ge=2, description="typical steps without a step before the job counts as hung")
+    silence_floor_s: float = Field(30.0, gt=0, description="the least of that, seconds")
+    phase_s: float = Field(
+        1800.0, gt=0, description="the same in an evaluation, a checkpoint, or before the first step, seconds"
+    )
+    slow_factor: float = Field(
+        1.4, gt=1, description="step time over the job's typical one from which a run counts as slow"
+    )
+    slow_steps: int = Field(20, ge=3, le=1000, description="steps in a row that must be slow")
+    evict_slow: bool = Field(True, description="evict a node that holds up all others, where it is plain which")
+    loss_spike: float = Field(
+        0.0, ge=0, description="loss over the median of the last 32 steps from which it is noted as a spike; 0: never"
+    )
+    checks: Literal["off", "host", "device", "full"] = Field(
+        "full",
+        description="self-checks of a node before it joins and after a fault: host: disk, clock, memory, kernel log; "
+        "device: GEMM and copies too; full: collectives among its ranks as well",
+    )
+    checks_s: float = Field(120.0, gt=0, description="longest self-check of a node, seconds")
+    kernel_log: str = Field(
+        "auto",
+        description="file of the kernel's log, in which {node} stands for the node's name; auto: /dev/kmsg where it can "
+        "be read; off",
+    )
+    rules: str = Field("", description="TOML file of further log rules, tried before those of the package")
+    retries_in_place: int = Field(
+        1, ge=0, le=100, description="faults of a node's processes that a restart answers before the node is evicted"
+    )
+    max_restarts: int = Field(100, ge=0, description="restarts after which the run is given up")
+    max_fruitless: int = Field(5, ge=1, description="restarts in a row without a new step before the run is given up")
+    backoff_s: float = Field(1.0, ge=0, description="pause after the second fruitless restart, doubled with each")
+    backoff_most_s: float = Field(60.0, ge=0, description="longest pause")
+    gather_s: float = Field(600.0, gt=0, description="longest wait for enough nodes, seconds")
+    stop_s: float = Field(120.0, gt=0, description="seconds that ranks have to end after a step, with a checkpoint")
+    orphan_s: float = Field(
+        120.0, gt=0, description="seconds without a driver after which executors end their processes, and themselves"
+    )

@@ -1,0 +1,378 @@
+"""`netlayer run`: a job on several nodes that survives their faults, from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from netlayer import log
+from netlayer.command import RunOptions, run_options
+
+if TYPE_CHECKING:
+    from netlayer.config.tree import Config
+    from trainer.resilience.driver import Driver
+    from trainer.resilience.folder import RunFolder, Spec
+
+_PATH = click.Path(path_type=Path)
+_OUT = click.argument("out", type=_PATH)
+_json = click.option("--json", "json_file", type=_PATH, help="Also write the facts here; - is stdout.")
+_verbose = click.option("-v", "--verbose", count=True, help="More log on stderr; -vv for all.")
+
+
+@click.group()
+def run() -> None:
+    """Train on several nodes, and go on when processes, nodes or the driver fail.
+
+    One driver (this command) and one executor a node, with the training processes under it. Faults are found by
+    heartbeats, exits, logs and step times; the job is suspended, nodes check themselves, the faulty one is evicted,
+    a standby takes its place, and the training resumes from the newest whole checkpoint. Every decision is in
+    OUT/run/journal.jsonl, with its evidence.
+
+    \b
+    Examples:
+      netlayer run start job.toml --out runs/a
+      netlayer run status runs/a
+      netlayer run evict runs/a node-2
+      netlayer run stop runs/a
+    """
+
+
+@run.command()
+@click.argument("file", type=_PATH, required=False)
+@run_options
+@click.option(
+    "--hosts", help="Host file, or node1,node2: run on these over ssh; those beyond cluster.servers stand by."
+)
+@click.option("--ssh-command", default="ssh", show_default=True, help="Program, with options, that reaches a host.")
+def start(options: RunOptions, file: Path | None, hosts: str | None, ssh_command: str) -> None:
+    """Start the job of FILE on cluster.servers nodes, or take over a run in --out whose driver is gone.
+
+    Ranks of a node: cluster.gpus_per_server. Settings: job.resilience. Without --hosts a node is a process group of
+    this machine. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint; a second one at once. Exit code 0:
+    all steps are taken, or it was stopped; 1: given up, with the reason.
+
+    \b
+    Examples:
+      netlayer run start job.toml --out runs/a
+      netlayer run start job.toml --out runs/a --set job.resilience.spares=2 --set job.checkpoint.every_steps=50
+      netlayer run start job.toml --out runs/a --hosts hosts.txt
+      netlayer run start job.toml --out runs/a           # again, after the driver was killed: takes the run over
+    """
+    import dataclasses
+
+    from netlayer.errors import ConfigError
+    from trainer.resilience.folder import RunFolder
+
+    if file and options.config_path:
+        raise ConfigError("--config", options.config_path, f"is given beside {file}", "give one of them")
+    if options.out is None:
+        raise ConfigError("--out", None, "is needed: a folder that all nodes see", "give one, such as runs/a")
+    out = options.out.absolute()
+    folder = RunFolder(out)
+    options = dataclasses.replace(options, config_path=file or options.config_path)
+    config = options.load_config()
+    _check(config, hosts)
+    with _driving(folder):
+        if not folder.exists:
+            _create(folder, config, options.seed, hosts)
+        _drive(folder, config, hosts, ssh_command, options)
+
+
+@run.command()
+@_OUT
+@run_options
+@click.option("--hosts", help="As at the start.")
+@click.option("--ssh-command", default="ssh", show_default=True, help="As at the start.")
+def resume(options: RunOptions, out: Path, hosts: str | None, ssh_command: str) -> None:
+    """Go on with the run in OUT: after a pause, a stop, a failure, or the death of its driver.
+
+    Where a driver is there it is asked to; else this command is the driver from now on.
+
+    \b
+    Example:
+      netlayer run resume runs/a
+    """
+    import dataclasses
+
+    from netlayer.errors import ConfigError
+
+    folder = _existing(out)
+    if options.config_path or options.overrides or options.out:
+        raise ConfigError("--config", options.config_path, "has no effect on a run that was started", "omit it")
+    if _has_driver(folder):
+        _ask(folder, "resume")
+        return
+    options = dataclasses.replace(options, config_path=folder.job, out=folder.out)
+    config = options.load_config()
+    with _driving(folder):
+        _drive(folder, config, hosts, ssh_command, options, resumes=True)
+
+
+@run.command()
+@_OUT
+@_json
+def status(out: Path, json_file: Path | None) -> None:
+    """Print the state of the run in OUT: its nodes, and the last decisions.
+
+    \b
+    Example:
+      netlayer run status runs/a
+    """
+    from netlayer.results import check_target, write_text
+    from trainer.resilience import status as report
+
+    check_target("--json", json_file)
+    folder = _existing(out)
+    facts = report.facts(folder, has_driver=_has_driver(folder))
+    if json_file:
+        write_text(json_file, json.dumps(facts, indent=1) + "\n")
+    if str(json_file) != "-":
+        click.echo("\n".join(report.lines(facts)))
+
+
+@run.command()
+@_OUT
+@click.argument("node", required=False)
+@click.option("--rank", type=click.IntRange(0), help="Of this rank alone.")
+@click.option("-n", "--lines", "num_lines", type=click.IntRange(1, 100_000), default=20, show_default=True)
+def logs(out: Path, node: str | None, rank: int | None, num_lines: int) -> None:
+    """Print the last lines of the logs of the run in OUT; NODE: of this node alone.
+
+    Control characters are shown in words: a line of a log cannot act on the terminal.
+
+    \b
+    Examples:
+      netlayer run logs runs/a
+      netlayer run logs runs/a node-2 --rank 2 -n 100
+    """
+    from trainer.resilience import status as report
+
+    for line in report.log_lines(_existing(out), node, rank, num_lines):
+        click.echo(line)
+
+
+@run.command()
+@_OUT
+@click.argument("node")
+def evict(out: Path, node: str) -> None:
+    """Take NODE out of the run in OUT: the training goes on with a standby in its place.
+
+    \b
+    Example:
+      netlayer run evict runs/a node-2
+    """
+    _ask(_existing(out), "evict", node)
+
+
+@run.command()
+@_OUT
+def pause(out: Path) -> None:
+    """End the training of the run in OUT after a step, with a checkpoint; its nodes wait.
+
+    \b
+    Example:
+      netlayer run pause runs/a && netlayer run resume runs/a
+    """
+    _ask(_existing(out), "pause")
+
+
+@run.command()
+@_OUT
+def stop(out: Path) -> None:
+    """End the run in OUT after a step, with a checkpoint.
+
+    \b
+    Example:
+      netlayer run stop runs/a
+    """
+    _ask(_existing(out), "stop")
+
+
+def _check(config: Config, hosts: str | None) -> None:
+    from netlayer.errors import ConfigError
+    from netlayer.remote.hosts import read_hosts
+    from trainer.plan import check_supported
+    from trainer.resilience.rules import load_rules
+
+    check_supported(config.job, config.cluster.num_gpus)
+    load_rules(config.job.resilience.rules)
+    settings = config.job.resilience
+    if (settings.backend == "ssh") != bool(hosts):
+        remedy = "give --hosts and job.resilience.backend=ssh together, or neither"
+        raise ConfigError("job.resilience.backend", settings.backend, f"does not go with --hosts {hosts}", remedy)
+    if not config.job.checkpoint.every_steps:
+        remedy = "set job.checkpoint.every_steps"
+        raise ConfigError("job.checkpoint.every_steps", 0, "leaves nothing to resume from after a fault", remedy)
+    if hosts:
+        num = len(read_hosts(hosts))
+        if num < config.cluster.servers:
+            remedy = "name more hosts, or lower cluster.servers and job.parallel.dp"
+            raise ConfigError("--hosts", hosts, f"names {num}, and cluster.servers is {config.cluster.servers}", remedy)
+
+
+def _create(folder: RunFolder, config: Config, seed: int, hosts: str | None) -> None:
+    """Write the run's files, with what its executors will run."""
+    import secrets
+
+    from netlayer import environ
+    from netlayer.config.file import to_toml
+    from netlayer.errors import ConfigError
+    from trainer.resilience.folder import Spec
+
+    if (folder.out / "metrics.jsonl").exists():
+        rule = "holds a run of netlayer train"
+        raise ConfigError("--out", folder.out, rule, "give a new folder, or go on with netlayer train --resume auto")
+    job, settings, nodes, per_node = (
+        config.job, config.job.resilience, config.cluster.servers, config.cluster.gpus_per_server,
+    )  # fmt: skip
+    ranks_here = per_node if hosts else nodes * per_node
+    backend = environ.choose_backend(job.launch.backend, ranks_here)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    spec = Spec(
+        run=secrets.token_hex(8),
+        name=job.name,
+        command=(
+            "netlayer", "train", str(folder.job), "--resume", "auto", "--out", str(folder.out), "--seed", str(seed),
+        ),
+        nodes=nodes,
+        ranks_per_node=per_node,
+        threads=max(1, cores // ranks_here),
+        heartbeat_s=settings.heartbeat_s or (10.0 if hosts else 2.0),
+        environ={"NETLAYER_RUN_BACKEND": backend},
+        resilience=settings,
+    )  # fmt: skip
+    folder.create(spec, to_toml(config))
+    if job.store.url:
+        folder.set_store_url(job.store.url)
+
+
+def _drive(
+    folder: RunFolder, config: Config, hosts: str | None, ssh: str, options: RunOptions, *, resumes: bool = False
+) -> None:
+    """Be the driver until the run is over; exit code 1 where it was given up."""
+    from netlayer.errors import CheckFailed, ConfigError
+    from netlayer.remote.hosts import read_hosts
+    from netlayer.results import utc_now, write_text
+    from trainer.resilience.backends import LocalBackend, SshBackend
+    from trainer.resilience.driver import Driver, on_signals
+    from trainer.resilience.machine import TERMINAL, State
+
+    spec, started = folder.spec(), utc_now()
+    backend = SshBackend(folder, [host.name for host in read_hosts(hosts)], ssh) if hosts else LocalBackend(folder)
+    driver = Driver(folder, backend, config.job.optimizer.steps, owns_store=not config.job.store.url, on_line=_say)
+    if driver.facts.state in TERMINAL and not (resumes and driver.facts.state is not State.COMPLETED):
+        state, remedy = driver.facts.state, "go on with netlayer run resume, or give a new folder"
+        driver.close()
+        if state is State.COMPLETED:
+            _say("all steps are taken: nothing to do")
+            return
+        raise ConfigError("--out", folder.out, f"holds a run that is {state}", remedy)
+    if resumes:
+        driver.resume()
+    on_signals(driver)
+    begin_s = time.time()
+    final = driver.run()
+    record = _record(driver, spec, config, options, started, begin_s)
+    record.save(folder.out / "records")
+    if options.json_file:
+        write_text(options.json_file, record.to_json())
+    if final is State.FAILED:
+        raise CheckFailed(f"the run was given up: {driver.facts.reason}; {folder.journal} has the evidence")
+    facts = driver.facts
+    line = f"{final} after step {facts.furthest_step}: {facts.restarts} restarts, {len(facts.evicted)} nodes evicted"
+    click.echo(line, err=str(options.json_file) == "-")
+
+
+def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, started: str, begin_s: float) -> Any:
+    from netlayer import environ
+    from netlayer.results import RunRecord, utc_now
+    from trainer.resilience.record import effective_share, times_of
+
+    facts = driver.facts
+    times = {
+        f"{stage}_s": {"median": middle, "max": most} for stage, (middle, most) in times_of(facts.incidents).items()
+    }
+    summary = {
+        "state": facts.state, "step": facts.furthest_step, "restarts": facts.restarts, "evicted": dict(facts.evicted),
+        "refused_messages": driver.refused, "effective_share": effective_share(
+            facts, driver.view.typical_ms(), begin_s, time.time()
+        ), **times,
+    }  # fmt: skip
+    return RunRecord(
+        name="run",
+        source="measured",
+        rows=[{key: each[key] for key in each if key != "findings"} for each in facts.incidents],
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments=options.arguments(),
+        config=config.model_dump(mode="json"),
+        environment=environ.snapshot(options.seed) | {"run": summary},
+        devices=[f"{spec.nodes} nodes of {spec.ranks_per_node} ranks"],
+    )
+
+
+@contextlib.contextmanager
+def _driving(folder: RunFolder) -> Iterator[None]:
+    """Hold the run's lock: it has one driver at a time.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    from netlayer.errors import ConfigError
+    from netlayer.lock import LockBusy, claimed
+
+    try:
+        folder.run.mkdir(parents=True, exist_ok=True)
+        stack = contextlib.ExitStack()
+        stack.enter_context(claimed(folder.lock))
+    except LockBusy as exc:
+        rule = f"has a driver already: {exc}"
+        raise ConfigError("--out", folder.out, rule, "see netlayer run status, or give another folder") from exc
+    except OSError as exc:
+        raise ConfigError("--out", folder.out, f"cannot be written ({exc.strerror})", "give a folder of yours") from exc
+    with stack:
+        yield
+
+
+def _has_driver(folder: RunFolder) -> bool:
+    from netlayer.lock import LockBusy, claimed
+
+    if not folder.lock.exists():
+        return False
+    try:
+        with claimed(folder.lock):
+            return False
+    except LockBusy:
+        return True
+
+
+def _existing(out: Path) -> RunFolder:
+    from trainer.resilience.folder import RunFolder
+
+    log.configure(0)
+    folder = RunFolder(out.absolute())
+    folder.spec()  # or it says that there is no run
+    return folder
+
+
+def _ask(folder: RunFolder, action: str, node: str = "") -> None:
+    folder.ask(action, node)
+    what = f"{action} {node}".strip()
+    if _has_driver(folder):
+        click.echo(f"asked for: {what}", err=True)
+    else:
+        click.echo(f"asked for: {what}; the run has no driver: netlayer run resume {folder.out} starts one", err=True)
+
+
+def _say(line: str) -> None:
+    from netlayer.results import utc_now
+
+    click.echo(f"{utc_now()[:19]}Z {line}", err=True)

@@ -1,0 +1,161 @@
+"""Where nodes come from: process groups of this machine, or hosts over ssh. What a scheduler's backend must do, too.
+
+A backend starts executors and ends nodes; all else goes over the run's Redis. The driver may be another process than
+the one that launched a node, so a backend finds what it ends by what the node tells (`Heartbeat.pid`), or by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from netlayer.remote.connection import ssh_command
+from trainer.resilience.folder import RunFolder
+
+_MODULE = "trainer.resilience.executor"
+
+
+class Backend(Protocol):
+    """Nodes of a run."""
+
+    def name(self, number: int) -> str:
+        """Name of the node with this number; empty: there is none any more."""
+        ...
+
+    def launch(self, node: str) -> None:
+        """Start the executor of a new node."""
+        ...
+
+    def ensure(self, node: str) -> None:
+        """Start the executor of a node that was launched before, if it is not there any more."""
+        ...
+
+    def remove(self, node: str, pid: int) -> None:
+        """End a node and all that runs on it, however it is; `pid` is its executor's, 0 where that never told."""
+        ...
+
+    def has_died(self, node: str) -> bool:
+        """Whether the executor is known to have ended; False where nobody knows."""
+        ...
+
+
+class LocalBackend:
+    """Nodes that are sessions of processes on this machine.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def name(self, number: int) -> str:
+        return f"node-{number}"
+
+    def launch(self, node: str) -> None:
+        own = self._folder.node(node)
+        own.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", _MODULE, str(self._folder.out), node]
+        with (own / "executor.log").open("ab") as output:
+            # A session of its own: the node outlives this driver, and Ctrl-C at the terminal is for the driver alone.
+            self._processes[node] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def ensure(self, node: str) -> None:
+        try:
+            owner = json.loads((self._folder.node(node) / "executor.lock").read_bytes())["pid"]
+        except (OSError, ValueError, LookupError, TypeError):
+            owner = 0
+        if not owner or not self._is_executor(owner, node):
+            self.launch(node)
+
+    def remove(self, node: str, pid: int) -> None:
+        process = self._processes.pop(node, None)
+        # The keeper of its training processes ends these when the executor is gone.
+        for number in {pid, process.pid if process else 0} - {0}:
+            if process is not None and number == process.pid and process.poll() is not None:
+                continue
+            if self._is_executor(number, node):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(number, signal.SIGKILL)
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+
+    def has_died(self, node: str) -> bool:
+        process = self._processes.get(node)
+        return process is not None and process.poll() is not None
+
+    def _is_executor(self, pid: int, node: str) -> bool:
+        """Whether a process id is that node's executor, and not another process by now."""
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return _MODULE.encode() in words and str(self._folder.out).encode() in words and node.encode() in words
+
+
+class SshBackend:
+    """Nodes that are hosts: the first ones train, the others stand by. The run's folder is one that all of them see.
+
+    Args:
+        folder: of the run.
+        hosts: names as ssh knows them, in order.
+        ssh: the command, as `--ssh-command`.
+    """
+
+    def __init__(self, folder: RunFolder, hosts: Sequence[str], ssh: str = "ssh") -> None:
+        self._folder, self._ssh = folder, ssh
+        self._hosts = {f"node-{number}": host for number, host in enumerate(hosts)}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def name(self, number: int) -> str:
+        return f"node-{number}" if number < len(self._hosts) else ""
+
+    def launch(self, node: str) -> None:
+        own = self._folder.node(node)
+        own.mkdir(parents=True, exist_ok=True)
+        host = self._hosts[node]
+        arguments = [sys.executable, "-m", _MODULE, str(self._folder.out.resolve()), node, host.rpartition("@")[2]]
+        output = shlex.quote(str(own.resolve() / "executor.log"))
+        # Out of ssh's hands at once: a connection that breaks takes no executor with it.
+        start = f"setsid nohup {shlex.join(arguments)} >>{output} 2>&1 </dev/null"
+        line = f"cd {shlex.quote(str(Path.cwd()))} && {{ {start} & }}"
+        self._run(node, line)
+
+    def ensure(self, node: str) -> None:
+        self.launch(node)  # a second executor of a node ends at once
+
+    def remove(self, node: str, pid: int) -> None:
+        if not pid or node not in self._hosts:
+            return
+        # Only where the process is still that executor: ids are used again.
+        line = (
+            f"tr '\\0' ' ' </proc/{pid}/cmdline | grep -q -- {shlex.quote(f'{_MODULE} .* {node} ')} && kill -KILL {pid}"
+        )
+        self._run(node, line)
+
+    def has_died(self, node: str) -> bool:  # noqa: ARG002 - the protocol's
+        return False  # over ssh only its heartbeats tell
+
+    def _run(self, node: str, line: str) -> None:
+        """Run a line of shell on a node's host, without waiting: a host that is gone holds up nobody."""
+        own = self._folder.node(node)
+        with (own / "ssh.log").open("ab") as output:
+            self._processes[node] = subprocess.Popen(
+                ssh_command(self._ssh, self._hosts[node], line, batch=self._ssh.split()[:1] == ["ssh"]),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )

@@ -1,0 +1,292 @@
+"""Findings: what heartbeats show to be wrong with a run, as facts with their evidence. Not covered: what to do then.
+
+A finding is a `cause`, which says what failed and where; `evidence`, which says so too, but stops no run by itself: a
+line in a program's own log, which may as well be text that the program prints; a `symptom`, which says that something
+failed, elsewhere; or a `note`, about which nothing is done. Findings of one incident are kept until it is decided, for
+a later one may name what an earlier one has only felt.
+
+[Note: silence] A job is hung where no rank has told of a step for many typical steps. In a phase that takes its time
+(evaluation, checkpoint, loading, the first step) another limit holds, as long as some rank is in it. Where one node's
+heartbeats stop, the node is lost; where those of most stop at once, the store or the driver's own link is the likelier
+fault, and nobody is accused for three times as long.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from netlayer.config.resilience import ResilienceConfig
+from trainer.resilience.messages import Heartbeat, LogMatch, RankStatus
+
+Kind = Literal[
+    "hardware",  # a rule of hardware fits a line
+    "node_lost",  # no heartbeats
+    "killed",  # a process ended by a signal that nobody of ours sent
+    "exited",  # a process ended by itself, with an error
+    "stopped",  # a process is stopped, or blocked in the kernel
+    "named",  # ranks blame it
+    "nan",  # numbers are lost
+    "memory",  # out of memory
+    "checkpoint",  # a checkpoint cannot be loaded
+    "job",  # the job itself is wrong
+    "hung",  # no steps
+    "slow",  # steps take long
+    "spike",  # the loss has risen
+    "symptom",  # a peer is gone
+    "asked",  # a person wants the node out
+]
+Weight = Literal["cause", "evidence", "symptom", "note"]
+
+_USAGE = 2  # exit code of a job, an option or an environment that cannot be used
+_KEPT_STEPS = 32
+_LEAST_STEPS = 3
+_MOST_LOST = 0.5  # share of the nodes above which lost heartbeats are rather the store's fault
+_EXPOSED_GAP = 0.15  # of the step: by so much less than all others the rank that holds them up waits
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Args:
+        kind: what.
+        weight: how much it says.
+        node: where; empty: not known.
+        rank: which; None: the node as a whole, or not known.
+        text: the evidence, in one line.
+        at_ns: when it was seen, by the clock of whoever saw it, ns since 1970.
+    """
+
+    kind: Kind
+    weight: Weight
+    node: str
+    rank: int | None
+    text: str
+    at_ns: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class NodeView:
+    """What the driver knows of a node: its last heartbeat, and when that came by the driver's monotonic clock."""
+
+    heartbeat: Heartbeat
+    heard_s: float
+    stopped_since_s: dict[int, float] = field(default_factory=dict)
+
+
+class View:
+    """All nodes of a run as their heartbeats show them."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self.nodes: dict[str, NodeView] = {}
+        self.expected: dict[str, float] = {}
+        """Since when each node is waited for, monotonic seconds; heartbeats of no other are taken."""
+        self.losses: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self.steps_ms: deque[float] = deque(maxlen=1024)
+        self.step = 0
+        self.stepped_s = 0.0
+        self._heartbeat_s = heartbeat_s
+
+    def take(self, heartbeat: Heartbeat, now_s: float) -> bool:
+        """Take a heartbeat in; False: it is older than what is known, or a replay."""
+        known = self.nodes.get(heartbeat.node)
+        if known and known.heartbeat.boot == heartbeat.boot and heartbeat.seq <= known.heartbeat.seq:
+            return False
+        if known and known.heartbeat.boot != heartbeat.boot and heartbeat.at_ns < known.heartbeat.at_ns:
+            return False  # of an executor that is gone
+        stopped = known.stopped_since_s if known else {}
+        is_stopped = {each.rank for each in heartbeat.ranks if each.state in ("stopped", "blocked")}
+        since = {rank: stopped.get(rank, now_s) for rank in is_stopped}
+        self.nodes[heartbeat.node] = NodeView(heartbeat, now_s, since)
+        return True
+
+    def begin(self, now_s: float) -> None:
+        """Forget the steps of the incarnation before."""
+        self.losses.clear()
+        self.steps_ms.clear()
+        self.step, self.stepped_s = 0, now_s
+
+    def forgive(self, seconds: float) -> None:
+        """Let all nodes have been heard of later: the driver itself, or the store, was away for so long."""
+        for node in self.nodes.values():
+            node.heard_s += seconds
+            node.stopped_since_s = {rank: since + seconds for rank, since in node.stopped_since_s.items()}
+        self.expected = {name: since_s + seconds for name, since_s in self.expected.items()}
+        self.stepped_s += seconds
+
+    def follow_steps(self, members: Sequence[str], incarnation: int, now_s: float) -> None:
+        """Note the newest step of the members, and its time and loss."""
+        ranks = [rank for _, rank in self.ranks(members, incarnation)]
+        newest = max(ranks, key=lambda each: each.step, default=None)
+        if newest is None or newest.step <= self.step:
+            return
+        self.step, self.stepped_s = newest.step, now_s
+        if newest.step_ms is not None:
+            self.steps_ms.append(newest.step_ms)
+        if newest.loss is not None:
+            self.losses.append(newest.loss)
+
+    def ranks(self, members: Sequence[str], incarnation: int) -> Iterable[tuple[str, RankStatus]]:
+        """Every rank of these nodes in an incarnation, as last heard of, with its node."""
+        for name in members:
+            view = self.nodes.get(name)
+            if view is not None and view.heartbeat.incarnation == incarnation:
+                for rank in view.heartbeat.ranks:
+                    yield name, rank
+
+    def is_lost(self, name: str, missed: int, now_s: float) -> bool:
+        """Whether a node has been silent for longer than so many heartbeats."""
+        view = self.nodes.get(name)
+        since_s = view.heard_s if view else self.expected.get(name, -math.inf)
+        return now_s - since_s > missed * self._heartbeat_s
+
+    def typical_ms(self) -> float:
+        """Median step of this incarnation without the first; 0: too few are known."""
+        steps = list(self.steps_ms)[1:]
+        return statistics.median(steps) if len(steps) >= _LEAST_STEPS else 0.0
+
+
+def find(
+    view: View,
+    members: Sequence[str],
+    incarnation: int,
+    settings: ResilienceConfig,
+    now_s: float,
+    now_ns: int,
+    typical_ms: float = 0.0,
+) -> list[Finding]:
+    """Return what is wrong with the members of an incarnation, as last heard of.
+
+    Args:
+        typical_ms: the job's typical step, of this and earlier incarnations; 0: not known.
+    """
+    findings = [*_lost(view, members, settings.missed, now_s, now_ns)]
+    by_rank = {rank.rank: node for node, rank in view.ranks(members, incarnation)}
+    for node, rank in view.ranks(members, incarnation):
+        findings += _of_rank(node, rank, view.nodes[node], settings, now_s, now_ns)
+    for name in members:
+        node_view = view.nodes.get(name)
+        # Lines of an incarnation before are told until the next one begins, and mean nothing here.
+        if node_view is not None and node_view.heartbeat.incarnation == incarnation:
+            for match in node_view.heartbeat.matches:
+                findings += _of_line(name, match, by_rank)
+    if not any(finding.weight in ("cause", "symptom") for finding in findings):
+        findings += _hung(view, members, incarnation, settings, now_s, now_ns, typical_ms)
+        findings += _slow(view, members, incarnation, settings, now_ns, typical_ms)
+        findings += _spike(view, settings, now_ns)
+    return findings
+
+
+def _lost(view: View, members: Sequence[str], missed: int, now_s: float, now_ns: int) -> Iterable[Finding]:
+    lost = [name for name in members if view.is_lost(name, missed, now_s)]
+    if len(lost) > 1 and len(lost) > _MOST_LOST * len(members):
+        lost = [name for name in lost if view.is_lost(name, 3 * missed, now_s)]  # [Note: silence]
+    for name in lost:
+        known = view.nodes.get(name)
+        since = f"{now_s - known.heard_s:.1f} s" if known else "ever"
+        yield Finding("node_lost", "cause", name, None, f"no heartbeat for {since}", now_ns)
+
+
+def _of_rank(
+    node: str, rank: RankStatus, view: NodeView, settings: ResilienceConfig, now_s: float, now_ns: int
+) -> Iterable[Finding]:
+    who = f"rank {rank.rank} (process {rank.pid})"
+    if rank.state == "ended" and rank.exit_code and not rank.was_ended:
+        at_ns = rank.ended_ns or now_ns
+        if rank.exit_code < 0:
+            yield Finding("killed", "cause", node, rank.rank, f"{who} was killed by signal {-rank.exit_code}", at_ns)
+        elif rank.exit_code == _USAGE:
+            yield Finding("job", "symptom", node, rank.rank, f"{who} ended with exit code 2", at_ns)
+        else:
+            yield Finding("exited", "symptom", node, rank.rank, f"{who} ended with exit code {rank.exit_code}", at_ns)
+    if rank.state in ("stopped", "blocked"):
+        since_s = now_s - view.stopped_since_s.get(rank.rank, now_s)
+        if since_s > settings.stopped_s:
+            word = "is stopped by a signal" if rank.state == "stopped" else "is blocked in the kernel"
+            yield Finding("stopped", "cause", node, rank.rank, f"{who} {word}, for {since_s:.1f} s", now_ns)
+    if not rank.is_finite:
+        yield Finding("nan", "symptom", node, rank.rank, f"{who}: the loss of step {rank.step} is no number", now_ns)
+
+
+def _of_line(node: str, match: LogMatch, by_rank: dict[int, str]) -> Iterable[Finding]:
+    text = f"{match.rule}: {match.line}"
+    weight: Weight = "cause" if match.rank is None and match.means == "hardware" else "evidence"
+    if match.means == "named":
+        for named in match.names:
+            if named in by_rank:
+                yield Finding("named", weight, by_rank[named], named, text, match.at_ns)
+    elif match.means == "nan":
+        # One rank among many has a fault; where all have lost their numbers, none is to blame.
+        rank = match.names[0] if len(match.names) == 1 else None
+        yield Finding("nan", weight, "" if rank is None else by_rank.get(rank, ""), rank, text, match.at_ns)
+    elif match.means == "process":
+        yield Finding("exited", weight, node, match.rank, text, match.at_ns)
+    elif match.means == "note" or match.means == "symptom":
+        yield Finding("symptom", match.means, node, match.rank, text, match.at_ns)
+    else:
+        yield Finding(match.means, weight, node, match.rank, text, match.at_ns)
+
+
+def _hung(
+    view: View, members: Sequence[str], incarnation: int, settings: ResilienceConfig,
+    now_s: float, now_ns: int, typical_ms: float,
+) -> Iterable[Finding]:  # fmt: skip
+    ranks = list(view.ranks(members, incarnation))
+    if not ranks or all(rank.state == "ended" for _, rank in ranks):
+        return
+    silent_s = now_s - view.stepped_s
+    typical_ms = view.typical_ms() or typical_ms
+    is_in_phase = view.step == 0 or any(rank.phase for _, rank in ranks)
+    limit_s = max(settings.silence_floor_s, settings.silence_factor * typical_ms / 1e3)
+    limit_s = max(limit_s, settings.phase_s) if is_in_phase else limit_s
+    if silent_s <= limit_s:
+        return
+    phases = sorted({rank.phase for _, rank in ranks if rank.phase})
+    where = f", in: {', '.join(phases)}" if phases else ""
+    text = f"no step for {silent_s:.1f} s, more than {limit_s:.1f} s, after step {view.step}{where}"
+    # The rank that told of a step less than all others is the one they wait for.
+    behind = min(rank.step for _, rank in ranks)
+    hindmost = [(node, rank) for node, rank in ranks if rank.step == behind]
+    if len(hindmost) == 1 and len(ranks) > 1 and max(rank.step for _, rank in ranks) > behind + 1:
+        node, rank = hindmost[0]
+        yield Finding("hung", "cause", node, rank.rank, f"{text}; rank {rank.rank} is at step {behind}", now_ns)
+    else:
+        yield Finding("hung", "cause", "", None, text, now_ns)
+
+
+def _slow(
+    view: View, members: Sequence[str], incarnation: int, settings: ResilienceConfig, now_ns: int, typical_ms: float
+) -> Iterable[Finding]:
+    recent = list(view.steps_ms)[-settings.slow_steps :]
+    if not typical_ms or len(recent) < settings.slow_steps or min(recent) < settings.slow_factor * typical_ms:
+        return
+    text = f"{len(recent)} steps took {statistics.median(recent):.0f} ms and more, typical are {typical_ms:.0f} ms"
+    waits = sorted(
+        ((rank.exposed, rank.rank, node) for node, rank in view.ranks(members, incarnation) if rank.exposed is not None)
+    )
+    if len(waits) > 2 and waits[1][0] - waits[0][0] > _EXPOSED_GAP:
+        exposed, rank, node = waits[0]
+        text += f"; rank {rank} waits {exposed:.0%} of a step for others, all others {waits[1][0]:.0%} and more"
+        yield Finding("slow", "cause" if settings.evict_slow else "note", node, rank, text, now_ns)
+    else:
+        yield Finding("slow", "note", "", None, f"{text}; which rank is the cause cannot be told", now_ns)
+
+
+def _spike(view: View, settings: ResilienceConfig, now_ns: int) -> Iterable[Finding]:
+    losses = list(view.losses)
+    if not settings.loss_spike or len(losses) < 2 * _LEAST_STEPS:
+        return
+    middle = statistics.median(losses[:-1])
+    if losses[-1] > settings.loss_spike * middle:
+        text = (
+            f"the loss of step {view.step} is {losses[-1]:.4g}, {losses[-1] / middle:.2f} times the median of the last"
+        )
+        yield Finding("spike", "note", "", None, text, now_ns)

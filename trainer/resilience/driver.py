@@ -1,0 +1,705 @@
+"""The driver of a run: it hears heartbeats, moves the state machine, and tells every node what to do.
+
+Each round it takes what executors and commands have sent, asks the handler of its state whether an event has happened,
+writes the transition down, and sends the assignments that follow from state and facts (`_assignment`). Assignments are
+states of a node and no orders to do something once; so sending them again after a crash of the driver, or of the
+store, changes nothing. Not covered: what is wrong (`detect`), what is done about it (`policy`).
+
+[Note: away] Where the driver itself, or the store, was away for a while, no heartbeat could have come: the time is
+given back to all nodes, or the first round after it would evict them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from netlayer.errors import NetlayerError
+from trainer.checkpoint.names import checkpoints_in
+from trainer.resilience import detect, policy, record
+from trainer.resilience.backends import Backend
+from trainer.resilience.bus import Bus
+from trainer.resilience.folder import RunFolder
+from trainer.resilience.journal import Journal
+from trainer.resilience.machine import TERMINAL, Event, State
+from trainer.resilience.messages import Assignment, Beacon, Heartbeat, Refused, plain, seal, unseal
+from trainer.resilience.roster import Roster
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_S = 2.0  # for the cause, where only its symptoms have come
+_OBEY_S = 30.0  # from an assignment to no process: a node that takes longer is lost
+_MOST_NEVER_CAME = 6
+_LEAVE_S = 10.0
+_STORE_S = 5.0  # before the store's host is started again
+_MAX_INCIDENTS = 400
+_DAMAGED = ".damaged"
+_MAX_REFUSED_SHOWN = 5
+
+Outcome = tuple[Event, dict[str, Any]] | None
+
+
+class Driver:
+    """One driver of a run; at most one lives at a time, by the lock in the run's folder.
+
+    Args:
+        folder: of a run that exists.
+        backend: where nodes come from.
+        total_steps: of the job.
+        bus: opens the run's messages; None: over the store whose address is in the folder.
+        owns_store: the store is the run's own, and is started here.
+        on_line: gets every decision, as a line for the user.
+        clock, wall: monotonic and wall-clock seconds.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        backend: Backend,
+        total_steps: int,
+        *,
+        bus: Callable[[], Bus] | None = None,
+        owns_store: bool = True,
+        on_line: Callable[[str], None] = lambda _line: None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder, self.spec = folder, folder.spec()
+        self.settings = self.spec.resilience
+        self.journal = Journal(folder.journal)
+        self.facts = self.journal.facts
+        self.view = detect.View(self.spec.heartbeat_s)
+        self.refused = 0
+        """Messages that were not taken."""
+        self._backend, self._total_steps, self._on_line = backend, total_steps, on_line
+        self._token, self._owns_store = folder.token(), owns_store
+        self._open_bus = bus or (lambda: Bus(folder.store_url(), self.spec.run))
+        self._bus: Bus | None = None
+        self._store: subprocess.Popen[bytes] | None = None
+        self._clock, self._wall = clock, wall
+        now_s = clock()
+        self._round_s = self._entered_s = now_s
+        self._store_down_s: float | None = None
+        self._store_started_s = -_STORE_S
+        self._beacon_seq = self._seq = 0
+        self._beacon_s = -1e9
+        self._sent: dict[str, tuple[Assignment, float]] = {}
+        self._symptom_s: float | None = None
+        self._kills = False  # stop without waiting for a checkpoint
+        self._noted: set[tuple[str, str]] = set()
+        self._status_s = -1e9
+        self._marks = record.Marks(folder.out / "events", self.spec.name)
+        self.roster = Roster(folder, self.spec, self.journal, self.view, backend, self._note_eviction)
+        self.roster.expect_known(now_s)
+        self._take_over()
+
+    # ---- one round ----
+
+    def round(self) -> bool:
+        """Do one round; False: the run is over."""
+        now_s = self._clock()
+        if now_s - self._round_s > self.spec.heartbeat_s:
+            self.view.forgive(now_s - self._round_s)  # [Note: away]
+        self._round_s = now_s
+        with contextlib.suppress(OSError):  # a full disk ends no run
+            self.folder.beat.touch()
+        self._receive(now_s)
+        self._read_requests()
+        self._keep_standbys(now_s)
+        outcome = self._handlers[self.facts.state](self, now_s)
+        if outcome is not None:
+            self._move(*outcome)
+        self._send(now_s)
+        return self.facts.state not in TERMINAL
+
+    def run(self) -> State:
+        """Go on until the run is over; then end all nodes and return how it went."""
+        period_s = min(self.spec.heartbeat_s / 8, 1.0)
+        while self.round():
+            self.write_status()
+            time.sleep(max(0.0, period_s - (self._clock() - self._round_s)))
+        self.end()
+        return self.facts.state
+
+    def ask_to_stop(self, *, at_once: bool = False) -> None:
+        """End the run after a step, with a checkpoint; `at_once`: without."""
+        self._kills = self._kills or at_once
+        self.folder.ask("stop")
+
+    def end(self) -> None:
+        """End all nodes of a run that is over, and what it has on the store."""
+        until_s = self._clock() + _LEAVE_S
+        while self._clock() < until_s:
+            now_s = self._clock()
+            self._receive(now_s)
+            self._send(now_s)
+            here = [name for name in self.roster.heard(now_s) if not self._backend.has_died(name)]
+            if self._bus is None or not here:
+                break
+            time.sleep(0.05)
+        for name in self.roster.names:
+            self.roster.remove(name)
+        self.write_status()
+        with contextlib.suppress(NetlayerError):
+            self._reach().forget(self.roster.names)
+        self.folder.ended.touch()
+        if self._store is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._store.wait(_LEAVE_S)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files; nodes go on."""
+        if self._bus is not None:
+            self._bus.close()
+            self._bus = None
+        self._marks.close()
+        self.journal.close()
+
+    # ---- what comes in ----
+
+    def _take_over(self) -> None:
+        facts = self.facts
+        facts.epoch += 1
+        self.folder.ended.unlink(missing_ok=True)
+        if facts.epoch > 1:
+            self.journal.note("driver took over", epoch=facts.epoch, pid=os.getpid())
+            self._say(f"driver {facts.epoch} took over in state {facts.state}, incarnation {facts.incarnation}")
+        else:
+            self.journal.note("run started", epoch=facts.epoch, pid=os.getpid(), run=self.spec.run)
+        self.view.begin(self._clock())
+        if facts.state in TERMINAL:
+            return
+        self.roster.ensure()
+
+    def resume(self) -> None:
+        """Go on with a run that has ended before its last step, or that is paused.
+
+        Raises:
+            ValueError: there is nothing to go on with: the job has taken all its steps.
+        """
+        facts = self.facts
+        is_over = facts.state in TERMINAL
+        if facts.state not in (State.PAUSED, State.STOPPED, State.FAILED):
+            if is_over:
+                raise ValueError(f"the run is {facts.state}")
+            return
+        facts.fruitless, facts.reason, facts.is_pause_wanted = 0, "", False
+        self._move(Event.RESUME_ASKED, {})
+        if is_over:
+            self.roster.ensure()
+            self.roster.expect_known(self._clock())
+
+    def _receive(self, now_s: float) -> None:
+        """Take heartbeats in; where the store does not answer, have it started, and give the time back."""
+        try:
+            while True:
+                messages, num_large = self._reach().take_heartbeats()
+                self.refused += num_large
+                for data in messages:
+                    self._take(data, now_s)
+                if len(messages) < 500:
+                    break
+        except (NetlayerError, OSError) as exc:
+            if self._bus is not None:
+                self._bus.close()
+                self._bus = None
+            if self._store_down_s is None:
+                self._store_down_s = now_s
+                logger.info("the run's store does not answer: %s", exc)
+            self._start_store(now_s)
+            return
+        if self._store_down_s is not None:
+            away_s = now_s - self._store_down_s
+            self.view.forgive(away_s + self.spec.heartbeat_s)
+            self._store_down_s = None
+            self._sent.clear()
+            self._beacon_s = -1e9
+            if away_s > 1 and self._bus is not None:
+                self._say(f"the run's store was away for {away_s:.1f} s; no node is blamed for that")
+                self.journal.note("store away", seconds=round(away_s, 3))
+        self.view.follow_steps(self.facts.members, self.facts.incarnation, now_s)
+
+    def _take(self, data: bytes, now_s: float) -> None:
+        try:
+            heartbeat = unseal(data, self._token, Heartbeat, self.spec.run)
+        except Refused as exc:
+            self.refused += 1
+            if self.refused <= _MAX_REFUSED_SHOWN:
+                logger.warning("a heartbeat was refused: %s", plain(str(exc)))
+            return
+        if heartbeat.node in self.facts.evicted or heartbeat.node not in self.roster.expected:
+            return  # it is on its way out, or of no node of ours
+        self.view.take(heartbeat, now_s)
+
+    def _read_requests(self) -> None:
+        facts = self.facts
+        for request in self.folder.asked():
+            outcome: Outcome = None
+            if request.action == "evict":
+                self._evict_as_asked(request.node)
+            elif request.action == "pause":
+                if facts.state in (State.SUSPEND, State.DIAGNOSE):
+                    facts.is_pause_wanted = True
+                outcome = (Event.PAUSE_ASKED, {})
+            elif request.action == "resume":
+                facts.is_pause_wanted = False
+                outcome = (Event.RESUME_ASKED, {})
+            else:
+                outcome = (Event.STOP_ASKED, {"at_once": self._kills})
+            if outcome is not None:
+                with contextlib.suppress(ValueError):  # it means nothing here: resume in RUN, stop in STOP
+                    self._move(*outcome)
+            request.file.unlink(missing_ok=True)
+
+    def _evict_as_asked(self, node: str) -> None:
+        facts = self.facts
+        if node in facts.evicted or node not in self.roster.expected:
+            self._say(f"{node or 'no name'} is no node of this run, or was evicted before: nothing is done")
+            return
+        is_training = facts.state in (State.START, State.RUN, State.DRAIN, State.SUSPEND, State.DIAGNOSE)
+        if node in facts.members and is_training:
+            finding = detect.Finding("asked", "cause", node, None, "evicted by hand", int(self._wall() * 1e9))
+            incident = self._incident()
+            incident.add([finding])
+            facts.incident = incident.to_json()
+            if facts.state in (State.START, State.RUN, State.DRAIN):
+                self._suspend([finding])
+        else:
+            self.roster.evict([node], "evicted by hand")
+            self.journal.note("evicted", nodes=[node])
+
+    def _keep_standbys(self, now_s: float) -> None:
+        """Drop standbys that are gone, and ask for others; not while nobody can be heard."""
+        if self.facts.state in TERMINAL or self._store_down_s is not None:
+            return
+        self.roster.drop_dead_standbys(now_s)
+        if self.facts.state in (State.START, State.RUN, State.PAUSED):
+            self.roster.ask_for_nodes(now_s)
+
+    # ---- handlers of the states: each returns an event, or None ----
+
+    def _gather(self, now_s: float) -> Outcome:
+        """Wait for the nodes that the job needs; those that trained before keep their place."""
+        facts = self.facts
+        if facts.is_pause_wanted:
+            facts.is_pause_wanted = False
+            return Event.PAUSE_ASKED, {}
+        self.roster.ask_for_nodes(now_s)
+        if self._wall() < facts.not_before_s:
+            return None
+        healthy = self.roster.heard(now_s)
+        # Those that have passed their checks first, then in the order in which they came.
+        free = sorted(
+            (name for name in healthy if name not in facts.members), key=lambda name: name not in facts.checked
+        )
+        members = [name if name in healthy else "" for name in facts.members] or [""] * self.spec.nodes
+        members = [name or (free.pop(0) if free else "") for name in members]
+        if all(members):
+            facts.members = members
+            facts.check += 1
+            return Event.ENOUGH_NODES, {"members": members, "standbys": free}
+        # Executors that end at once would be started for ever: what ends them is on every node.
+        is_hopeless = self.roster.never_came >= max(_MOST_NEVER_CAME, 2 * self.spec.nodes)
+        if is_hopeless or now_s - self._entered_s > self.settings.gather_s:
+            rest, waited_s = members.count(""), now_s - self._entered_s
+            last = list(facts.evicted.items())[-1:]
+            facts.reason = f"{rest} of {self.spec.nodes} nodes are missing after {waited_s:.0f} s"
+            facts.reason += "".join(f"; {name} was evicted: {reason}" for name, reason in last)
+            return Event.TOO_FEW_NODES, {"missing": rest}
+        return None
+
+    def _verify(self, now_s: float) -> Outcome:
+        """Let members that were not checked since they came, or since the last fault, check themselves."""
+        facts = self.facts
+        lost = [name for name in facts.members if not self.roster.is_here(name, now_s)]
+        if lost:
+            self.roster.evict(lost, "lost before the start")
+            for name in lost:
+                self.roster.remove(name)
+            return Event.NODE_LOST, {"nodes": lost}
+        failed = self.roster.failed_checks(facts.members)
+        if failed:
+            self.roster.evict(list(failed), "failed its self-check")
+            return Event.CHECKS_FAILED, {"checks": failed}
+        if any(name not in facts.checked for name in facts.members):
+            return None
+        first = self.view.nodes[facts.members[0]].heartbeat
+        if not first.port:
+            return None
+        facts.incarnation += 1
+        facts.master = (first.address, first.port)
+        self.view.begin(now_s)
+        self._symptom_s = None
+        return Event.CHECKS_PASSED, {"incarnation": facts.incarnation, "skipped": self.roster.skipped_checks()}
+
+    def _train(self, now_s: float) -> Outcome:
+        """START, RUN and DRAIN: look for faults, the first step, and the end."""
+        facts = self.facts
+        findings = detect.find(
+            self.view, facts.members, facts.incarnation, self.settings, now_s, int(self._wall() * 1e9), facts.step_ms
+        )
+        findings += self._died()
+        self._note_only([finding for finding in findings if finding.weight == "note"])
+        causes = [finding for finding in findings if finding.weight == "cause"]
+        symptoms = [finding for finding in findings if finding.weight == "symptom" and finding.kind != "symptom"]
+        if causes or symptoms:
+            # Evidence that has come so far may say more than what set the alarm off.
+            if self._symptom_s is None:
+                self._symptom_s = now_s
+            is_named = any(finding.weight == "evidence" and finding.node for finding in findings)
+            if causes or is_named or now_s - self._symptom_s > _SETTLE_S:
+                self._suspend(findings)
+                return None
+        elif self._have_all_ended(code=0):
+            # In START without a step: the newest checkpoint has taken all of them.
+            if self._done_steps() >= self._total_steps or (facts.state is State.START and not self._done_steps()):
+                return Event.ALL_DONE, {"step": self._done_steps()}
+            if facts.state is State.DRAIN:
+                return Event.ALL_ENDED, {"step": self._done_steps()}
+            text = (
+                f"all processes ended after step {self._done_steps()} of {self._total_steps}, and nobody of ours asked"
+            )
+            self._suspend([detect.Finding("exited", "cause", "", None, text, int(self._wall() * 1e9))])
+            return None
+        if facts.state is State.START and self.view.step > 0:
+            self._note_resumed()
+            return Event.FIRST_STEP, {"step": self.view.step}
+        if facts.state is State.RUN:
+            self._note_caught_up()
+        return None
+
+    def _suspended(self, now_s: float) -> Outcome:
+        """Wait until no process of the incarnation is left; what still comes in may name the cause."""
+        facts = self.facts
+        incident = self._incident()
+        before = len(incident.findings)
+        late = detect.find(
+            self.view, facts.members, facts.incarnation, self.settings, now_s, int(self._wall() * 1e9), facts.step_ms
+        )
+        incident.add([finding for finding in late if finding.weight != "note"])
+        for name in facts.members:
+            if self._has_stopped(name):
+                continue
+            if self.view.is_lost(name, self.settings.missed, now_s) or self._backend.has_died(name):
+                # It may still run processes that would write into the run: ended before anybody takes its place.
+                self.roster.remove(name)
+                continue
+            if now_s - self._entered_s > _OBEY_S:
+                text = f"its processes are not ended after {_OBEY_S:g} s"
+                incident.add([detect.Finding("node_lost", "cause", name, None, text, int(self._wall() * 1e9))])
+                self.roster.remove(name)
+                continue
+            if len(incident.findings) > before:
+                facts.incident = incident.to_json()
+            return None
+        incident.suspended_s = self._wall()
+        facts.incident = incident.to_json()
+        facts.checked = []
+        facts.check += 1
+        return Event.ALL_ENDED, {"findings": [finding.to_json() for finding in incident.findings]}
+
+    def _diagnose(self, now_s: float) -> Outcome:
+        """Wait for the self-checks of all members that are left; then decide."""
+        facts = self.facts
+        present = [name for name in facts.members if self.roster.is_here(name, now_s)]
+        if self.settings.checks != "off":
+            waiting = [name for name in present if self.roster.checks_of(name) is None]
+            if waiting and now_s - self._entered_s < self.settings.checks_s + _OBEY_S:
+                return None
+        incident = self._incident()
+        incident.checks = self.roster.failed_checks(present)
+        for name in facts.members:
+            if name not in present and not any(finding.node == name for finding in incident.findings):
+                text = "no heartbeat while it was to check itself"
+                incident.add([detect.Finding("node_lost", "cause", name, None, text, int(self._wall() * 1e9))])
+        step = self._done_steps()
+        # Before the decision, which counts this one too.
+        facts.fruitless = 0 if step > facts.furthest_step else facts.fruitless + 1
+        facts.furthest_step = max(facts.furthest_step, step)
+        typical_ms = self.view.typical_ms()
+        if typical_ms:
+            facts.step_ms = min(facts.step_ms or typical_ms, typical_ms)
+        decision = policy.decide(incident, facts, self.settings, self.roster.num_standbys(now_s))
+        return self._carry_out(incident, decision)
+
+    def _carry_out(self, incident: policy.Incident, decision: policy.Decision) -> Outcome:
+        facts = self.facts
+        incident.diagnosed_s = self._wall()
+        incident.decision = decision.to_json()
+        facts.suspects = list(decision.suspects)
+        facts.incident = {}
+        facts.incidents = [*facts.incidents, incident.to_json()][-_MAX_INCIDENTS:]
+        facts.reason = decision.reason
+        self._say(f"incident {incident.number}: {decision.action}: {plain(decision.reason, 600)}")
+        event = Event(f"decided: {decision.action.replace('_', ' ')}")
+        if event is Event.GIVE_UP:
+            return event, {"decision": decision.to_json()}
+        if decision.kind == "checkpoint":
+            self._set_aside_checkpoint()
+        facts.restarts += 1
+        self.roster.evict(decision.evict, decision.reason)
+        pause_s = 0.0
+        if facts.fruitless > 1:
+            pause_s = min(self.settings.backoff_s * 2 ** (facts.fruitless - 2), self.settings.backoff_most_s)
+        facts.not_before_s = self._wall() + pause_s
+        return event, {"decision": decision.to_json(), "backoff_s": pause_s, "checks": self.roster.skipped_checks()}
+
+    def _stopping(self, now_s: float) -> Outcome:
+        """Let ranks end after a step; after job.resilience.stop_s, or at a second request, at once."""
+        if not self._kills and now_s - self._entered_s > self.settings.stop_s:
+            self._kills = True
+            self._say(f"ranks have not ended within {self.settings.stop_s:g} s: killed")
+        running = [
+            name
+            for name in self.facts.members
+            if not self._has_stopped(name, by_itself=not self._kills) and self.roster.is_here(name, now_s)
+        ]
+        if any(rank.exit_code for _, rank in self.view.ranks(self.facts.members, self.facts.incarnation)):
+            self._kills = True  # one has failed, and its peers would wait for it
+        if running:
+            return None
+        done = self._done_steps()
+        if done >= self._total_steps and self._have_all_ended(code=0):
+            return Event.ALL_DONE, {"step": done}
+        self.facts.reason = f"stopped as asked, after step {max(done, self.facts.furthest_step)}"
+        return Event.ALL_ENDED, {"step": done}
+
+    def _rest(self, _now_s: float) -> Outcome:
+        """PAUSED, and the end: nothing happens by itself."""
+
+    _handlers: ClassVar[dict[State, Callable[[Driver, float], Outcome]]] = {
+        State.GATHER: _gather,
+        State.VERIFY: _verify,
+        State.START: _train,
+        State.RUN: _train,
+        State.DRAIN: _train,
+        State.SUSPEND: _suspended,
+        State.DIAGNOSE: _diagnose,
+        State.STOP: _stopping,
+        State.PAUSED: _rest,
+        State.COMPLETED: _rest,
+        State.STOPPED: _rest,
+        State.FAILED: _rest,
+    }
+
+    # ---- what goes out ----
+
+    def _move(self, event: Event, evidence: dict[str, Any]) -> None:
+        """Write a transition down, and only then let it be acted on."""
+        facts, before = self.facts, self.facts.state
+        after = self.journal.move(event, **evidence)
+        self._entered_s = self._clock()
+        if after is State.SUSPEND:
+            self._symptom_s = None
+        if after in (State.PAUSED, State.COMPLETED, State.STOPPED):
+            facts.furthest_step = max(facts.furthest_step, self._done_steps())
+        self._say(f"{before} -> {after} ({event})")
+        self._mark_transition(event, after)
+
+    def _suspend(self, findings: list[detect.Finding]) -> None:
+        """Begin an incident: every process of the incarnation is killed from now on."""
+        facts = self.facts
+        incident = self._incident()
+        incident.add([finding for finding in findings if finding.weight != "note"])
+        incident.detected_s = self._wall()
+        ended = [finding.at_ns / 1e9 for finding in incident.findings if finding.kind in ("killed", "exited")]
+        incident.started_s = min(ended, default=0.0)
+        facts.incident = incident.to_json()
+        self._say(f"fault after step {self._done_steps()}: {plain(findings[0].text, 300)}")
+        self._move(Event.FAULT, {"findings": [finding.to_json() for finding in incident.findings]})
+
+    def _assignment(self, name: str) -> Assignment:
+        """What a node is to do in the present state; its `seq` is set when it is sent."""
+        facts = self.facts
+        idle = Assignment(run=self.spec.run, node=name, epoch=facts.epoch, seq=0, action="idle")
+        if name in facts.evicted or facts.state in TERMINAL:
+            return idle.model_copy(update={"action": "leave"})
+        is_member = name in facts.members
+        if is_member and facts.state in (State.START, State.RUN, State.DRAIN, State.STOP):
+            if facts.state is State.STOP and (self._kills or not facts.incarnation):
+                return idle
+            place: dict[str, Any] = {
+                "action": "train" if facts.state in (State.START, State.RUN) else "drain",
+                "incarnation": facts.incarnation,
+                "node_rank": facts.members.index(name),
+                "num_nodes": self.spec.nodes,
+                "master_address": facts.master[0],
+                "master_port": facts.master[1],
+            }
+            return idle.model_copy(update=place)
+        wants_check = facts.state in (State.VERIFY, State.DIAGNOSE) if is_member else facts.state is not State.SUSPEND
+        if wants_check and name not in facts.checked and self.settings.checks != "off" and facts.check:
+            return idle.model_copy(update={"action": "check", "check": facts.check})
+        return idle
+
+    def _send(self, now_s: float) -> None:
+        """Send assignments that have changed, or that a node has not heard of; and the sign that a driver is here."""
+        self.roster.take_checks()
+        changed: dict[str, Assignment] = {}
+        for name in self.roster.expected:
+            wanted = self._assignment(name)
+            sent = self._sent.get(name)
+            known = self.view.nodes.get(name)
+            is_same = sent is not None and sent[0].model_copy(update={"seq": 0}) == wanted
+            if is_same and sent is not None:
+                heard = known is not None and known.heartbeat.assignment >= (sent[0].epoch, sent[0].seq)
+                if heard or now_s - sent[1] < self.spec.heartbeat_s:
+                    continue
+            self._seq += 1
+            changed[name] = wanted.model_copy(update={"seq": self._seq})
+        if not changed and now_s - self._beacon_s < self.spec.heartbeat_s / 2:
+            return
+        self._beacon_seq += 1
+        beacon = Beacon(run=self.spec.run, node="*", epoch=self.facts.epoch, seq=self._beacon_seq)
+        data = {name: seal(assignment, self._token) for name, assignment in changed.items()}
+        try:
+            if self._bus is not None:
+                self._bus.send_orders(seal(beacon, self._token), data)
+                self._sent.update({name: (assignment, now_s) for name, assignment in changed.items()})
+                self._beacon_s = now_s
+        except NetlayerError as exc:
+            logger.info("assignments were not sent: %s", exc)
+
+    def write_status(self) -> None:
+        """Write what the driver sees, for `netlayer run status`; at most once a second."""
+        now_s = self._clock()
+        if now_s - self._status_s < 1.0 and self.facts.state not in TERMINAL:
+            return
+        self._status_s = now_s
+        view = {name: self.view.nodes.get(name) for name in self.roster.expected}
+        seen = {"step": self._done_steps(), "total_steps": self._total_steps, "step_ms": self.view.typical_ms()}
+        record.write_status(self.folder, self.facts, view, now_s, seen | {"refused_messages": self.refused})
+
+    # ---- processes ----
+
+    def _died(self) -> list[detect.Finding]:
+        """Findings of members whose executor has ended, or was started anew and has no processes."""
+        facts, now_ns, findings = self.facts, int(self._wall() * 1e9), []
+        for name in facts.members:
+            known, sent = self.view.nodes.get(name), self._sent.get(name)
+            if self._backend.has_died(name):
+                findings.append(detect.Finding("node_lost", "cause", name, None, "its executor has ended", now_ns))
+            elif known and sent and sent[0].action == "train":
+                has_followed = known.heartbeat.assignment >= (sent[0].epoch, sent[0].seq)
+                if has_followed and known.heartbeat.incarnation != facts.incarnation:
+                    text = f"it has no processes of incarnation {facts.incarnation}: its executor was started anew"
+                    findings.append(detect.Finding("exited", "cause", name, None, text, now_ns))
+        return findings
+
+    def _has_stopped(self, name: str, *, by_itself: bool = False) -> bool:
+        """Whether a node has followed its last assignment and has no process left."""
+        known, sent = self.view.nodes.get(name), self._sent.get(name)
+        if known is None or sent is None or known.heartbeat.assignment < (sent[0].epoch, sent[0].seq):
+            return False
+        if sent[0].action in ("train", "drain") and not by_itself:
+            return False
+        return all(rank.state == "ended" for rank in known.heartbeat.ranks)
+
+    def _have_all_ended(self, *, code: int) -> bool:
+        facts = self.facts
+        ranks = [rank for _, rank in self.view.ranks(facts.members, facts.incarnation)]
+        is_all = len(ranks) == self.spec.nodes * self.spec.ranks_per_node
+        return is_all and all(rank.state == "ended" and rank.exit_code == code for rank in ranks)
+
+    def _done_steps(self) -> int:
+        ranks = self.view.ranks(self.facts.members, self.facts.incarnation)
+        return max((rank.step for _, rank in ranks), default=0)
+
+    # ---- incidents ----
+
+    def _incident(self) -> policy.Incident:
+        facts = self.facts
+        if facts.incident:
+            return policy.Incident.from_json(facts.incident)
+        number = len(facts.incidents) + 1 if len(facts.incidents) < _MAX_INCIDENTS else facts.restarts + 1
+        return policy.Incident(number, self._done_steps() or facts.furthest_step)
+
+    def _note_resumed(self) -> None:
+        if self.facts.incidents and not self.facts.incidents[-1]["resumed_s"]:
+            self.facts.incidents[-1]["resumed_s"] = self._wall()
+
+    def _note_caught_up(self) -> None:
+        last = self.facts.incidents[-1] if self.facts.incidents else None
+        if last and "caught_up_s" not in last and self.view.step > last["step"]:
+            last["caught_up_s"] = self._wall()
+            self.journal.note("caught up", step=self.view.step)
+
+    def _note_only(self, notes: list[detect.Finding]) -> None:
+        for finding in notes:
+            key = (finding.kind, finding.node)
+            if key not in self._noted:
+                self._noted.add(key)
+                self.journal.note("noted", finding=finding.to_json())
+                self._mark("warning", plain(finding.text), node=finding.node)
+
+    def _set_aside_checkpoint(self) -> None:
+        """Rename the newest checkpoint, which could not be loaded: the one before it is taken next time."""
+        for path in checkpoints_in(self.folder.out / "checkpoints")[-1:]:
+            path.rename(path.with_name(path.name + _DAMAGED))
+            self.journal.note("checkpoint set aside", path=str(path))
+            self._say(f"{path} cannot be loaded: it is {path.name}{_DAMAGED} now, and the one before it is taken")
+
+    # ---- store, marks, lines ----
+
+    def _reach(self) -> Bus:
+        if self._bus is None:
+            self._bus = self._open_bus()
+        return self._bus
+
+    def _start_store(self, now_s: float) -> None:
+        """Have the run's own store run: its host is a process that outlives this one."""
+        if not self._owns_store or now_s - self._store_started_s < _STORE_S:
+            return
+        if self._store is not None and self._store.poll() is None:
+            return
+        self._store_started_s = now_s
+        with (self.folder.run / "store.log").open("ab") as output:
+            self._store = subprocess.Popen(
+                [sys.executable, "-m", "trainer.resilience.store_host", str(self.folder.out)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _mark_transition(self, event: Event, after: State) -> None:
+        facts = self.facts
+        if event is Event.FAULT:
+            findings = facts.incident["findings"]
+            name = "nan" if any(each["kind"] == "nan" for each in findings) else "failure"
+            self._mark(name, plain(findings[0]["text"]), state=after)
+        elif event is Event.CHECKS_PASSED:
+            self._mark("restart" if facts.incarnation > 1 else "run_start", None, count=facts.restarts)
+        elif after in TERMINAL:
+            self._mark("run_end", plain(facts.reason) or None, state=after)
+
+    def _note_eviction(self, name: str, reason: str) -> None:
+        self._mark("eviction", reason, node=name)
+        self._say(f"{name} is evicted: {plain(reason, 300)}")
+
+    def _mark(self, name: str, text: str | None, **attributes: Any) -> None:
+        self._marks.add(name, max(self.facts.incarnation - 1, 0), self._done_steps(), text, attributes)
+
+    def _say(self, line: str) -> None:
+        logger.info("%s", line)
+        self._on_line(line)
+
+
+def on_signals(driver: Driver) -> None:
+    """SIGINT and SIGTERM stop the run after a step; a second one at once."""
+    seen: list[int] = []
+
+    def stop(signum: int, _frame: object) -> None:
+        seen.append(signum)
+        driver.ask_to_stop(at_once=len(seen) > 1)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)

@@ -1,0 +1,402 @@
+"""The executor of a node: it follows the driver's assignment, watches the training processes, and tells of them.
+
+Run as `python -m trainer.resilience.executor OUT NODE [ADDRESS]`. It tells at every heartbeat, and at once where
+something has happened: a process ended or was stopped, a line of a log fits a rule, a self-check is over. Without a
+driver, or without the store through which it would hear of one, it lets the training go on for job.resilience.orphan_s;
+then it ends the processes and itself. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import psutil
+
+from netlayer import log
+from netlayer.errors import NetlayerError
+from netlayer.lock import LockBusy, claimed
+from netlayer.results import write_text
+from netlayer.store.meeting import free_port
+from trainer.resilience import rules
+from trainer.resilience.bus import Bus
+from trainer.resilience.folder import RunFolder
+from trainer.resilience.messages import (
+    MAX_BYTES,
+    MAX_LINES,
+    MAX_MATCHES,
+    Assignment,
+    Beacon,
+    CheckResult,
+    Heartbeat,
+    LogMatch,
+    Phase,
+    RankStatus,
+    Refused,
+    plain,
+    seal,
+    unseal,
+)
+from trainer.resilience.processes import KernelLog, TrainingProcesses
+
+logger = logging.getLogger(__name__)
+
+_INCARNATION = "incarnation"
+_MAX_RESULTS = 64
+_SHRINK = (4, 1, 0)  # lines and matches that stay where a heartbeat would be too large
+
+
+class SelfCheck:
+    """A self-check that runs beside the executor's loop."""
+
+    def __init__(self, number: int, folder: Path, level: str, ranks: int, backend: str, limit_s: float) -> None:
+        self.number = number
+        self._limit_s = limit_s
+        self._begin_s = time.monotonic()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the check
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        command = [sys.executable, "-m", "trainer.resilience.self_check", str(folder), level, str(ranks), backend]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._errors, start_new_session=True
+        )
+
+    def results(self) -> list[CheckResult] | None:
+        """What came out; None: it is still under way."""
+        code = self._process.poll()
+        seconds = time.monotonic() - self._begin_s
+        if code is None:
+            if seconds < self._limit_s:
+                return None
+            self.end()
+            return [_result("self_check", False, f"not done within {self._limit_s:g} s", seconds)]
+        for file in (self._output, self._errors):
+            file.seek(0)
+        if code:
+            last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
+            return [_result("self_check", False, f"exit code {code}: {last}", seconds)]
+        rows = json.loads(self._output.read())[:_MAX_RESULTS]
+        return [_result(row["name"], row["passed"], row["detail"], row["seconds"]) for row in rows]
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+class Executor:
+    """One node's executor.
+
+    Args:
+        folder: of the run.
+        node: name of this node.
+        address: at which other nodes reach this one.
+    """
+
+    def __init__(self, folder: RunFolder, node: str, address: str) -> None:
+        self.node = node
+        self._folder, self._own, self._address = folder, folder.node(node), address
+        self._spec, self._token = folder.spec(), folder.token()
+        self._settings = self._spec.resilience
+        self._rules = rules.load_rules(self._settings.rules)
+        self._kernel = KernelLog(self._settings.kernel_log.replace("{node}", node))
+        self._bus: Bus | None = None
+        self._boot, self._seq = secrets.token_hex(8), 0
+        self._assignment = Assignment(run=self._spec.run, node=node, epoch=0, seq=0, action="idle")
+        self._beacon, self._beacon_s = (0, 0), time.monotonic()
+        self._processes: TrainingProcesses | None = None
+        self._check: SelfCheck | None = None
+        self._checks_of, self._checks = 0, list[CheckResult]()
+        self._matches: deque[LogMatch] = deque(maxlen=MAX_MATCHES)
+        self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._hardware_lines = 0
+        self._port = 0
+        self._told: object = None
+        self._told_s = 0.0
+        self._is_leaving = False
+        self._hardware = _hardware()
+
+    def run(self) -> None:
+        """Follow the driver until it says that this node leaves the run, or until there has been none for long."""
+        poll_s = min(self._spec.heartbeat_s / 8, 0.5)
+        try:
+            while not self._is_leaving:
+                self._hear()
+                self._follow()
+                self._read_logs()
+                self._tell()
+                self._end_if_orphan()
+                time.sleep(poll_s)
+        finally:
+            self._end_processes()
+            if self._check is not None:
+                self._check.end()
+
+    def ask_to_leave(self) -> None:
+        """Leave after the current round; for a signal's handler."""
+        self._is_leaving = True
+
+    def _hear(self) -> None:
+        """Take the newest assignment, and note that a driver is there; what is not of this run's driver is dropped."""
+        try:
+            beacon_data, data = self._reach().orders(self.node)
+        except NetlayerError as exc:
+            logger.info("no orders: %s", exc)
+            self._drop_bus()
+            return
+        run = self._spec.run
+        try:
+            if beacon_data:
+                beacon = unseal(beacon_data, self._token, Beacon, run, "*")
+                if (beacon.epoch, beacon.seq) > self._beacon:
+                    self._beacon, self._beacon_s = (beacon.epoch, beacon.seq), time.monotonic()
+            if data:
+                assignment = unseal(data, self._token, Assignment, run, self.node)
+                # An earlier driver that woke up again, or somebody who replays what it has seen, changes nothing.
+                if (assignment.epoch, assignment.seq) > (self._assignment.epoch, self._assignment.seq):
+                    self._assignment = assignment
+                    logger.info("assignment: %s", assignment)
+        except Refused as exc:
+            logger.warning("an order was refused: %s", exc)
+
+    def _follow(self) -> None:
+        """Make what is there what the assignment wants; called again and again, it does nothing where it is."""
+        wanted = self._assignment
+        processes = self._processes
+        is_same = processes is not None and processes.incarnation == wanted.incarnation
+        if processes is not None and not (wanted.action in ("train", "drain") and is_same):
+            self._end_processes()
+        if processes is not None and wanted.action == "drain" and is_same:
+            processes.drain()
+        if wanted.action == "train" and not is_same and wanted.incarnation > self._last_incarnation():
+            self._start_processes()
+        if wanted.action == "check":
+            self._follow_check(wanted.check)
+        elif self._check is not None:
+            self._check.end()
+            self._check = None
+        if wanted.action == "leave":
+            self._is_leaving = True
+
+    def _follow_check(self, number: int) -> None:
+        if self._checks_of == number:
+            return
+        if self._check is not None and self._check.number != number:
+            self._check.end()
+            self._check = None
+        if self._check is None:
+            level = self._settings.checks
+            self._own.mkdir(parents=True, exist_ok=True)
+            backend = self._spec.environ.get("NETLAYER_RUN_BACKEND", "gloo")
+            ranks = self._spec.ranks_per_node
+            self._check = SelfCheck(number, self._own, level, ranks, backend, self._settings.checks_s)
+        results = self._check.results()
+        if results is not None:
+            self._checks = [*results, self._kernel_check()][:_MAX_RESULTS]
+            self._checks_of, self._check = number, None
+
+    def _kernel_check(self) -> CheckResult:
+        if self._kernel.skipped:
+            return _result("kernel_log", None, self._kernel.skipped, 0.0)
+        if self._hardware_lines:
+            return _result("kernel_log", False, f"{self._hardware_lines} lines of hardware faults since the start", 0.0)
+        return _result("kernel_log", True, "no hardware faults since the executor's start", 0.0)
+
+    def _start_processes(self) -> None:
+        wanted, spec = self._assignment, self._spec
+        per_node = spec.ranks_per_node
+        first = wanted.node_rank * per_node
+        environ = {
+            # Left by a launcher around the executor, these would say that the ranks are its own.
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_"))
+            },
+            "OMP_NUM_THREADS": str(spec.threads),
+            **spec.environ,
+            "WORLD_SIZE": str(wanted.num_nodes * per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
+            "NETLAYER_NODE": self.node,
+            "MASTER_ADDR": wanted.master_address,
+            "MASTER_PORT": str(wanted.master_port),
+        }
+        write_text(self._own / _INCARNATION, f"{wanted.incarnation}\n")
+        self._processes = TrainingProcesses(self._own, wanted.incarnation)
+        self._port = 0  # it is in use now: the next start gets another
+        self._lines.clear()
+        self._matches.clear()
+        self._processes.start(spec.command, range(first, first + per_node), environ)
+
+    def _last_incarnation(self) -> int:
+        """Number of the last start on this node, by whatever executor: its peers would not wait for a second one."""
+        try:
+            return int((self._own / _INCARNATION).read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return 0
+
+    def _end_processes(self) -> None:
+        if self._processes is not None and not self._processes.is_killed:
+            self._processes.kill()
+            self._read_logs()  # the last words; how each ended is told until others are started
+
+    def _read_logs(self) -> None:
+        now_ns = time.time_ns()
+        for line in self._kernel.lines():
+            self._note(rules.match(self._rules, "kernel", line, None, now_ns))
+        for reader in self._processes.readers if self._processes else ():
+            for line in reader.lines():
+                if not line.strip():
+                    continue
+                self._lines.append(f"rank {reader.rank}: {plain(line.strip())}"[:400])
+                self._note(rules.match(self._rules, "rank", line, reader.rank, now_ns))
+
+    def _note(self, found: LogMatch | None) -> None:
+        if found is None:
+            return
+        self._hardware_lines += found.means == "hardware" and found.rank is None
+        # What is but noted must not push out what counts.
+        if found.means == "note" and len(self._matches) == MAX_MATCHES:
+            return
+        if sum(each.rule == found.rule and each.rank == found.rank for each in self._matches) < 2:
+            self._matches.append(found)
+
+    def _tell(self) -> None:
+        """Send a heartbeat if one is due, or if something has happened."""
+        ranks = self._processes.statuses() if self._processes else []
+        state = (
+            [(each.rank, each.state, each.exit_code, each.is_finite) for each in ranks],
+            len(self._matches),
+            (self._assignment.epoch, self._assignment.seq),
+            self._checks_of,
+            bool(ranks) and min(each.step for each in ranks) > 0,
+        )
+        if state == self._told and time.monotonic() < self._told_s + self._spec.heartbeat_s:
+            return
+        try:
+            self._reach().send_heartbeat(self._heartbeat(ranks))
+        except NetlayerError as exc:
+            logger.info("no heartbeat: %s", exc)
+            self._drop_bus()
+            return
+        self._told, self._told_s = state, time.monotonic()
+
+    def _heartbeat(self, ranks: list[RankStatus]) -> bytes:
+        self._seq += 1
+        if not self._port:
+            self._port = _free_port(self._address)
+        network = psutil.net_io_counters()
+        for most in (MAX_LINES, *_SHRINK):
+            heartbeat = Heartbeat(
+                run=self._spec.run,
+                node=self.node,
+                boot=self._boot,
+                seq=self._seq,
+                at_ns=time.time_ns(),
+                address=self._address,
+                pod=os.environ.get("NETLAYER_POD", "")[:255],
+                host=socket.gethostname()[:255],
+                pid=os.getpid(),
+                hardware=self._hardware,
+                assignment=(self._assignment.epoch, self._assignment.seq),
+                phase=self._phase(ranks),
+                incarnation=self._processes.incarnation if self._processes else 0,
+                port=self._port,
+                ranks=tuple(ranks),
+                matches=tuple(self._matches)[-max(most, 1) :],
+                lines=tuple(self._lines)[-most:] if most else (),
+                checks_of=self._checks_of,
+                checks=tuple(self._checks),
+                tx_bytes=network.bytes_sent if network else 0,
+                rx_bytes=network.bytes_recv if network else 0,
+            )
+            try:
+                return seal(heartbeat, self._token)
+            except ValueError as exc:
+                logger.info("a heartbeat is cut: %s", exc)
+        raise AssertionError(f"a heartbeat without lines has more than {MAX_BYTES} bytes")
+
+    def _phase(self, ranks: list[RankStatus]) -> Phase:
+        if self._assignment.action == "leave":
+            return "leaving"
+        if self._assignment.action == "check":
+            return "checked" if self._checks_of == self._assignment.check else "checking"
+        if self._processes is None or self._processes.is_killed:
+            return "idle"
+        if all(each.state == "ended" for each in ranks):
+            return "ended"
+        return "draining" if self._processes.is_draining else "training"
+
+    def _end_if_orphan(self) -> None:
+        silent_s = time.monotonic() - self._beacon_s
+        if silent_s > self._settings.orphan_s:
+            logger.warning("no driver for %.0f s: the processes of %s are ended, and the executor", silent_s, self.node)
+            self._is_leaving = True
+
+    def _reach(self) -> Bus:
+        """The run's store; its address may change when it is started anew."""
+        url = self._folder.store_url()
+        if self._bus is not None and self._bus.url != url:
+            self._drop_bus()
+        if self._bus is None:
+            self._bus = Bus(url, self._spec.run)
+        return self._bus
+
+    def _drop_bus(self) -> None:
+        if self._bus is not None:
+            self._bus.close()
+            self._bus = None
+
+
+def _result(name: str, passed: bool | None, detail: str, seconds: float) -> CheckResult:
+    return CheckResult(name=name[:255], passed=passed, detail=plain(detail), seconds=seconds)
+
+
+def _free_port(address: str) -> int:
+    with contextlib.suppress(OSError):  # a name that others know this host by, and it does not
+        return free_port(address)
+    return free_port("")
+
+
+def _hardware() -> str:
+    memory = psutil.virtual_memory().total >> 30
+    return f"{platform.machine()}, {os.cpu_count()} cores, {memory} GiB"
+
+
+def main(out: str, node: str, address: str = "127.0.0.1") -> int:
+    """Run the executor of a node, unless there is one already."""
+    log.configure(1)
+    folder = RunFolder(Path(out))
+    own = folder.node(node)
+    own.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    try:
+        with claimed(own / "executor.lock"):
+            executor = Executor(folder, node, address)
+
+            def leave(_signum: int, _frame: FrameType | None) -> None:
+                executor.ask_to_leave()
+
+            signal.signal(signal.SIGTERM, leave)
+            executor.run()
+    except LockBusy as exc:
+        logger.warning("node %s has an executor: %s", node, exc)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

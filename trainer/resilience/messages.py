@@ -1,0 +1,232 @@
+"""What driver and executors tell each other: heartbeats and assignments, signed, bounded in size, checked on arrival.
+
+A message is a MAC of 32 bytes and JSON. The MAC (HMAC-SHA-256) is made with the run's token, which only the run's own
+user can read, and covers what the message is and which run and node it is for: whoever can write to the Redis but has
+no token can neither forge one nor pass one off as another. What replays an old one is met by `seq`, which only grows.
+Neither kind of message holds a command line: what an executor runs stands in the run's folder (`folder.Spec`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+MAX_BYTES = 1 << 16
+"""Of a message; a larger one is not even read from the store."""
+MAX_LINE = 400
+MAX_LINES = 12
+MAX_MATCHES = 16
+_MAC_BYTES = 32
+_NODE = r"^[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*$"
+_MAX_NODE = 63
+
+_Text = Annotated[str, Field(max_length=255)]
+_Line = Annotated[str, Field(max_length=MAX_LINE)]
+NodeName = Annotated[str, Field(pattern=_NODE, max_length=_MAX_NODE)]
+_Ordinal = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Refused(Exception):
+    """A message that is not taken: forged, too large, or not of the schema. The text says which, for the log."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Phase = Literal["idle", "checking", "checked", "training", "draining", "ended", "leaving"]
+
+
+class RankStatus(_Message):
+    """One training process as its executor sees it.
+
+    Args:
+        state: `stopped`: by a signal (SIGSTOP); `blocked`: in the kernel for seconds, as on a dead file system.
+        exit_code: of an ended one; negative: the signal that killed it.
+        ended_ns: when the executor saw that, its clock in ns since 1970.
+        was_ended: the executor itself had sent it a signal.
+        step: the last one that it has told of; 0: none.
+        phase: what it does that takes its time; empty in a step.
+        is_finite: whether the loss of that step is a number.
+        step_ms: time of that step.
+        exposed: share of it for which this rank waited for others.
+        quiet_s: seconds since it last told of a step or a phase.
+    """
+
+    rank: _Ordinal
+    pid: _Ordinal
+    state: Literal["running", "stopped", "blocked", "ended"]
+    exit_code: Annotated[int, Field(ge=-128, le=255)] | None = None
+    ended_ns: _Ordinal | None = None
+    was_ended: bool = False
+    step: _Ordinal = 0
+    phase: Annotated[str, Field(max_length=64)] = ""
+    loss: float | None = None
+    is_finite: bool = True
+    step_ms: Annotated[float, Field(ge=0)] | None = None
+    exposed: Annotated[float, Field(ge=0)] | None = None
+    quiet_s: Annotated[float, Field(ge=0)] = 0.0
+
+
+class LogMatch(_Message):
+    """A line of a log that a rule fits.
+
+    Args:
+        means: as `rules.Rule`.
+        rank: of whose log; None: the kernel's.
+        names: ranks that the line itself blames.
+        at_ns: when the executor read it.
+    """
+
+    rule: _Text
+    means: Literal["hardware", "process", "memory", "symptom", "named", "nan", "job", "checkpoint", "note"]
+    rank: _Ordinal | None
+    names: Annotated[tuple[_Ordinal, ...], Field(max_length=64)] = ()
+    line: _Line
+    at_ns: _Ordinal
+
+
+class CheckResult(_Message):
+    """One self-check: passed, failed, or skipped (None), and why."""
+
+    name: _Text
+    passed: bool | None
+    detail: _Line
+    seconds: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Heartbeat(_Message):
+    """What an executor tells of its node.
+
+    Args:
+        boot: drawn at the executor's start: another one means that it was restarted.
+        seq: grows with every heartbeat of a boot.
+        assignment: `(epoch, seq)` of the assignment that it follows; (0, 0): none yet.
+        phase: what it does about that.
+        port: free on its address, for the ranks' rendezvous.
+        checks: results of the last self-check, which was asked for under `checks_of`.
+        tx_bytes, rx_bytes: of the node's network interfaces, since they came up.
+    """
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    run: _Text
+    node: NodeName
+    boot: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    seq: _Ordinal
+    at_ns: _Ordinal
+    address: _Text
+    pod: _Text = ""
+    host: _Text
+    pid: _Ordinal
+    hardware: _Text = ""
+    assignment: tuple[_Ordinal, _Ordinal] = (0, 0)
+    phase: Phase = "idle"
+    incarnation: _Ordinal = 0
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    ranks: Annotated[tuple[RankStatus, ...], Field(max_length=128)] = ()
+    matches: Annotated[tuple[LogMatch, ...], Field(max_length=MAX_MATCHES)] = ()
+    lines: Annotated[tuple[_Line, ...], Field(max_length=MAX_LINES)] = ()
+    checks_of: _Ordinal = 0
+    checks: Annotated[tuple[CheckResult, ...], Field(max_length=64)] = ()
+    tx_bytes: _Ordinal = 0
+    rx_bytes: _Ordinal = 0
+
+
+class Assignment(_Message):
+    """What a node is to do; it is followed until the next one comes, and following it twice is following it once.
+
+    Args:
+        epoch: of the driver, one more with each that takes the run over: an executor never goes back to an earlier.
+        seq: of the assignment in the epoch.
+        action: `idle`: no processes, killed at once; `check`: none, and self-check number `check`; `train`: the
+            processes of `incarnation`; `drain`: let these end after a step; `leave`: none, and no executor either.
+    """
+
+    kind: Literal["assignment"] = "assignment"
+    run: _Text
+    node: NodeName
+    epoch: _Ordinal
+    seq: _Ordinal
+    action: Literal["idle", "check", "train", "drain", "leave"]
+    check: _Ordinal = 0
+    incarnation: _Ordinal = 0
+    node_rank: _Ordinal = 0
+    num_nodes: _Ordinal = 0
+    master_address: _Text = ""
+    master_port: Annotated[int, Field(ge=0, le=65535)] = 0
+
+
+class Beacon(_Message):
+    """Sign of life of a driver, for all executors; `seq` grows."""
+
+    kind: Literal["beacon"] = "beacon"
+    run: _Text
+    node: Literal["*"] = "*"
+    epoch: _Ordinal
+    seq: _Ordinal
+
+
+M = TypeVar("M", Heartbeat, Assignment, Beacon)
+
+
+def seal(message: Heartbeat | Assignment | Beacon, token: bytes) -> bytes:
+    """Bytes of a message, with its MAC in front.
+
+    Raises:
+        ValueError: it is larger than `MAX_BYTES`.
+    """
+    body = message.model_dump_json(exclude_defaults=True).encode()
+    if len(body) + _MAC_BYTES > MAX_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes; at most {MAX_BYTES} are sent")
+    return _mac(token, message.kind, message.run, message.node, body) + body
+
+
+def unseal(data: bytes, token: bytes, kind: type[M], run: str, node: str | None = None) -> M:
+    """Return the message of these bytes.
+
+    Args:
+        kind: class that it must be of.
+        run: that it must be for.
+        node: that it must be for; None: the one that it names.
+
+    Raises:
+        Refused: it is too large, forged, or not of the schema.
+    """
+    if len(data) > MAX_BYTES:
+        raise Refused(f"{len(data)} bytes, more than {MAX_BYTES}")
+    mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+    if node is None:
+        # Only to know whose MAC to make: nothing of the body is believed before it fits.
+        claim = re.search(rb'"node":"([A-Za-z0-9][A-Za-z0-9._-]{0,62})"', body[:512])
+        if claim is None:
+            raise Refused("it names no node")
+        node = claim[1].decode()
+    if not hmac.compare_digest(mac, _mac(token, kind.model_fields["kind"].default, run, node, body)):
+        raise Refused("its MAC is not of this run's token")
+    try:
+        message = kind.model_validate_json(body)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        raise Refused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from exc
+    if (message.run, message.node) != (run, node):
+        raise Refused("it is for another run or node")
+    return message
+
+
+def _mac(token: bytes, kind: str, run: str, node: str, body: bytes) -> bytes:
+    return hmac.digest(token, f"{kind}\0{run}\0{node}\0".encode() + body, hashlib.sha256)
+
+
+def plain(text: str, limit: int = MAX_LINE) -> str:
+    """One line of text that a terminal or a page shows as it is: escapes and other control characters in words."""
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[: 2 * limit])
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def is_node_name(text: str) -> bool:
+    """Whether a text may be a node's name, which is a part of paths: no slash, no leading dot, no `..`."""
+    return len(text) <= _MAX_NODE and re.fullmatch(_NODE.strip("^$"), text) is not None

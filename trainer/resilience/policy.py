@@ -1,0 +1,218 @@
+"""The decision: from findings, self-checks and history to retry, eviction or the end. Pure functions.
+
+[Note: who is to blame] One fault makes findings on many nodes: when a rank dies, its peers lose connections and end
+too. So findings of an incident are read in this order, and the first kind that is there decides:
+
+1. somebody asked for an eviction; a node failed its self-check; a line of hardware; a node that is lost;
+2. processes killed or stopped by a signal that nobody of ours sent, and those that ran out of memory: all of them;
+3. ranks that others name (`collectives.watch` knows who waits for whom), and a rank with a lost number, if it is one;
+4. a damaged checkpoint, and a job that is wrong in itself: on all ranks alike, so no node is to blame;
+5. the process that ended first by an error of its own: not by a lost peer;
+6. else it is unclear: something stands still, or peers are gone, and nobody says whose fault that is.
+
+[Note: what is done] Hardware and lost nodes are evicted. A process's fault is answered by a restart in place; when the
+same node has one again (job.resilience.retries_in_place), it is evicted. An unclear fault is retried once; when it
+comes again, half of the nodes that are still suspected are replaced, as far as there are standbys: where it stays away
+then, the fault was among those that left (they stay out), and where it comes again, among the others. A number that
+is lost again at the same step, on another node, comes from the job or its data: that is no node's fault, and the run
+is given up. So it is when restarts bring no new step, `max_fruitless` times in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from netlayer.config.resilience import ResilienceConfig
+from trainer.resilience.detect import Finding, Kind
+from trainer.resilience.machine import Facts
+
+Action = Literal["retry", "evict", "give_up"]
+
+_BY_SIGNAL: tuple[Kind, ...] = ("killed", "stopped", "memory")
+_MAX_FINDINGS = 40
+_MAX_EVICTED = 0.5  # share of the members that one decision may evict
+
+
+@dataclass
+class Incident:
+    """One fault, from its first sign to the first step after it. Times are seconds since 1970.
+
+    Args:
+        number: from 1.
+        step: last one that was taken before it.
+        findings: what was seen, in order of arrival, each once.
+        started_s: when it can have happened at the earliest: of a process, when it ended; 0: not known.
+        detected_s, suspended_s, diagnosed_s, resumed_s: ends of the stages; 0: not yet.
+        decision: of `decide`, as JSON.
+        checks: self-checks that failed, by node.
+    """
+
+    number: int
+    step: int
+    findings: list[Finding] = field(default_factory=list)
+    started_s: float = 0.0
+    detected_s: float = 0.0
+    suspended_s: float = 0.0
+    diagnosed_s: float = 0.0
+    resumed_s: float = 0.0
+    decision: dict[str, Any] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
+
+    def add(self, findings: Sequence[Finding]) -> None:
+        """Keep new findings; one that differs from a known one in its numbers only is not new."""
+        known = {(each.kind, each.weight, each.node, each.rank) for each in self.findings}
+        for finding in findings:
+            key = (finding.kind, finding.weight, finding.node, finding.rank)
+            if key not in known and len(self.findings) < _MAX_FINDINGS:
+                known.add(key)
+                self.findings.append(finding)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(tree: Mapping[str, Any]) -> Incident:
+        return Incident(**{**tree, "findings": [Finding(**each) for each in tree["findings"]]})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is done about an incident.
+
+    Args:
+        action: what.
+        kind: of the findings that decided.
+        nodes: that are to blame; empty: none is, or it is not known which.
+        evict: nodes that leave the run.
+        suspects: nodes one of which may be at fault, after this decision: what `Facts.suspects` becomes.
+        reason: the evidence, in one line.
+    """
+
+    action: Action
+    kind: str
+    nodes: tuple[str, ...]
+    evict: tuple[str, ...]
+    suspects: tuple[str, ...]
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standbys: int) -> Decision:
+    """Return what is done about an incident: [Note: who is to blame], [Note: what is done].
+
+    Args:
+        incident: with its findings and the self-checks that failed.
+        facts: of the run, with the incidents before.
+        settings: bounds.
+        standbys: healthy nodes that could take a place, those that the backend can still give among them.
+    """
+    kind, nodes, reason = diagnose(incident)
+    if kind == "job":
+        return Decision("give_up", kind, nodes, (), (), f"{reason}; no restart repairs that")
+    if kind == "nan" and (before := _lost_before(incident, facts, nodes)):
+        return Decision("give_up", kind, nodes, (), (), f"{reason}; {before}")
+    if facts.fruitless >= settings.max_fruitless:
+        line = f"{facts.fruitless} restarts in a row brought no new step; the last fault: {reason}"
+        return Decision("give_up", kind, nodes, (), (), line)
+    if facts.restarts >= settings.max_restarts:
+        line = f"{facts.restarts} restarts, as many as job.resilience.max_restarts allows; the last fault: {reason}"
+        return Decision("give_up", kind, nodes, (), (), line)
+    if kind in ("asked", "self_check", "hardware", "node_lost", "slow"):
+        return Decision("evict", kind, nodes, nodes, (), reason)
+    if kind == "checkpoint":
+        return Decision("retry", kind, (), (), (), reason)
+    if nodes:
+        again = tuple(node for node in nodes if _faults_of(node, facts) >= settings.retries_in_place)
+        if again:
+            line = f"{reason}; {', '.join(again)} had a fault of its processes before"
+            return Decision("evict", kind, nodes, again, (), line)
+        return Decision("retry", kind, nodes, (), (), f"{reason}; restarted in place")
+    return _isolate(kind, reason, facts, standbys)
+
+
+def diagnose(incident: Incident) -> tuple[str, tuple[str, ...], str]:
+    """Return the kind of fault, the nodes that are to blame, and the evidence: [Note: who is to blame]."""
+    causes = [finding for finding in incident.findings if finding.weight in ("cause", "evidence")]
+    placed = [finding for finding in causes if finding.node]
+    if asked := [finding for finding in placed if finding.kind == "asked"]:
+        return "asked", *_told(asked)
+    hardware = [finding for kind in ("hardware", "node_lost") for finding in placed if finding.kind == kind]
+    if incident.checks:
+        nodes = dict.fromkeys([*incident.checks, *(finding.node for finding in hardware)])
+        line = "; ".join(f"{node} failed its self-check: {text}" for node, text in incident.checks.items())
+        return "self_check", tuple(nodes), line
+    # Two faults at once: all of a group go together, under the name of the first. `named` and the like are of one
+    # kind each, for a rank that is held up by a lost number is not slow.
+    for kinds in (("hardware", "node_lost"), _BY_SIGNAL, ("named",), ("nan",), ("slow",)):
+        chosen = hardware if kinds[0] == "hardware" else [finding for finding in placed if finding.kind in kinds]
+        if chosen:
+            return chosen[0].kind, *_told(chosen)
+    for kind in ("nan", "checkpoint", "job"):
+        if everywhere := [finding for finding in causes if finding.kind == kind]:
+            return kind, (), everywhere[0].text
+    hung = [finding for finding in causes if finding.kind == "hung"]
+    if hung and hung[0].node:
+        return "hung", *_told(hung[:1])
+    return _first_exit(incident.findings, hung)
+
+
+def _first_exit(findings: Sequence[Finding], hung: Sequence[Finding]) -> tuple[str, tuple[str, ...], str]:
+    """The process that ended first by an error of its own; where all ended by the job's, that."""
+    exits = [finding for finding in findings if finding.kind in ("exited", "job") and finding.node]
+    victims = {(each.node, each.rank) for each in findings if each.kind == "symptom" and each.weight == "symptom"}
+    own = sorted(
+        (each for each in exits if each.weight == "evidence" or (each.node, each.rank) not in victims),
+        key=lambda each: each.at_ns,
+    )
+    if own and own[0].kind == "job":
+        return "job", (), own[0].text
+    if own:
+        return "exited", *_told(own[:1])
+    if hung:
+        return "hung", (), hung[0].text
+    text = findings[0].text if findings else "nothing was found"
+    return "unclear", (), text
+
+
+def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
+    nodes = tuple(dict.fromkeys(finding.node for finding in findings))
+    lines = {finding.node: f"{finding.node}: {finding.text}" for finding in reversed(findings)}
+    return nodes, "; ".join(lines[node] for node in nodes)
+
+
+def _faults_of(node: str, facts: Facts) -> int:
+    """How many earlier incidents were blamed on a node's processes."""
+    return sum(node in each["decision"].get("nodes", ()) for each in facts.incidents)
+
+
+def _lost_before(incident: Incident, facts: Facts, nodes: tuple[str, ...]) -> str:
+    """Say why a lost number is the job's: it was lost after the same step before, and not on the same node."""
+    for each in facts.incidents:
+        decision = each["decision"]
+        if decision.get("kind") != "nan" or each["step"] != incident.step:
+            continue
+        before = tuple(decision.get("nodes", ()))
+        if not nodes or not before or set(before).isdisjoint(nodes):
+            where = f"on {', '.join(before)}" if before else "on no node in particular"
+            return f"it was lost after step {incident.step} before, {where}: it comes from the job or its data"
+    return ""
+
+
+def _isolate(kind: str, reason: str, facts: Facts, standbys: int) -> Decision:
+    """Retry an unclear fault once; after that, replace half of the nodes that are still suspected."""
+    # A fault that was unclear before, with no clear one between.
+    earlier = facts.incidents[-1]["decision"] if facts.incidents else {}
+    is_repeated = not earlier.get("nodes") and earlier.get("kind") == kind and earlier.get("action") != "give_up"
+    if not is_repeated:
+        return Decision("retry", kind, (), (), (), f"{reason}; no node is to blame for certain: retried")
+    suspects = [node for node in facts.suspects if node in facts.members] or list(facts.members)
+    num = min(max(1, len(suspects) // 2), standbys, max(1, int(_MAX_EVICTED * len(facts.members))))
+    if num < 1 or not suspects:
+        return Decision("retry", kind, (), (), tuple(suspects), f"{reason}; unclear again, and there is no standby")
+    out, rest = tuple(suspects[:num]), tuple(suspects[num:])
+    line = f"{reason}; unclear again: {', '.join(out)} replaced, to see whether it stays away"
+    return Decision("evict", kind, (), out, rest, line)

@@ -1,0 +1,256 @@
+"""Training processes of one node: started, looked at, read, and ended, with all that they started.
+
+Each has a session of its own and a log of its own. What a rank started dies with it, daemons too, by a mark in the
+environment; where the executor itself is killed, the keeper of `netlayer.launch` ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from netlayer.launch.keeper import kill_strays
+from trainer.resilience import progress
+from trainer.resilience.messages import RankStatus
+
+_MARK = "NETLAYER_RUN_MARK"
+_BLOCKED_S = 10.0  # in the kernel, before it is told: a disk is slow now and then
+_KEEPER = "import sys; sys.path[:0] = [sys.argv.pop()]; from netlayer.launch.keeper import keep; keep()"
+_MAX_READ = 1 << 18  # bytes of one log at a time
+
+
+@dataclass
+class _Process:
+    rank: int
+    popen: subprocess.Popen[bytes]
+    progress: Path
+    started_ns: int
+    was_signalled: bool = False
+    ended_ns: int | None = None
+    exit_code: int | None = None
+    blocked_since_s: float | None = None
+
+
+class LogReader:
+    """New whole lines of a file that grows; what was in it before is not read."""
+
+    def __init__(self, path: Path, rank: int | None) -> None:
+        self.rank = rank
+        self._path = path
+        self._rest = b""
+        with contextlib.suppress(OSError):
+            self._at = path.stat().st_size
+            return
+        self._at = 0
+
+    def lines(self) -> Iterator[str]:
+        """Lines that came since the last call; what is not text is shown escaped."""
+        try:
+            with self._path.open("rb") as file:
+                if self._at > os.fstat(file.fileno()).st_size:  # truncated, or another file of that name
+                    self._at, self._rest = 0, b""
+                file.seek(self._at)
+                data = file.read(_MAX_READ)
+        except OSError:
+            return
+        self._at += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[-_MAX_READ:]
+        for line in whole:
+            yield line.decode(errors="backslashreplace")
+
+
+class KernelLog:
+    """New messages of the kernel, from `/dev/kmsg` or a file.
+
+    Args:
+        source: `auto`, `off`, or a path.
+
+    `skipped` says why nothing is read; empty: it is.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.skipped = ""
+        self._kmsg: int | None = None
+        self._file: LogReader | None = None
+        if source == "off":
+            self.skipped = "job.resilience.kernel_log is off"
+        elif source != "auto":
+            self._file = LogReader(Path(source), None)
+        else:
+            try:
+                self._kmsg = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                os.lseek(self._kmsg, 0, os.SEEK_END)
+            except OSError as exc:
+                self.skipped = f"/dev/kmsg cannot be read ({exc.strerror})"
+
+    def lines(self) -> Iterator[str]:
+        if self._file is not None:
+            yield from self._file.lines()
+        if self._kmsg is None:
+            return
+        for _ in range(1000):
+            try:
+                record = os.read(self._kmsg, 8192)
+            except BrokenPipeError:  # overwritten before it was read: the next one is
+                continue
+            except OSError:  # nothing new
+                return
+            yield record.decode(errors="backslashreplace").partition(";")[2].partition("\n")[0]
+
+
+class TrainingProcesses:
+    """All training processes of a node in one incarnation.
+
+    Args:
+        folder: of the node, for logs and progress.
+        incarnation: number of the start.
+    """
+
+    def __init__(self, folder: Path, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.readers: list[LogReader] = []
+        self.is_draining = self.is_killed = False
+        self._folder = folder
+        self._mark = secrets.token_hex(8)
+        self._processes: list[_Process] = []
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    def start(self, command: Sequence[str], ranks: Sequence[int], environ: Mapping[str, str]) -> None:
+        """Start a process a rank.
+
+        Args:
+            command: module and arguments.
+            ranks: global ranks, in order of their local ranks.
+            environ: in which RANK and LOCAL_RANK are set for each.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        root = str(Path(__file__).parents[2])
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-P", "-c", _KEEPER, self._mark, root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for local, rank in enumerate(ranks):
+            name = f"rank{rank:05d}.{self.incarnation:04d}"
+            log, told = self._folder / f"{name}.log", self._folder / f"rank{rank:05d}.progress"
+            told.unlink(missing_ok=True)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local), progress.VARIABLE: str(told), _MARK: self._mark}
+            with log.open("ab") as stdout:
+                self.readers.append(LogReader(log, rank))
+                popen = subprocess.Popen(
+                    [sys.executable, "-m", *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stdout,
+                    env={**environ, **own},
+                    start_new_session=True,
+                )
+            self._processes.append(_Process(rank, popen, told, time.time_ns()))
+            assert self._keeper.stdin is not None
+            with contextlib.suppress(OSError):
+                self._keeper.stdin.write(b"%d\n" % popen.pid)
+                self._keeper.stdin.flush()
+
+    @property
+    def are_ended(self) -> bool:
+        self._poll()
+        return all(process.exit_code is not None for process in self._processes)
+
+    def statuses(self) -> list[RankStatus]:
+        """What each process is doing now."""
+        self._poll()
+        return [self._status(process) for process in self._processes]
+
+    def drain(self) -> None:
+        """Ask them to end after a step, with a checkpoint; twice is once, for a second SIGTERM means at once."""
+        if self.is_draining:
+            return
+        self.is_draining = True
+        for process in self._processes:
+            if process.exit_code is None:
+                process.popen.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End them and all that they started, at once, and wait until they are gone; twice is once."""
+        self._poll()
+        for process in self._processes:
+            if process.exit_code is not None:
+                continue  # its id may be another's by now; what it has left is found by the mark
+            process.was_signalled = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.popen.pid, signal.SIGKILL)
+        until_s = time.monotonic() + 10
+        while not self.are_ended and time.monotonic() < until_s:
+            time.sleep(0.01)
+        kill_strays(self._mark)
+        self.is_killed = True
+        if self._keeper is not None:
+            # Killed before its stdin closes: to the keeper, that would mean that its owner has died.
+            self._keeper.kill()
+            self._keeper.communicate()
+            self._keeper = None
+
+    def _poll(self) -> None:
+        for process in self._processes:
+            if process.exit_code is None and (code := process.popen.poll()) is not None:
+                process.exit_code, process.ended_ns = code, time.time_ns()
+
+    def _status(self, process: _Process) -> RankStatus:
+        told = progress.read(process.progress) or progress.Progress()
+        code = process.exit_code
+        quiet_s = (
+            (time.monotonic_ns() - told.at_ns) / 1e9 if told.at_ns else (time.time_ns() - process.started_ns) / 1e9
+        )
+        return RankStatus(
+            rank=process.rank,
+            pid=process.popen.pid,
+            state="ended" if code is not None else self._state(process),
+            exit_code=None if code is None else max(code, -128),
+            ended_ns=process.ended_ns,
+            was_ended=process.was_signalled,
+            step=told.step,
+            phase=told.phase,
+            loss=told.loss,
+            is_finite=told.is_finite,
+            step_ms=told.step_ms,
+            exposed=told.exposed,
+            quiet_s=max(quiet_s, 0.0),
+        )
+
+    def _state(self, process: _Process) -> Literal["running", "stopped", "blocked"]:
+        try:
+            stat = Path(f"/proc/{process.popen.pid}/stat").read_text(encoding="utf-8", errors="replace")
+            letter = stat.rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return "running"
+        if letter != "D":
+            process.blocked_since_s = None
+            return "stopped" if letter in "Tt" else "running"
+        now_s = time.monotonic()
+        process.blocked_since_s = process.blocked_since_s or now_s
+        return "blocked" if now_s - process.blocked_since_s > _BLOCKED_S else "running"
+
+
+def read_tail(path: Path, num_lines: int) -> list[str]:
+    """Last lines of a log, escaped where they are no text; none where it cannot be read."""
+
+    def end_of(file: IO[bytes]) -> bytes:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_READ))
+        return file.read()
+
+    try:
+        with path.open("rb") as file:
+            return end_of(file).decode(errors="backslashreplace").splitlines()[-num_lines:]
+    except OSError:
+        return []

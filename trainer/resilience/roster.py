@@ -1,0 +1,175 @@
+"""The nodes of a run: asked for, expected, heard of, checked, evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from trainer.resilience.backends import Backend
+from trainer.resilience.detect import View
+from trainer.resilience.folder import RunFolder, Spec
+from trainer.resilience.journal import Journal
+from trainer.resilience.messages import CheckResult, plain
+
+_COMES_S = 120.0  # from the launch of a node to its first heartbeat
+_MAX_REASON = 600
+
+
+class Roster:
+    """All nodes that the run has asked for.
+
+    Args:
+        folder, spec: of the run.
+        journal: whose facts say who trains and who was evicted; what changes them without a transition is noted there.
+        view: of their heartbeats.
+        backend: where they come from.
+        on_evict: called with each node that is evicted, and the reason.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        spec: Spec,
+        journal: Journal,
+        view: View,
+        backend: Backend,
+        on_evict: Callable[[str, str], None],
+    ) -> None:
+        self._folder, self._spec, self._settings = folder, spec, spec.resilience
+        self._journal, self._facts, self._view, self._backend = journal, journal.facts, view, backend
+        self._on_evict = on_evict
+        self.never_came = 0
+        """Nodes that were started and never heard of, since this driver began."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every node that was ever asked for."""
+        return [self._backend.name(number) for number in range(self._facts.next_node)]
+
+    @property
+    def expected(self) -> dict[str, float]:
+        """Nodes of which heartbeats are taken, and since when they are waited for."""
+        return self._view.expected
+
+    def expect_known(self, now_s: float) -> None:
+        """Give the nodes that another driver has asked for their time to be heard of."""
+        for name in self.names:
+            self._view.expected[name] = now_s
+
+    def ensure(self) -> None:
+        """Start the executors that are gone, of nodes that were not evicted."""
+        for name in self.names:
+            if name not in self._facts.evicted:
+                self._backend.ensure(name)
+
+    def is_here(self, name: str, now_s: float) -> bool:
+        """Whether a node takes part, as far as is known: one that is young counts before it was heard of."""
+        is_gone = name in self._facts.evicted or self._backend.has_died(name)
+        return not is_gone and not self._view.is_lost(name, self._settings.missed, now_s)
+
+    def heard(self, now_s: float) -> list[str]:
+        """Nodes that are here and were heard of, in the order in which they were asked for."""
+        return [name for name in self.expected if name in self._view.nodes and self.is_here(name, now_s)]
+
+    def num_standbys(self, now_s: float) -> int:
+        """How many nodes could take a member's place; a backend that has more counts as enough for all."""
+        here = sum(name not in self._facts.members for name in self.heard(now_s))
+        has_more = self._settings.replace and self._backend.name(self._facts.next_node)
+        return here + (self._spec.nodes if has_more else 0)
+
+    def ask_for_nodes(self, now_s: float) -> None:
+        """Have the backend start nodes until there are enough, with the standbys."""
+        facts = self._facts
+        late = [
+            name
+            for name, since_s in self.expected.items()
+            if name not in self._view.nodes
+            and name not in facts.evicted
+            and (now_s - since_s > _COMES_S or self._backend.has_died(name))
+        ]
+        for name in late:
+            self.evict([name], f"no heartbeat since its start; see {self._folder.node(name) / 'executor.log'}")
+            self.remove(name)
+            self.never_came += 1
+        wanted = self._spec.nodes + self._settings.spares
+        most = None if self._settings.replace else wanted
+        there = [name for name in self.expected if name not in facts.evicted]
+        while len(there) < wanted and (most is None or facts.next_node < most):
+            name = self._backend.name(facts.next_node)
+            if not name:
+                break
+            facts.next_node += 1
+            self._journal.note("node asked for", node=name)  # first: a driver that dies here knows of it
+            self._view.expected[name] = now_s
+            there.append(name)
+            self._backend.launch(name)
+
+    def evict(self, names: Iterable[str], reason: str) -> None:
+        """Take nodes out of the run; the caller writes it down, with the transition that follows."""
+        for name in names:
+            self._facts.evicted[name] = plain(reason, _MAX_REASON)
+            self._facts.checked = [each for each in self._facts.checked if each != name]
+            self._on_evict(name, self._facts.evicted[name])
+
+    def drop_dead_standbys(self, now_s: float) -> None:
+        """Evict standbys that are gone."""
+        facts = self._facts
+        idle = [name for name in self._view.nodes if name not in facts.members and name not in facts.evicted]
+        gone = [name for name in idle if not self.is_here(name, now_s)]
+        if gone:
+            self.evict(gone, "a standby of which no heartbeat comes any more")
+            for name in gone:
+                self.remove(name)
+            self._journal.note("standby evicted", nodes=gone)
+
+    def remove(self, name: str) -> None:
+        """End a node and all that runs on it, however it is."""
+        self._backend.remove(name, self.pid_of(name))
+
+    def pid_of(self, name: str) -> int:
+        """Process id of a node's executor; 0: not known."""
+        known = self._view.nodes.get(name)
+        return known.heartbeat.pid if known else 0
+
+    # ---- self-checks ----
+
+    def take_checks(self) -> None:
+        """Note the nodes whose self-check has passed; a standby whose check has failed is evicted."""
+        facts = self._facts
+        if self._settings.checks == "off":
+            facts.checked = [name for name in self.expected if name not in facts.evicted]
+            return
+        for name in self._view.nodes:
+            if name in facts.checked or name in facts.evicted or self.checks_of(name) is None:
+                continue
+            failed = self.failed_checks([name])
+            if not failed:
+                facts.checked.append(name)
+            elif name not in facts.members:
+                self.evict([name], f"failed its self-check: {failed[name]}")
+                self._journal.note("standby evicted", nodes=[name], text=failed[name])
+
+    def checks_of(self, name: str) -> tuple[CheckResult, ...] | None:
+        """Results of the present round of checks; None: there are none yet."""
+        known, number = self._view.nodes.get(name), self._facts.check
+        if known is None or not number or known.heartbeat.checks_of != number:
+            return None
+        return known.heartbeat.checks
+
+    def failed_checks(self, names: Iterable[str]) -> dict[str, str]:
+        """Checks that have failed, by node."""
+        failed = {}
+        for name in names:
+            bad = [f"{each.name}: {each.detail}" for each in self.checks_of(name) or () if each.passed is False]
+            if bad and self._settings.checks != "off":
+                failed[name] = "; ".join(bad)
+        return failed
+
+    def skipped_checks(self) -> list[str]:
+        """Checks that members could not make, with the reason: what is not known is said."""
+        skipped = {
+            f"{each.name}: {each.detail}"
+            for name in self._facts.members
+            for each in self.checks_of(name) or ()
+            if each.passed is None
+        }
+        return sorted(skipped)
