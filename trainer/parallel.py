@@ -44,7 +44,7 @@ from netlayer.rendezvous import Groups
 from netlayer.workload.comm_bytes import bucket_limit
 from netlayer.workload.dtypes import gradient_dtype
 from netlayer.workload.fit import has_room_for_copies, has_room_for_windows
-from netlayer.workload.memory import frees_parameters
+from netlayer.workload.memory import frees_parameters, in_flight_reductions
 from netlayer.workload.schedule import Schedule, forward_only
 from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import of_job
@@ -358,6 +358,7 @@ class ParallelModel:
             # The last one stays between its passes, in stage 3: a block, for tables stay as they are handed out.
             units=sorted(module.units, key=blocks.__contains__),
             stage=self.job.parallel.stage,
+            in_flight=in_flight_reductions(self.job),
             device=self.device,
             init=initialiser(module, self._seed),
             bucket_bytes=bucket_limit(self.job),

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _LAYOUT = re.compile(r"(tp|pp|dp|vp)(\d+)")
 _CHANGED = ("model", "optimizer", "overlap", "loop")
 _TAKEN = (*_CHANGED, "nccl", "store")
-_BALANCE = "parallel.balance"
+_PARALLEL = ("parallel.balance", "parallel.zero")
 """What a layout does not say of the parallel section."""
 _SAID = {
     "cluster": "give --layout: its ranks have a GPU each",
@@ -45,7 +45,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         key, _ = read_override(override, "model.compile=true")
         section = key.removeprefix("job.").partition(".")[0]
-        if key.removeprefix("job.") == _BALANCE:
+        if key.removeprefix("job.") in _PARALLEL:
             continue
         if section not in _TAKEN and (section in _SAID or section in JobConfig.model_fields):
             raise ConfigError("--set", override, "has no effect here", _SAID.get(section, "omit it"))
@@ -100,7 +100,7 @@ class Jobs:
         for name in _TAKEN:
             section = getattr(user_job, name)
             tree[name] = {**tree.get(name, {}), **section.model_dump(include=section.model_fields_set)}
-        tree["parallel"] = {**degrees, "balance": user_job.parallel.balance}
+        tree["parallel"] = {**degrees, "balance": user_job.parallel.balance, "zero": user_job.parallel.zero}
         return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
 
     @property
@@ -146,9 +146,9 @@ def read_entries(
         changes = [*(changes if cumulative else []), *text.split(",")]
         for change in changes:
             section = change.removeprefix("job.").partition(".")[0]
-            is_said = _COUNT.fullmatch(change) or change.removeprefix("job.").startswith(f"{_BALANCE}=")
+            is_said = _COUNT.fullmatch(change) or change.removeprefix("job.").partition("=")[0] in _PARALLEL
             if not is_said and section not in _CHANGED:
-                rule = f"changes none of {', '.join(_CHANGED)}, {_BALANCE}, micro_batches"
+                rule = f"changes none of {', '.join((*_CHANGED, *_PARALLEL))}, micro_batches"
                 raise ConfigError("--also", change, rule, "for example --also model.parallel_block=true")
         entries.append(Entry(OURS, build(changes, micros.get(OURS)), f"+ {text}" if cumulative else text))
     return tuple(entries)
@@ -165,7 +165,10 @@ def check_room(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> No
     """
     for entry in entries:
         if entry.system == OURS or backend == "gloo":
-            named = entry.job.model_copy(update={"name": entry.name})
+            # With every key set: what does not fit is refused, and no row does other work than it says.
+            tree = {**entry.job.model_dump(), "name": entry.name}
+            tree["parallel"] |= {"zero": entry.job.parallel.stage}
+            named = JobConfig.model_validate(tree)
             try:
                 message = check_memory(named, entry.job.parallel.layout.world_size, backend)
             except ConfigError as exc:

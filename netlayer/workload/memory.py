@@ -24,9 +24,9 @@ from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.workload.buckets import (
     COPIES_AT_ONCE,
     MOST_COPYING_RANKS,
-    REDUCTIONS_IN_FLIGHT,
     buffer_sizes,
     cut,
+    reductions_in_flight,
 )
 from netlayer.workload.dtypes import DTYPE_BYTES, gradient_dtype, master_dtype
 from netlayer.workload.model_size import (
@@ -51,7 +51,6 @@ LOGITS_ROWS = 2048
 """Rows whose logits the loss holds at once where torch's operators compute it, three times over in float32."""
 KERNEL_LOGITS_ROWS = 4096
 """The same where kernels do, which hold them once: half the passes over the weight's gradient for less memory."""
-_REDUCTIONS_AT_ONCE = REDUCTIONS_IN_FLIGHT + 1  # and the one that is being filled
 
 
 @dataclass(frozen=True)
@@ -303,7 +302,8 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     if takes_windows(job):
         return _window_elements(job, stage, sums_stay=stays) * reduced
     usual = _block_bucket_elements(job)
-    largest_and_others = max(usual, table_elements(job)) + (_REDUCTIONS_AT_ONCE - 1) * usual
+    # Besides those that are under way, one is being filled.
+    largest_and_others = max(usual, table_elements(job)) + in_flight_reductions(job) * usual
     travelling = min(largest_and_others, elements) * reduced
     if not stays:
         return travelling + -(-travelling // job.parallel.dp)
@@ -318,12 +318,17 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
     model, parallel = job.model, job.parallel
     sizes = [_sizes_of_buckets(job, stage, chunk) for chunk in range(parallel.vpp)]
     wholes = [max(each) for each in sizes]
-    buffers = [sum(buffer_sizes(each, _REDUCTIONS_AT_ONCE)) for each in sizes]
+    buffers = [sum(buffer_sizes(each, in_flight_reductions(job) + 1)) for each in sizes]
     may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
     copied = COPIES_AT_ONCE if may_copy else 0
     shares = [0 if sums_stay else -(-buffer // parallel.dp) for buffer in buffers]
     extra = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))
     return sum(buffers) + sum(extra)
+
+
+def in_flight_reductions(job: JobConfig) -> int:
+    """Return how many reduce-scatters of a job's gradients may be under way."""
+    return reductions_in_flight(_block_bucket_elements(job) * DTYPE_BYTES[gradient_dtype(job)])
 
 
 def _sizes_of_buckets(job: JobConfig, stage: int, chunk: int) -> list[int]:
