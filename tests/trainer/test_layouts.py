@@ -276,8 +276,9 @@ ON_GPUS: dict[int, list[tuple[dict[str, int], dict[str, Any]]]] = {
         ({"pp": 2}, PARALLEL),
         ({"pp": 2, "vpp": 2}, LLAMA),
         ({"dp": 2}, PARALLEL),
+        ({"dp": 2, "zero": 3}, LLAMA),
     ],
-    4: [(degrees, model) for degrees, model, _ in COVER],
+    4: [(degrees, model) for degrees, model, _ in (*COVER, *SHARDED)],
     8: [({"tp": 2, "pp": 2, "vpp": 2, "dp": 2}, model) for model in (PLAIN, PARALLEL, LLAMA)],
 }
 
