@@ -33,7 +33,7 @@ class ProcessorWait:
 
 
 class ProcessorLaps:
-    """What a thread waits for a processor from one lap to the next, without what lies in its waits for others."""
+    """Laps of a thread's wait for a processor, without what lies in its waits for others."""
 
     def __init__(self) -> None:
         self._reader = ProcessorWait()
