@@ -75,26 +75,30 @@ class SelfCheck:
         )
 
     def results(self) -> list[CheckResult] | None:
-        """Results of the check; None: it is still under way."""
+        """Results of the check, once; None: it is still under way."""
         code = self._process.poll()
         seconds = time.monotonic() - self._begin_s
+        if code is None and seconds < self._limit_s:
+            return None
         if code is None:
-            if seconds < self._limit_s:
-                return None
             self.end()
             return [_result("self_check", False, f"not done within {self._limit_s:g} s", seconds)]
-        for file in (self._output, self._errors):
-            file.seek(0)
-        if code:
-            last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
-            return [_result("self_check", False, f"exit code {code}: {last}", seconds)]
-        rows = json.loads(self._output.read())[:_MAX_RESULTS]
+        with self._output, self._errors:
+            for file in (self._output, self._errors):
+                file.seek(0)
+            if code:
+                last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
+                return [_result("self_check", False, f"exit code {code}: {last}", seconds)]
+            rows = json.loads(self._output.read())[:_MAX_RESULTS]
         return [_result(row["name"], row["passed"], row["detail"], row["seconds"]) for row in rows]
 
     def end(self) -> None:
+        """End it at once, with all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._output.close()
+        self._errors.close()
 
 
 class Executor:
