@@ -238,6 +238,7 @@ class Executor:
             "NETLAYER_NODE": self.node,
             "MASTER_ADDR": assignment.master_address,
             "MASTER_PORT": str(assignment.master_port),
+            **self._own_gpus(assignment.node_rank),
         }
         write_text(self._own / _INCARNATION, f"{assignment.incarnation}\n")
         self._processes = TrainingProcesses(self._own, assignment.incarnation)
@@ -245,6 +246,15 @@ class Executor:
         self._lines.clear()
         self._matches.clear()
         self._processes.start(spec.command, range(first, first + per_node), environ)
+
+    def _own_gpus(self, node_rank: int) -> dict[str, str]:
+        """Share of this machine's GPUs for a node that is only a part of it; none where a node is a machine."""
+        if self._settings.backend != "local" or self._spec.environ.get("NETLAYER_RUN_BACKEND") != "nccl":
+            return {}
+        first, num = node_rank * self._spec.ranks_per_node, self._spec.ranks_per_node
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = visible.split(",") if visible else [str(index) for index in range(first + num)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num])}
 
     def _last_incarnation(self) -> int:
         """Number of the last start on this node, by whatever executor: its peers would not wait for a second one."""
