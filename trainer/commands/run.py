@@ -327,7 +327,7 @@ def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, sta
     return RunRecord(
         name="run",
         source="measured",
-        rows=[{key: each[key] for key in each if key != "findings"} for each in facts.incidents],
+        rows=facts.incidents,
         started_utc=started,
         ended_utc=utc_now(),
         arguments=options.arguments(),
