@@ -556,7 +556,7 @@ def several_optimizers_step_in_turns(rank: int, world_size: int) -> None:
 def a_mesh_of_one_dimension_is_a_group(rank: int, world_size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (world_size, 1), mesh_dim_names=("dp", "tp"))
     assert ShardedDataParallel(net(), group=mesh["dp"]).gather_comm.world_size == world_size
-    assert_raises(ValueError, r'give the one of the replicas, such as mesh\["dp"\]', lambda: _wrapped(mesh))
+    assert_raises(ValueError, r'give the one that shards, such as mesh\["dp"\]', lambda: _wrapped(mesh))
 
 
 def _module(sharded: ShardedDataParallel) -> Any:
