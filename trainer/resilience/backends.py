@@ -119,15 +119,13 @@ class SshBackend:
     def __init__(self, folder: RunFolder, hosts: Sequence[str], ssh: str = "ssh") -> None:
         self._folder, self._ssh = folder, ssh
         self._hosts = {f"node-{number}": host for number, host in enumerate(hosts)}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def name(self, number: int) -> str:
         return f"node-{number}" if number < len(self._hosts) else ""
 
     def launch(self, node: str) -> None:
-        own = self._folder.node(node)
-        own.mkdir(parents=True, exist_ok=True)
-        host = self._hosts[node]
+        own, host = self._folder.node(node), self._hosts[node]
         arguments = [sys.executable, "-m", _MODULE, str(self._folder.out.resolve()), node, host.rpartition("@")[2]]
         output = shlex.quote(str(own.resolve() / "executor.log"))
         # Out of ssh's hands at once: a connection that breaks takes no executor with it.
@@ -153,11 +151,14 @@ class SshBackend:
     def _run(self, node: str, line: str) -> None:
         """Run a line of shell on a node's host, without waiting: a host that is gone holds up nobody."""
         own = self._folder.node(node)
+        own.mkdir(parents=True, exist_ok=True)
         with (own / "ssh.log").open("ab") as output:
-            self._processes[node] = subprocess.Popen(
+            process = subprocess.Popen(
                 ssh_command(self._ssh, self._hosts[node], line, batch=self._ssh.split()[:1] == ["ssh"]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
+        self._processes = [each for each in self._processes if each.poll() is None]
+        self._processes.append(process)

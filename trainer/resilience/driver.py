@@ -36,7 +36,7 @@ _OBEY_S = 30.0  # from an assignment to no process: a node that takes longer is 
 _MOST_NEVER_CAME = 6
 _LEAVE_S = 10.0
 _STORE_S = 5.0  # before the store's host is started again
-_MAX_INCIDENTS = 400
+_MAX_INCIDENTS = 100
 _MAX_REFUSED_SHOWN = 5
 
 Outcome = tuple[Event, dict[str, Any]] | None
@@ -435,7 +435,9 @@ class Driver:
         incident.decision = decision.to_json()
         facts.suspects = list(decision.suspects)
         facts.incident = {}
-        facts.incidents = [*facts.incidents, incident.to_json()][-_MAX_INCIDENTS:]
+        # Its findings stand in the entries before: every later one would repeat them.
+        brief = {key: value for key, value in incident.to_json().items() if key != "findings"}
+        facts.incidents = [*facts.incidents, brief][-_MAX_INCIDENTS:]
         facts.reason = decision.reason
         self._say(f"incident {incident.number}: {decision.action}: {plain(decision.reason, 600)}")
         event = Event(f"decided: {decision.action.replace('_', ' ')}")
@@ -628,8 +630,7 @@ class Driver:
         facts = self.facts
         if facts.incident:
             return policy.Incident.from_json(facts.incident)
-        number = len(facts.incidents) + 1 if len(facts.incidents) < _MAX_INCIDENTS else facts.restarts + 1
-        return policy.Incident(number, self._done_steps() or facts.furthest_step)
+        return policy.Incident(facts.restarts + 1, self._done_steps() or facts.furthest_step)
 
     def _note_progress(self) -> None:
         """Note when the first step after the last incident was taken, and the first one that was new."""

@@ -75,26 +75,30 @@ class SelfCheck:
         )
 
     def results(self) -> list[CheckResult] | None:
-        """Results of the check; None: it is still under way."""
+        """Results of the check, once; None: it is still under way."""
         code = self._process.poll()
         seconds = time.monotonic() - self._begin_s
+        if code is None and seconds < self._limit_s:
+            return None
         if code is None:
-            if seconds < self._limit_s:
-                return None
             self.end()
             return [_result("self_check", False, f"not done within {self._limit_s:g} s", seconds)]
-        for file in (self._output, self._errors):
-            file.seek(0)
-        if code:
-            last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
-            return [_result("self_check", False, f"exit code {code}: {last}", seconds)]
-        rows = json.loads(self._output.read())[:_MAX_RESULTS]
+        with self._output, self._errors:
+            for file in (self._output, self._errors):
+                file.seek(0)
+            if code:
+                last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
+                return [_result("self_check", False, f"exit code {code}: {last}", seconds)]
+            rows = json.loads(self._output.read())[:_MAX_RESULTS]
         return [_result(row["name"], row["passed"], row["detail"], row["seconds"]) for row in rows]
 
     def end(self) -> None:
+        """End it at once, with all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._output.close()
+        self._errors.close()
 
 
 class Executor:
@@ -234,6 +238,7 @@ class Executor:
             "NETLAYER_NODE": self.node,
             "MASTER_ADDR": assignment.master_address,
             "MASTER_PORT": str(assignment.master_port),
+            **self._own_gpus(assignment.node_rank),
         }
         write_text(self._own / _INCARNATION, f"{assignment.incarnation}\n")
         self._processes = TrainingProcesses(self._own, assignment.incarnation)
@@ -241,6 +246,15 @@ class Executor:
         self._lines.clear()
         self._matches.clear()
         self._processes.start(spec.command, range(first, first + per_node), environ)
+
+    def _own_gpus(self, node_rank: int) -> dict[str, str]:
+        """Share of this machine's GPUs for a node that is only a part of it; none where a node is a machine."""
+        if self._settings.backend != "local" or self._spec.environ.get("NETLAYER_RUN_BACKEND") != "nccl":
+            return {}
+        first, num = node_rank * self._spec.ranks_per_node, self._spec.ranks_per_node
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = visible.split(",") if visible else [str(index) for index in range(first + num)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num])}
 
     def _last_incarnation(self) -> int:
         """Number of the last start on this node, by whatever executor: its peers would not wait for a second one."""

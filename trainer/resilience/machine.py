@@ -140,7 +140,7 @@ class Facts:
         is_pause_wanted: a pause was asked for while a fault was handled.
         suspects: nodes one of which an unclear fault is suspected to come from; it shrinks as it is isolated.
         incident: the fault that is being handled: `policy.Incident` as JSON; empty in none.
-        incidents: those that were handled, oldest first; the last 400.
+        incidents: those that were handled, oldest first, without their findings; the last 100.
         reason: why the run is where it is, for a person.
     """
 

@@ -27,11 +27,13 @@ from typing import Any, Literal
 from netlayer.config.resilience import ResilienceConfig
 from trainer.resilience.detect import Finding, Kind
 from trainer.resilience.machine import Facts
+from trainer.resilience.messages import plain
 
 Action = Literal["retry", "evict", "give_up"]
 
 _BY_SIGNAL: tuple[Kind, ...] = ("killed", "stopped", "memory")
 _MAX_FINDINGS = 40
+_MAX_REASON = 600  # characters: it stands in every later entry of the journal
 _MAX_EVICTED = 0.5  # share of the members that one decision may evict
 
 
@@ -181,7 +183,7 @@ def _first_exit(findings: Sequence[Finding], hung: Sequence[Finding]) -> tuple[s
 def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
     nodes = tuple(dict.fromkeys(finding.node for finding in findings))
     lines = {finding.node: f"{finding.node}: {finding.text}" for finding in reversed(findings)}
-    return nodes, "; ".join(lines[node] for node in nodes)
+    return nodes, plain("; ".join(lines[node] for node in nodes), _MAX_REASON)
 
 
 def _faults_of(node: str, facts: Facts) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from trainer.resilience.executor import Executor
 from trainer.resilience.journal import Journal, entries
 from trainer.resilience.machine import TERMINAL, Event, State
 from trainer.resilience.messages import Beacon, seal
@@ -461,3 +463,33 @@ def test_forged_and_replayed_heartbeats_change_nothing(tmp_path: Path) -> None:
     assert fleet.finish() is State.COMPLETED
     assert fleet.decisions == []
     assert Event.FAULT not in {entry["event"] for entry in entries(fleet.folder.journal)}
+
+
+def test_jitter_of_a_healthy_run_raises_no_alarm(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=10**6, slow_steps=10)
+    fleet.until_step(5)
+    draw, late = random.Random(3), dict[str, float]()
+    for _ in range(2400):  # ten minutes
+        for node in fleet.nodes.values():
+            if fleet.clock.now_s > late.get(node.name, 0.0) and draw.random() < 0.01:
+                late[node.name] = fleet.clock.now_s + draw.uniform(
+                    0.5, 3.0
+                )  # of the four seconds that it may be silent
+            node.is_frozen = fleet.clock.now_s < late.get(node.name, 0.0)
+            node.exposed = draw.uniform(0.02, 0.6)
+        fleet.step_ms = draw.choice([450.0, 500.0, 550.0, 900.0])
+        fleet.tick()
+    assert fleet.driver.facts.state is State.RUN
+    assert fleet.decisions == []
+    assert fleet.driver.view.step > 300
+
+
+def test_nodes_of_one_machine_share_its_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    executor = Executor(fleet.folder, "node-0", "127.0.0.1")
+    assert executor._own_gpus(1) == {}
+    executor._spec = dataclasses.replace(fleet.spec, ranks_per_node=2, environ={"NETLAYER_RUN_BACKEND": "nccl"})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert executor._own_gpus(1) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert executor._own_gpus(1) == {"CUDA_VISIBLE_DEVICES": "6,7"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from netlayer.errors import ConfigError
-from trainer.resilience.journal import Journal, entries
+from trainer.resilience.journal import Journal, entries, last_entry
 from trainer.resilience.machine import MEANINGS, TERMINAL, TRANSITIONS, Event, Facts, State, next_state
 
 
@@ -31,6 +31,22 @@ def test_another_driver_goes_on_from_the_last_whole_line(tmp_path: Path) -> None
         again.close()
         assert [entry["to"] for entry in entries(file)] == ["verify", "start"]
     assert oct(file.stat().st_mode & 0o777) == "0o600"
+
+
+def test_of_a_long_journal_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.resilience.journal._TAIL_BYTES", 3000)
+    file = tmp_path / "journal"
+    journal = Journal(file)
+    for number in range(50):
+        journal.note("noted", number=number)
+    journal.close()
+    whole = file.read_bytes()
+    file.write_bytes(b"damaged" + whole[7:] + b'{"cut')
+    assert last_entry(file)["seq"] == 50
+    again = Journal(file)
+    assert (again.seq, file.read_bytes()[7:]) == (50, whole[7:])
+    again.close()
+    assert last_entry(tmp_path / "none") == {}
 
 
 def test_a_full_disk_leaves_the_state_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
