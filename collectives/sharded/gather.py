@@ -365,18 +365,15 @@ class ParameterGather:
     def free_all(self) -> None:
         """Free all that reshards, between passes: what the masters hold then is what the next pass computes with."""
         self._settle()
-        self._kept.clear()
-        self.free(self.reshards)
 
     def _settle(self) -> None:
-        """Wait for what is under way, and free what reshards: the shards have changed."""
+        """Wait for what is under way, and free what reshards: the shards may have changed."""
         if self._direction < 0:
             self.end_backward()
         self._launch_rest()
         self.wait_for(tuple(self._works))
-        for index in self.reshards - self._freed:
-            self._free(index)
         self._kept.clear()
+        self.free(self.reshards)
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if shards were changed that nothing will unshard."""
