@@ -348,7 +348,8 @@ class ParameterGather:
                 self._note_current(index)
             # What was written is in no master yet; where a master has changed since, it is the newer one.
             may_be_written = self._is_written(index) or (index in self._read and self.compares_each_step)
-            if may_be_written and bucket.master_S._version == self._versions[index]:
+            is_newer = not self._changed_unseen and bucket.master_S._version == self._versions[index]
+            if may_be_written and is_newer:
                 bucket.sync_masters()
                 self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
             self._free(index)
