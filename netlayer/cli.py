@@ -55,6 +55,10 @@ _COMMANDS = {
     "topology": Lazy("topology.cli:topology", "The CLOS fabric: describe it, hash a job's flows over it."),
     "train": Lazy("trainer.commands.train:train", "Train a job: tensor, pipeline and data parallel over the layer."),
 }
+# `netlayer run`: its sub-commands are of several packages.
+_RUN_COMMANDS = {
+    "whatif": Lazy("bench.life.command:whatif", "Effective training time of a run's life under policies, simulated."),
+}
 _PERF_SUFFIX = "_perf"
 # Extra of the distribution that brings a library.
 _EXTRAS = {
@@ -138,6 +142,11 @@ def examples(target: Path | None) -> None:
     width = max(map(len, EXAMPLES))
     for name, line in EXAMPLES.items():
         click.echo(f"  {name:<{width}}  {line}")
+
+
+@cli.group("run", cls=LazyGroup, lazy=_RUN_COMMANDS, loader=_load)
+def run_group() -> None:
+    """A run of a job: what its life will be like."""
 
 
 @cli.group()

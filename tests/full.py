@@ -282,6 +282,16 @@ COMMANDS: tuple[Command, ...] = (
         "--set checkpoint.every_steps=500 --resume auto --out runs/a",
         8,
     ),
+    Command(
+        ".venv/bin/netlayer run start examples/laptop.toml --set cluster.servers=2 --set cluster.gpus_per_server=1 "
+        "--set job.checkpoint.every_steps=50 --out runs/kept"
+    ),
+    Command(".venv/bin/netlayer run status runs/kept"),
+    Command(".venv/bin/netlayer run logs runs/kept node-1 -n 50"),
+    Command(".venv/bin/netlayer run evict runs/kept node-1"),
+    Command(".venv/bin/netlayer run pause runs/kept"),
+    Command(".venv/bin/netlayer run resume runs/kept"),
+    Command(".venv/bin/netlayer run stop runs/kept"),
     # Named in its text.
     Command("make help"),
     Command("make setup"),

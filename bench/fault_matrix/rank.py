@@ -73,7 +73,7 @@ def _inject() -> None:
                 trainer.steps.run = run  # type: ignore[method-assign]
         return launched or launch(trainer, step)
 
-    Trainer.launch = launch_with_faults  # type: ignore[method-assign]
+    Trainer.launch = launch_with_faults  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Jobs:
         for name in _TAKEN:
             section = getattr(user_job, name)
             tree[name] = {**tree.get(name, {}), **section.model_dump(include=section.model_fields_set)}
-        tree["parallel"] = {**degrees, "balance": user_job.parallel.balance, "zero": user_job.parallel.zero}
+        tree["parallel"] = {**degrees, "balance": user_job.parallel.balance}
         return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
 
     @property
@@ -145,9 +145,9 @@ def read_entries(
     for text in dict.fromkeys(also):
         changes = [*(changes if cumulative else []), *text.split(",")]
         for change in changes:
-            section = change.removeprefix("job.").partition(".")[0]
-            is_said = _COUNT.fullmatch(change) or change.removeprefix("job.").partition("=")[0] in _PARALLEL
-            if not is_said and section not in _CHANGED:
+            key = change.removeprefix("job.").partition("=")[0]
+            is_said = _COUNT.fullmatch(change) or key in _PARALLEL
+            if not is_said and key.partition(".")[0] not in _CHANGED:
                 rule = f"changes none of {', '.join((*_CHANGED, *_PARALLEL))}, micro_batches"
                 raise ConfigError("--also", change, rule, "for example --also model.parallel_block=true")
         entries.append(Entry(OURS, build(changes, micros.get(OURS)), f"+ {text}" if cumulative else text))
@@ -165,10 +165,7 @@ def check_room(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> No
     """
     for entry in entries:
         if entry.system == OURS or backend == "gloo":
-            # With every key set: what does not fit is refused, and no row does other work than it says.
-            tree = {**entry.job.model_dump(), "name": entry.name}
-            tree["parallel"] |= {"zero": entry.job.parallel.stage}
-            named = JobConfig.model_validate(tree)
+            named = entry.job.model_copy(update={"name": entry.name})
             try:
                 message = check_memory(named, entry.job.parallel.layout.world_size, backend)
             except ConfigError as exc:

@@ -1,4 +1,4 @@
-"""Where nodes come from: process groups of this machine, or hosts over ssh. What a scheduler's backend must do, too.
+"""Backends that give nodes: process groups of this machine, or hosts over ssh; and what a scheduler's would do.
 
 A backend starts executors and ends nodes; all else goes over the run's Redis. The driver may be another process than
 the one that launched a node, so a backend finds what it ends by what the node tells (`Heartbeat.pid`), or by its name.
@@ -99,10 +99,12 @@ class LocalBackend:
     def _is_executor(self, pid: int, node: str) -> bool:
         """Whether a process id is that node's executor, and not another process by now."""
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             return False
-        return _MODULE.encode() in words and str(self._folder.out).encode() in words and node.encode() in words
+        return (
+            _MODULE.encode() in arguments and str(self._folder.out).encode() in arguments and node.encode() in arguments
+        )
 
 
 class SshBackend:

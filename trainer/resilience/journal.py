@@ -61,7 +61,10 @@ class Journal:
         self._append({"from": self.facts.state, "event": what, "to": self.facts.state, "evidence": evidence})
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """Close the file; twice is once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _append(self, entry: dict[str, Any]) -> None:
         line = {"version": VERSION, "seq": self.seq + 1, "at": utc_now(), **entry, "facts": self.facts.to_json()}

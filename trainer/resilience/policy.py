@@ -79,7 +79,7 @@ class Incident:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done about an incident.
+    """Answer to an incident.
 
     Args:
         action: what.
@@ -138,8 +138,8 @@ def diagnose(incident: Incident) -> tuple[str, tuple[str, ...], str]:
     """Return the kind of fault, the nodes that are to blame, and the evidence: [Note: who is to blame]."""
     causes = [finding for finding in incident.findings if finding.weight in ("cause", "evidence")]
     placed = [finding for finding in causes if finding.node]
-    if asked := [finding for finding in placed if finding.kind == "asked"]:
-        return "asked", *_told(asked)
+    if by_hand := [finding for finding in placed if finding.kind == "asked"]:
+        return "asked", *_told(by_hand)
     hardware = [finding for kind in ("hardware", "node_lost") for finding in placed if finding.kind == kind]
     if incident.checks:
         nodes = dict.fromkeys([*incident.checks, *(finding.node for finding in hardware)])
@@ -185,7 +185,7 @@ def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
 
 
 def _faults_of(node: str, facts: Facts) -> int:
-    """How many earlier incidents were blamed on a node's processes."""
+    """Count the earlier incidents that were blamed on a node's processes."""
     return sum(node in each["decision"].get("nodes", ()) for each in facts.incidents)
 
 

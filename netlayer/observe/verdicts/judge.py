@@ -150,7 +150,11 @@ def _cause(run: Run, suspect: Suspect) -> tuple[str, float]:
     rows = slice(suspect.since, None)
 
     def excess(times: Times) -> float:
-        return float(np.nanmean(times[rows, suspect.column]) - np.nanmean(np.nanmedian(times[rows][:, peers], axis=1)))
+        behind = times[rows, suspect.column] - _median_of_ranks(times[rows][:, peers])
+        behind = np.sort(behind[np.isfinite(behind)])
+        # A single long pause is no cause of what lasts; one in every few steps is.
+        cut = len(behind) // 8
+        return float(behind[cut : len(behind) - cut].mean()) if len(behind) else 0.0
 
     whole = excess(run.own_s)
     queued = excess(run.queued_s)

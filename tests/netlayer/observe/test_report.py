@@ -82,6 +82,12 @@ def test_a_slow_rank_is_named_with_host_step_and_cause() -> None:
     assert row.slowdown == pytest.approx(0.5, abs=0.03)
 
 
+def test_a_single_pause_is_not_the_cause_of_what_lasts() -> None:
+    found = verdict(events_of_run(slow={1: 1.3}, slow_from=21, gc_ms={30: 900.0}), "straggler")
+    [row] = found.rows
+    assert (row.rank, row.cause) == (1, "slow computation")
+
+
 def test_a_healthy_run_has_no_straggler_and_says_what_would_be_seen() -> None:
     found = verdict(events_of_run(), "straggler")
     assert (found.state, found.rows) == ("none", ())
