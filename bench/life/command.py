@@ -26,6 +26,7 @@ else:
 
 _PATH = click.Path(path_type=Path)
 _CHECKPOINTS = (300.0, 900.0, 1800.0, 3600.0)
+_NEAR = 0.2  # Young's interval is one more only where none of these is about the same
 
 
 class _Numbers(_ParamType):
@@ -193,7 +194,10 @@ def _policies(
     if max(replicas) > most:
         owner = "job.parallel.dp" if "job" in config.model_fields_set else "cluster.servers"
         raise ConfigError("--replicas", f"{max(replicas):g}", f"is above {owner} = {most}", "give fewer replicas")
-    saves = list(checkpoints or [*_CHECKPOINTS, young_s(life)])
+    saves = list(checkpoints or _CHECKPOINTS)
+    young = young_s(life)
+    if not checkpoints and all(abs(young / each - 1) > _NEAR for each in saves):
+        saves.append(young)
     policies = all_policies(
         saves,
         [int(number) for number in standbys],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +50,7 @@ _METHOD = (
 
 
 def _policies(report: Report, study: Study) -> None:
+    """Open the section of the ranking: the best policy, where the time goes, a table of all."""
     best, *_ = study.policies
     section = report.section("Policies", source="simulated")
     section.figures(
@@ -97,8 +97,10 @@ def _lost(frame: pd.DataFrame, order: Sequence[str]) -> Any:
         .mark_bar()
         .encode(
             y=alt.Y("policy:N", sort=list(order), axis=alt.Axis(title=None, labelLimit=340, ticks=False)),
-            x=alt.X("share:Q", axis=alt.Axis(title="Share of the time", format=".0%")),
-            color=alt.Color("part:N", scale=alt.Scale(domain=parts), legend=alt.Legend(title=None, orient="top")),
+            x=alt.X("share:Q", axis=alt.Axis(title="Share of the time", format=".1%")),
+            color=alt.Color(
+                "part:N", scale=alt.Scale(domain=parts, scheme="tableau10"), legend=alt.Legend(title=None, orient="top")
+            ),
             order=alt.Order("rank:Q"),
             tooltip=["policy:N", "part:N", alt.Tooltip("share:Q", format=".2%")],
         )
@@ -133,14 +135,15 @@ def _curve(report: Report, study: Study) -> None:
 
 
 def _swings(report: Report, study: Study) -> None:
+    """Open the section of sensitivity: a tornado, and the numbers."""
     section = report.section("What moves the result", source="simulated")
     section.text(
         "The best policy; each input that is not known from one end of its range to the other, the rest in the middle."
     )
-    shown = [one for one in study.swings if one.swing >= 5e-5][:12] or list(study.swings[:1])
+    largest = [one for one in study.swings if one.swing >= 5e-5][:12] or list(study.swings[:1])
     rows = [
         {"input": one.path, "points": 100 * (value - one.ettr_middle), "end": end, "value": at}
-        for one in shown
+        for one in largest
         for end, value, at in (("low end", one.ettr_low, one.low), ("high end", one.ettr_high, one.high))
     ]
     section.chart(
@@ -148,7 +151,7 @@ def _swings(report: Report, study: Study) -> None:
         .mark_bar()
         .encode(
             y=alt.Y(
-                "input:N", sort=[one.path for one in shown], axis=alt.Axis(title=None, labelLimit=340, ticks=False)
+                "input:N", sort=[one.path for one in largest], axis=alt.Axis(title=None, labelLimit=340, ticks=False)
             ),
             x=alt.X("points:Q", stack=None, axis=alt.Axis(title="Change of effective training time / points")),
             color=alt.Color(
@@ -163,16 +166,27 @@ def _swings(report: Report, study: Study) -> None:
                 alt.Tooltip("points:Q", format="+.2f"),
             ],
         )
-        .properties(width="container", height=30 * len(shown)),
+        .properties(width="container", height=30 * len(largest)),
         name="sensitivity",
         caption="Tornado: the longest bar is the input worth measuring first.",
     )
-    frame = pd.DataFrame([{**dataclasses.asdict(one), "swing": one.swing} for one in study.swings])
-    formats = dict.fromkeys(("ettr_low", "ettr_high", "ettr_middle", "swing"), ".2%") | {"low": ",.4g", "high": ",.4g"}
-    section.table(frame, formats=formats)
+    table = [
+        {
+            "input": one.path,
+            "low": one.low,
+            "high": one.high,
+            "ETTR at low": one.ettr_low,
+            "ETTR at high": one.ettr_high,
+            "swing / points": 100 * one.swing,
+        }
+        for one in study.swings
+    ]
+    formats = {"low": ",.5g", "high": ",.5g", "ETTR at low": ".2%", "ETTR at high": ".2%", "swing / points": ".2f"}
+    section.table(pd.DataFrame(table), formats=formats)
 
 
 def _cases(report: Report, study: Study) -> None:
+    """Open the section of published runs: a chart, verdicts, notes, every input with its source."""
     section = report.section("Published runs", source="simulated")
     names = [result.case.name for result in study.cases]
     frame = pd.DataFrame(
@@ -191,17 +205,17 @@ def _cases(report: Report, study: Study) -> None:
         ]
     )
     y = alt.Y("run:N", sort=names, axis=alt.Axis(title=None, labelLimit=340, ticks=False))
-    reach = [min(frame["low"].min(), frame["from"].min()) - 0.02, 1.0]
+    scale = alt.Scale(domain=[float(frame[["low", "from"]].min().min()) - 0.02, 1.0], zero=False, nice=False)
     base = alt.Chart(frame).encode(y=y)
-    x = alt.X(
-        "low:Q", scale=alt.Scale(domain=reach), axis=alt.Axis(title="Effective training time ratio", format=".0%")
-    )
+    x = alt.X("low:Q", scale=scale, axis=alt.Axis(title="Effective training time ratio", format=".0%"))
     hints = ["run:N", "published:N", *(alt.Tooltip(f"{name}:Q", format=".1%") for name in ("low", "middle", "high"))]
     section.chart(
         alt.layer(
-            base.mark_bar(height=18, opacity=0.25, color=PALETTE[1]).encode(x=alt.X("from:Q", title=""), x2="to:Q"),
+            base.mark_bar(height=22, opacity=0.35, color=PALETTE[1]).encode(x=alt.X("from:Q", scale=scale), x2="to:Q"),
             base.mark_bar(height=7, color=PALETTE[0]).encode(x=x, x2="high:Q", tooltip=hints),
-            base.mark_point(shape="diamond", size=60, color=PALETTE[2], filled=True, opacity=1).encode(x="closed:Q"),
+            base.mark_point(shape="diamond", size=70, color=PALETTE[2], filled=True, opacity=1).encode(
+                x=alt.X("closed:Q", scale=scale)
+            ),
         ).properties(width="container", height=40 * len(names)),
         name="published",
         caption="Bar: the model's middle 90%. Pale: the published figure, rounded, or its bound. Diamond: closed form.",
@@ -214,11 +228,9 @@ def _cases(report: Report, study: Study) -> None:
             "median": result.middle,
             "high": result.high,
             "width / points": 100 * result.width,
+            "verdict": result.verdict + ("" if result.is_narrow else ", too wide"),
             "closed form": result.closed,
             "runs that agree": result.share,
-            "verdict": result.verdict + ("" if result.is_narrow else ", too wide"),
-            "note": result.case.note,
-            "source": result.case.source,
         }
         for result in study.cases
     ]
@@ -226,6 +238,8 @@ def _cases(report: Report, study: Study) -> None:
     section.table(
         pd.DataFrame(table), formats=formats | {"width / points": ".1f", "runs that agree": ".0%"}, caption=_AGREE
     )
+    notes = [{"run": one.case.name, "note": one.case.note, "source": one.case.source} for one in study.cases]
+    section.table(pd.DataFrame(notes))
     inputs = [
         {
             "run": result.case.name,
