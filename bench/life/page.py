@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import altair as alt
@@ -13,16 +17,24 @@ from bench.life.model import PARTS, TRAINING
 from bench.life.study import Study
 from netlayer.report import Axis, Figure, Report, charts
 from netlayer.report.theme import PALETTE
+from netlayer.results import write_text
 
 _BARS = 8
 
 
-def study_page(study: Study, command: str, commit: str) -> Report:
+@dataclass(frozen=True)
+class _Page:
+    study: Study
+    prefix: str
+
+
+def study_page(study: Study, command: str, commit: str, prefix: str = "") -> Report:
     """Return the page.
 
     Args:
         command: that makes it again.
         commit: of the code that ran.
+        prefix: of the names of its pictures, which lie with those of other pages.
     """
     if study.life:
         gpus = study.life.servers * study.life.gpus_per_server
@@ -36,9 +48,18 @@ def study_page(study: Study, command: str, commit: str) -> Report:
             f"{met} of {len(study.cases)} published runs are met by an interval of at most {100 * WIDEST:g} points",
         )
     sections = [(_policies, study.policies), (_curve, study.points), (_swings, study.swings), (_cases, study.cases)]
-    report.fill(study, [section for section, has_rows in sections if has_rows])
+    report.fill(_Page(study, prefix), [section for section, has_rows in sections if has_rows])
     report.section("How it was run").text(_METHOD).code(command)
     return report
+
+
+def write_page(path: Path, report: Report) -> None:
+    """Write the page to a file or to stdout, and the pictures of its charts to the folder `plots` next to a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        report.write(folder)
+        write_text(path, (Path(folder) / "report.html").read_text(encoding="utf-8"))
+        if str(path) != "-":
+            shutil.copytree(Path(folder) / "plots", path.resolve().parent / "plots", dirs_exist_ok=True)
 
 
 _METHOD = (
@@ -49,8 +70,9 @@ _METHOD = (
 )
 
 
-def _policies(report: Report, study: Study) -> None:
+def _policies(report: Report, page: _Page) -> None:
     """Open the section of the ranking: the best policy, where the time goes, a table of all."""
+    study = page.study
     best, *_ = study.policies
     section = report.section("Policies", source="simulated")
     section.figures(
@@ -70,7 +92,7 @@ def _policies(report: Report, study: Study) -> None:
         frame = pd.DataFrame(rows).sort_values("part", key=lambda parts: parts.map(order), kind="stable")
         section.chart(
             _lost(frame, [result.policy.label for result in study.policies[:_BARS]]),
-            name="policies",
+            name=f"{page.prefix}policies",
             caption="Where the time goes that does not count, best policy first.",
         )
     table = [
@@ -109,7 +131,8 @@ def _lost(frame: pd.DataFrame, order: Sequence[str]) -> Any:
     )
 
 
-def _curve(report: Report, study: Study) -> None:
+def _curve(report: Report, page: _Page) -> None:
+    study = page.study
     section = report.section("The interval of saves", source=("simulated", "predicted"))
     rows = [
         {"every": point.checkpoint_s, "ettr": value, "model": name}
@@ -129,13 +152,14 @@ def _curve(report: Report, study: Study) -> None:
             Axis("ettr", "Effective training time", unit="share"),
             colour="model",
         ),
-        name="interval",
+        name=f"{page.prefix}interval",
         caption="The best policy's other settings held.",
     )
 
 
-def _swings(report: Report, study: Study) -> None:
+def _swings(report: Report, page: _Page) -> None:
     """Open the section of sensitivity: a tornado, and the numbers."""
+    study = page.study
     section = report.section("What moves the result", source="simulated")
     section.text(
         "The best policy; each input that is not known from one end of its range to the other, the rest in the middle."
@@ -167,7 +191,7 @@ def _swings(report: Report, study: Study) -> None:
             ],
         )
         .properties(width="container", height=30 * len(largest)),
-        name="sensitivity",
+        name=f"{page.prefix}sensitivity",
         caption="Tornado: the longest bar is the input worth measuring first.",
     )
     table = [
@@ -185,8 +209,9 @@ def _swings(report: Report, study: Study) -> None:
     section.table(pd.DataFrame(table), formats=formats)
 
 
-def _cases(report: Report, study: Study) -> None:
+def _cases(report: Report, page: _Page) -> None:
     """Open the section of published runs: a chart, verdicts, notes, every input with its source."""
+    study = page.study
     section = report.section("Published runs", source="simulated")
     names = [result.case.name for result in study.cases]
     frame = pd.DataFrame(
@@ -217,7 +242,7 @@ def _cases(report: Report, study: Study) -> None:
                 x=alt.X("closed:Q", scale=scale)
             ),
         ).properties(width="container", height=40 * len(names)),
-        name="published",
+        name=f"{page.prefix}published",
         caption="Bar: the model's middle 90%. Pale: the published figure, rounded, or its bound. Diamond: closed form.",
     )
     table = [
