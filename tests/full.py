@@ -136,6 +136,17 @@ COMMANDS: tuple[Command, ...] = (
     _only_parsed(".venv/bin/netlayer estimate arena my_estimator.py --no-page", "the file is the user's"),
     Command(".venv/bin/netlayer estimate check reports/trainer_2xh200_202611.{dp2,tp2,pp2vp2}.json"),
     Command(".venv/bin/netlayer estimate paper"),
+    Command(".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --html whatif.html"),
+    Command(
+        ".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --standbys 0,4,8 "
+        "--checkpoint-every 60,600,1800 --restart reschedule --restart requeue"
+    ),
+    Command(".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --replicas 1,12 --detect 10,600"),
+    _only_parsed(
+        ".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --life my_life.toml",
+        "the file is the user's",
+    ),
+    Command(".venv/bin/netlayer run whatif --published"),
     *(
         _only_parsed(shown, "of a run of the user's; tests/trainer/test_convert.py runs it")
         for shown in (

@@ -56,7 +56,7 @@ Verdict = Literal["holds", "holds in part", "misses"]
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What the model says of a published run.
+    """A published run beside the model.
 
     Args:
         low, middle, high: the middle 90% of the runs, and their median.

@@ -15,7 +15,7 @@ from bench.life.inputs import DAY_S, Life
 
 @dataclass(frozen=True)
 class Averages:
-    """What the closed form takes.
+    """Inputs of the closed form.
 
     Args:
         every_s: mean seconds from a failure to the next, of training; infinite where nothing fails.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ else:
 
 _PATH = click.Path(path_type=Path)
 _CHECKPOINTS = (300.0, 900.0, 1800.0, 3600.0)
+_NEAR = 0.2  # Young's interval is one more only where none of these is about the same
 
 
 class _Numbers(_ParamType):
@@ -95,7 +97,9 @@ class _Numbers(_ParamType):
 @click.option("--top", type=click.IntRange(1, 200), default=10, show_default=True, help="Policies to print.")
 @click.option("--published", is_flag=True, help="Published runs beside the model, in place of a cluster.")
 @click.option("--check", is_flag=True, help="With --published: exit 1 where a run is not met.")
-@click.option("--html", "html_file", type=_PATH, help="Also write a page; - is stdout.")
+@click.option(
+    "--html", "html_file", type=_PATH, help="Also write a page, its pictures into plots/ beside it; - is stdout."
+)
 @run_options
 def whatif(
     options: RunOptions,
@@ -128,7 +132,7 @@ def whatif(
       netlayer run whatif --set cluster.servers=512 --set cluster.gpus_per_server=8 --days 60 --json -
       netlayer run whatif --published --check
     """
-    from netlayer.results import check_target, write_text
+    from netlayer.results import check_target
 
     check_target("--html", html_file)
     if "-" == str(html_file) == str(options.json_file):
@@ -141,10 +145,11 @@ def whatif(
         study, record = _ranked(options, life, policies, runs)
     _keep(options, record)
     if html_file:
-        from bench.life.page import study_page
+        from bench.life.page import study_page, write_page
 
-        command = shlex.join(["netlayer", *sys.argv[1:]])
-        write_text(html_file, study_page(study, command, str(record.environment.get("commit", ""))).html())
+        command, commit = shlex.join(["netlayer", *sys.argv[1:]]), str(record.environment.get("commit", ""))
+        prefix = re.sub(r"\W+", "_", html_file.stem) + "_"
+        write_page(html_file, study_page(study, command, commit, prefix))
     if "-" not in (str(options.json_file), str(html_file)):
         _print_cases(study.cases) if published else _print_policies(study, top)
     missed = [result.case.name for result in study.cases if not result.is_met]
@@ -193,7 +198,10 @@ def _policies(
     if max(replicas) > most:
         owner = "job.parallel.dp" if "job" in config.model_fields_set else "cluster.servers"
         raise ConfigError("--replicas", f"{max(replicas):g}", f"is above {owner} = {most}", "give fewer replicas")
-    saves = list(checkpoints or [*_CHECKPOINTS, young_s(life)])
+    saves = list(checkpoints or _CHECKPOINTS)
+    young = young_s(life)
+    if not checkpoints and all(abs(young / each - 1) > _NEAR for each in saves):
+        saves.append(young)
     policies = all_policies(
         saves,
         [int(number) for number in standbys],

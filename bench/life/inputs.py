@@ -1,4 +1,4 @@
-"""What the model of a run's life takes: failures by kind, checkpoints, recovery, replicas; each number as a range.
+"""Inputs of the model of a run's life: failures by kind, checkpoints, recovery, replicas; each number as a range.
 
 A number that is known is one value; one that is not is a range, with its source or with the reason for the range. A
 range is either of the run (one unknown value, drawn once) or of the event (it differs from failure to failure, and
@@ -89,9 +89,9 @@ class FailureKind(Section):
 
     @model_validator(mode="after")
     def _one_rate(self) -> Self:
-        given = [name for name in ("per_1000_server_days", "count", "per_day") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"needs one rate of per_1000_server_days, count and per_day, has {len(given)}")
+        rates = [name for name in ("per_1000_server_days", "count", "per_day") if getattr(self, name) is not None]
+        if len(rates) != 1:
+            raise ValueError(f"needs one rate of per_1000_server_days, count and per_day, has {len(rates)}")
         return self
 
     @property
@@ -100,7 +100,7 @@ class FailureKind(Section):
 
 
 class Checkpoints(Section):
-    """When the state is saved, and what a save costs."""
+    """Interval and cost of saves."""
 
     every_s: Numbers = Field(description="seconds of training between two saves")
     stall_s: Numbers = Field(NONE, description="seconds in which training waits for a save")
@@ -114,7 +114,7 @@ class Checkpoints(Section):
 
 
 class Recovery(Section):
-    """What follows once it is known which servers have to go."""
+    """Steps of a recovery once it is known which servers have to go."""
 
     restart_s: Numbers = Field(description="seconds from servers in place to the first step: processes, groups, load")
     standbys: int = Field(0, ge=0, le=4096, description="servers that wait, checked and with their environment ready")

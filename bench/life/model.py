@@ -36,7 +36,7 @@ _RAREST = 1e-30  # failures a second: a smaller rate is none, and its inverse no
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of all runs.
+    """Result of all runs.
 
     Args:
         seconds: by part, of each run; together the run's whole time.
@@ -112,7 +112,7 @@ class _Inputs:
 
 
 class _Engine:
-    """What both ways of failing have in common: rates, kinds, the pool of standbys, the account."""
+    """Common parts of both ways of failing: rates, kinds, the pool of standbys, the account."""
 
     def __init__(self, life: Life, inputs: _Inputs) -> None:
         self.life, self.inputs = life, inputs
@@ -233,11 +233,11 @@ class _Engine:
             return np.where(lost > 0, from_scheduler, 0.0)
         self.ready_s.sort(axis=1)
         is_ready = self.ready_s <= needed_s[:, None]
-        taken = is_ready & (np.arange(self.ready_s.shape[1]) < lost[:, None]) & hit[:, None]
+        used = is_ready & (np.arange(self.ready_s.shape[1]) < lost[:, None]) & hit[:, None]
         again = needed_s + self.inputs("recovery.replenish_s")
-        self.ready_s = np.where(taken, again[:, None], self.ready_s)
+        self.ready_s = np.where(used, again[:, None], self.ready_s)
         # Both go on at the same time: the job starts when the last server is in place.
-        missing = lost > taken.sum(axis=1)
+        missing = lost > used.sum(axis=1)
         return np.where(missing, np.maximum(from_scheduler, from_pool * (lost > 0)), np.where(lost > 0, from_pool, 0.0))
 
     def spend(self, phases: Mapping[str, Array], limit_s: Array) -> None:
@@ -264,6 +264,7 @@ class _Job(_Engine):
     """A failure stops the whole job."""
 
     def run(self) -> Outcome:
+        """Train until the next failure, recover, and again, until all runs are at their end."""
         every_s, stall_s = self.inputs("checkpoints.every_s"), self.inputs("checkpoints.stall_s")
         durable_s = self.inputs("checkpoints.durable_s")
         cycle_s = every_s + stall_s
@@ -321,6 +322,7 @@ class _Replicas(_Engine):
         return training / (1 - away), training_s
 
     def run(self) -> Outcome:
+        """Train with the replicas that are there until the next failure, and again, until all runs are at their end."""
         number, runs = self.life.replicas.number, self.inputs.runs
         every_s, stall_s = self.inputs("checkpoints.every_s"), self.inputs("checkpoints.stall_s")
         save_share = stall_s / (every_s + stall_s)
@@ -339,8 +341,8 @@ class _Replicas(_Engine):
             self.seconds[TRAINING] += there_s * (1 - save_share)
             self.seconds["away"] += span_s - there_s
             self.clock_s = until_s
-            came = ((back_s > start_s[:, None]) & (back_s <= until_s[:, None])).sum(axis=1)
-            self._stall(np.where(is_on, came * self.inputs("replicas.rejoin_stall_s"), 0.0))
+            returned = ((back_s > start_s[:, None]) & (back_s <= until_s[:, None])).sum(axis=1)
+            self._stall(np.where(is_on, returned * self.inputs("replicas.rejoin_stall_s"), 0.0))
             is_on = hit & (self.clock_s < self.end_s)
             self._fail(is_on, picks.integers(number, size=runs), hits, back_s, every_s)
         return self.outcome()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import shutil
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import altair as alt
@@ -14,16 +17,24 @@ from bench.life.model import PARTS, TRAINING
 from bench.life.study import Study
 from netlayer.report import Axis, Figure, Report, charts
 from netlayer.report.theme import PALETTE
+from netlayer.results import write_text
 
 _BARS = 8
 
 
-def study_page(study: Study, command: str, commit: str) -> Report:
+@dataclass(frozen=True)
+class _Page:
+    study: Study
+    prefix: str
+
+
+def study_page(study: Study, command: str, commit: str, prefix: str = "") -> Report:
     """Return the page.
 
     Args:
         command: that makes it again.
         commit: of the code that ran.
+        prefix: of the names of its pictures, which lie with those of other pages.
     """
     if study.life:
         gpus = study.life.servers * study.life.gpus_per_server
@@ -37,9 +48,18 @@ def study_page(study: Study, command: str, commit: str) -> Report:
             f"{met} of {len(study.cases)} published runs are met by an interval of at most {100 * WIDEST:g} points",
         )
     sections = [(_policies, study.policies), (_curve, study.points), (_swings, study.swings), (_cases, study.cases)]
-    report.fill(study, [section for section, has_rows in sections if has_rows])
+    report.fill(_Page(study, prefix), [section for section, has_rows in sections if has_rows])
     report.section("How it was run").text(_METHOD).code(command)
     return report
+
+
+def write_page(path: Path, report: Report) -> None:
+    """Write the page to a file or to stdout, and the pictures of its charts to the folder `plots` next to a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        report.write(folder)
+        write_text(path, (Path(folder) / "report.html").read_text(encoding="utf-8"))
+        if str(path) != "-":
+            shutil.copytree(Path(folder) / "plots", path.resolve().parent / "plots", dirs_exist_ok=True)
 
 
 _METHOD = (
@@ -50,7 +70,9 @@ _METHOD = (
 )
 
 
-def _policies(report: Report, study: Study) -> None:
+def _policies(report: Report, page: _Page) -> None:
+    """Open the section of the ranking: the best policy, where the time goes, a table of all."""
+    study = page.study
     best, *_ = study.policies
     section = report.section("Policies", source="simulated")
     section.figures(
@@ -70,7 +92,7 @@ def _policies(report: Report, study: Study) -> None:
         frame = pd.DataFrame(rows).sort_values("part", key=lambda parts: parts.map(order), kind="stable")
         section.chart(
             _lost(frame, [result.policy.label for result in study.policies[:_BARS]]),
-            name="policies",
+            name=f"{page.prefix}policies",
             caption="Where the time goes that does not count, best policy first.",
         )
     table = [
@@ -97,8 +119,10 @@ def _lost(frame: pd.DataFrame, order: Sequence[str]) -> Any:
         .mark_bar()
         .encode(
             y=alt.Y("policy:N", sort=list(order), axis=alt.Axis(title=None, labelLimit=340, ticks=False)),
-            x=alt.X("share:Q", axis=alt.Axis(title="Share of the time", format=".0%")),
-            color=alt.Color("part:N", scale=alt.Scale(domain=parts), legend=alt.Legend(title=None, orient="top")),
+            x=alt.X("share:Q", axis=alt.Axis(title="Share of the time", format=".1%")),
+            color=alt.Color(
+                "part:N", scale=alt.Scale(domain=parts, scheme="tableau10"), legend=alt.Legend(title=None, orient="top")
+            ),
             order=alt.Order("rank:Q"),
             tooltip=["policy:N", "part:N", alt.Tooltip("share:Q", format=".2%")],
         )
@@ -107,7 +131,8 @@ def _lost(frame: pd.DataFrame, order: Sequence[str]) -> Any:
     )
 
 
-def _curve(report: Report, study: Study) -> None:
+def _curve(report: Report, page: _Page) -> None:
+    study = page.study
     section = report.section("The interval of saves", source=("simulated", "predicted"))
     rows = [
         {"every": point.checkpoint_s, "ettr": value, "model": name}
@@ -127,20 +152,22 @@ def _curve(report: Report, study: Study) -> None:
             Axis("ettr", "Effective training time", unit="share"),
             colour="model",
         ),
-        name="interval",
+        name=f"{page.prefix}interval",
         caption="The best policy's other settings held.",
     )
 
 
-def _swings(report: Report, study: Study) -> None:
+def _swings(report: Report, page: _Page) -> None:
+    """Open the section of sensitivity: a tornado, and the numbers."""
+    study = page.study
     section = report.section("What moves the result", source="simulated")
     section.text(
         "The best policy; each input that is not known from one end of its range to the other, the rest in the middle."
     )
-    shown = [one for one in study.swings if one.swing >= 5e-5][:12] or list(study.swings[:1])
+    largest = [one for one in study.swings if one.swing >= 5e-5][:12] or list(study.swings[:1])
     rows = [
         {"input": one.path, "points": 100 * (value - one.ettr_middle), "end": end, "value": at}
-        for one in shown
+        for one in largest
         for end, value, at in (("low end", one.ettr_low, one.low), ("high end", one.ettr_high, one.high))
     ]
     section.chart(
@@ -148,7 +175,7 @@ def _swings(report: Report, study: Study) -> None:
         .mark_bar()
         .encode(
             y=alt.Y(
-                "input:N", sort=[one.path for one in shown], axis=alt.Axis(title=None, labelLimit=340, ticks=False)
+                "input:N", sort=[one.path for one in largest], axis=alt.Axis(title=None, labelLimit=340, ticks=False)
             ),
             x=alt.X("points:Q", stack=None, axis=alt.Axis(title="Change of effective training time / points")),
             color=alt.Color(
@@ -163,16 +190,28 @@ def _swings(report: Report, study: Study) -> None:
                 alt.Tooltip("points:Q", format="+.2f"),
             ],
         )
-        .properties(width="container", height=30 * len(shown)),
-        name="sensitivity",
+        .properties(width="container", height=30 * len(largest)),
+        name=f"{page.prefix}sensitivity",
         caption="Tornado: the longest bar is the input worth measuring first.",
     )
-    frame = pd.DataFrame([{**dataclasses.asdict(one), "swing": one.swing} for one in study.swings])
-    formats = dict.fromkeys(("ettr_low", "ettr_high", "ettr_middle", "swing"), ".2%") | {"low": ",.4g", "high": ",.4g"}
-    section.table(frame, formats=formats)
+    table = [
+        {
+            "input": one.path,
+            "low": one.low,
+            "high": one.high,
+            "ETTR at low": one.ettr_low,
+            "ETTR at high": one.ettr_high,
+            "swing / points": 100 * one.swing,
+        }
+        for one in study.swings
+    ]
+    formats = {"low": ",.5g", "high": ",.5g", "ETTR at low": ".2%", "ETTR at high": ".2%", "swing / points": ".2f"}
+    section.table(pd.DataFrame(table), formats=formats)
 
 
-def _cases(report: Report, study: Study) -> None:
+def _cases(report: Report, page: _Page) -> None:
+    """Open the section of published runs: a chart, verdicts, notes, every input with its source."""
+    study = page.study
     section = report.section("Published runs", source="simulated")
     names = [result.case.name for result in study.cases]
     frame = pd.DataFrame(
@@ -191,19 +230,19 @@ def _cases(report: Report, study: Study) -> None:
         ]
     )
     y = alt.Y("run:N", sort=names, axis=alt.Axis(title=None, labelLimit=340, ticks=False))
-    reach = [min(frame["low"].min(), frame["from"].min()) - 0.02, 1.0]
+    scale = alt.Scale(domain=[float(frame[["low", "from"]].min().min()) - 0.02, 1.0], zero=False, nice=False)
     base = alt.Chart(frame).encode(y=y)
-    x = alt.X(
-        "low:Q", scale=alt.Scale(domain=reach), axis=alt.Axis(title="Effective training time ratio", format=".0%")
-    )
+    x = alt.X("low:Q", scale=scale, axis=alt.Axis(title="Effective training time ratio", format=".0%"))
     hints = ["run:N", "published:N", *(alt.Tooltip(f"{name}:Q", format=".1%") for name in ("low", "middle", "high"))]
     section.chart(
         alt.layer(
-            base.mark_bar(height=18, opacity=0.25, color=PALETTE[1]).encode(x=alt.X("from:Q", title=""), x2="to:Q"),
+            base.mark_bar(height=22, opacity=0.35, color=PALETTE[1]).encode(x=alt.X("from:Q", scale=scale), x2="to:Q"),
             base.mark_bar(height=7, color=PALETTE[0]).encode(x=x, x2="high:Q", tooltip=hints),
-            base.mark_point(shape="diamond", size=60, color=PALETTE[2], filled=True, opacity=1).encode(x="closed:Q"),
+            base.mark_point(shape="diamond", size=70, color=PALETTE[2], filled=True, opacity=1).encode(
+                x=alt.X("closed:Q", scale=scale)
+            ),
         ).properties(width="container", height=40 * len(names)),
-        name="published",
+        name=f"{page.prefix}published",
         caption="Bar: the model's middle 90%. Pale: the published figure, rounded, or its bound. Diamond: closed form.",
     )
     table = [
@@ -214,11 +253,9 @@ def _cases(report: Report, study: Study) -> None:
             "median": result.middle,
             "high": result.high,
             "width / points": 100 * result.width,
+            "verdict": result.verdict + ("" if result.is_narrow else ", too wide"),
             "closed form": result.closed,
             "runs that agree": result.share,
-            "verdict": result.verdict + ("" if result.is_narrow else ", too wide"),
-            "note": result.case.note,
-            "source": result.case.source,
         }
         for result in study.cases
     ]
@@ -226,6 +263,8 @@ def _cases(report: Report, study: Study) -> None:
     section.table(
         pd.DataFrame(table), formats=formats | {"width / points": ".1f", "runs that agree": ".0%"}, caption=_AGREE
     )
+    notes = [{"run": one.case.name, "note": one.case.note, "source": one.case.source} for one in study.cases]
+    section.table(pd.DataFrame(notes))
     inputs = [
         {
             "run": result.case.name,

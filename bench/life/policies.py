@@ -91,7 +91,7 @@ def all_policies(
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """What came of a policy.
+    """Result of a policy.
 
     Args:
         ettr: mean effective training time ratio of the servers that train.
@@ -145,7 +145,7 @@ def rank(
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one input does to the result, from one end of its range to the other, all others in the middle."""
+    """Effect of one input on the result, from one end of its range to the other, all others in the middle."""
 
     path: str
     low: float

@@ -1,4 +1,4 @@
-"""What one call of `netlayer run whatif` found out: of a cluster, or of published runs."""
+"""Result of one call of `netlayer run whatif`: of a cluster, or of published runs."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click import Context, Group
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,8 +19,10 @@ from bench.life.command import whatif
 from bench.life.inputs import DAY_S, DEFAULTS_FILE, Life, build_life, read_life
 from bench.life.model import PARTS, Outcome, simulate
 from bench.life.policies import Policy, all_policies, curve, rank, sensitivity, with_policy
+from netlayer.cli import cli
 from netlayer.cli import run as run_cli
 from netlayer.errors import ConfigError
+from tests.browser import browse, drawn_plots, needs_chromium
 
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -291,6 +294,8 @@ def test_the_command_ranks_and_writes_record_and_page(tmp_path: Path) -> None:
         assert sum(row[f"{part}_share"] for part in PARTS) == pytest.approx(1)
     assert rows["sensitivity"][0]["swing"] >= rows["sensitivity"][-1]["swing"]
     assert "What moves the result" in page.read_text()
+    pictures = {"whatif_policies.png", "whatif_interval.png", "whatif_sensitivity.png"}
+    assert {file.name for file in (tmp_path / "plots").iterdir()} == pictures
 
 
 def test_the_table_of_published_runs(tmp_path: Path) -> None:
@@ -361,3 +366,30 @@ def test_options_that_cannot_be_are_refused_in_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert words in lines[0]
+
+
+def test_netlayer_run_has_it_beside_the_commands_of_a_run() -> None:
+    group = cli.get_command(Context(cli), "run")
+    assert isinstance(group, Group)
+    names = group.list_commands(Context(group))
+    assert "whatif" in names
+    assert "start" in names
+    assert group.get_command(Context(group), "whatif") is whatif
+
+
+@needs_chromium
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("arguments", "plots"),
+    [
+        (["--set", "cluster.servers=64", "--days", "3"], {"page_policies", "page_interval", "page_sensitivity"}),
+        (["--published"], {"page_published"}),
+    ],
+    ids=["policies", "published"],
+)
+def test_a_browser_draws_every_chart(tmp_path: Path, arguments: list[str], plots: set[str]) -> None:
+    page = tmp_path / "page.html"
+    assert call(*arguments, "--runs", "20", "--html", str(page)).exit_code == 0
+    document, complaints = browse(page, tmp_path / "profile")
+    assert drawn_plots(document) == dict.fromkeys(plots, True)
+    assert not complaints

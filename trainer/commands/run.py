@@ -16,6 +16,7 @@ import click
 
 from netlayer import log
 from netlayer.command import RunOptions, run_options
+from netlayer.lazy_group import LazyGroup
 
 if TYPE_CHECKING:
     from netlayer.config.tree import Config
@@ -28,7 +29,7 @@ _json = click.option("--json", "json_file", type=_PATH, help="Also write the fac
 _verbose = click.option("-v", "--verbose", count=True, help="More log on stderr; -vv for all.")
 
 
-@click.group()
+@click.group(cls=LazyGroup, lazy={})
 def run() -> None:
     """Train on several nodes, and go on when processes, nodes or the driver fail.
 
@@ -43,6 +44,7 @@ def run() -> None:
       netlayer run status runs/a
       netlayer run evict runs/a node-2
       netlayer run stop runs/a
+      netlayer run whatif --config job.toml      # what such a run's life would be, simulated
     """
 
 
