@@ -254,20 +254,19 @@ def test_a_record_says_what_was_run(job_file: Path, tmp_path: Path, monkeypatch:
 
 
 def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "a"
-    words = [str(job_file), "--set", "optimizer.steps=100000", "--out", str(out)]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "netlayer", "train", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    out, log = tmp_path / "a", tmp_path / "stderr"
+    words = ["train", job_file, "--set", "optimizer.steps=100000", "--out", out]
+    with log.open("w") as file:
+        run = start_module("netlayer", *words, stdout=file, stderr=file)
     until = time.monotonic() + 120
     while not ((out / "metrics.jsonl").is_file() and rows(out)) and run.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
+    family = psutil.Process(run.pid).children(recursive=True)
     os.killpg(run.pid, signal.SIGINT)
-    _, stderr = run.communicate(timeout=100)
-    assert run.returncode == 130
-    assert f"what was done until then is in {out}" in stderr
+    assert run.wait(100) == 130
+    assert f"what was done until then is in {out}" in log.read_text()
     assert rows(out)
+    assert not psutil.wait_procs(family, timeout=10)[1]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
