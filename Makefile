@@ -32,6 +32,8 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup  ## the main job: bench, fabric, training and one report (ARGS="--steps 50 --out DIR")
 	@$(BIN)/netlayer quickstart $(ARGS)
 
+# Files with tests that judge by time: to collect all others would take longer than many of these.
+QUIET := $(shell grep -rlE 'mark\.quiet' tests --include='test_*.py')
 # To trace every process of every test would cost a quarter of the time: coverage is that of netlayer/ by its own tests and
 # by those that judge by time.
 COV := --cov --cov-report=
@@ -41,7 +43,7 @@ test: setup  ## all tests that CI runs; with the coverage of netlayer/ unless AR
 	  || [ $$? -eq $(NONE) ] || failed=1; \
 	$(if $(ARGS),,$(BIN)/coverage erase; \
 	$(PYTEST) $(COV) -n $(WORKERS) --dist loadgroup -m "not slow and not quiet" $(GROUND) || failed=1;) \
-	$(PYTEST) $(if $(ARGS),,$(COV) --cov-append) -n 0 -m "quiet and not slow" $(ARGS) || [ $$? -eq $(NONE) ] || failed=1; \
+	$(PYTEST) $(if $(ARGS),,$(COV) --cov-append) -n 0 -m "quiet and not slow" $(or $(ARGS),$(QUIET)) || [ $$? -eq $(NONE) ] || failed=1; \
 	$(if $(ARGS),,rm -f .coverage.*; `# halves that ranks left when a test killed them` \
 	$(BIN)/coverage report --skip-covered || failed=1;) \
 	test -z "$$failed"

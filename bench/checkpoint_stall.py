@@ -8,7 +8,8 @@ The others get each rank's pieces as tensors of their own, for they cannot stage
 restores, and ByteCheckpoint, which takes modules of FSDP or DDP alone and no shards.
 
 A row is a save: `stall_s` (the host's time in the call, and for ours an update's wait on the device), `ratio` (median
-of the 20 steps after it over that of the 20 before), `worst` (the longest of them over the same), `save_s`, `gib`.
+of the 20 steps after it over that of the 20 before), `worst` (the longest of them over the same), `after` (each of them
+over the same, in order: the copy disturbs the first, the writer all until it is done), `save_s`, `gib`.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class SaveRow:
     worst: float
     save_s: float
     gib: float
+    after: Sequence[float] = ()
 
 
 @click.command()
@@ -213,10 +215,12 @@ def measure(
                 save_s = is_done()
             stall_s += training.device_wait_s()
             usual = statistics.median(before)
-            own = [stall_s, statistics.median(after) / usual, max(after) / usual, save_s, usual]
-            stall_s, ratio, worst, save_s, usual = (max(each) for each in zip(*training.everyones(own), strict=True))
+            own = [stall_s, save_s, usual, *(seconds / usual for seconds in after)]
+            stall_s, save_s, usual, *ratios = (max(each) for each in zip(*training.everyones(own), strict=True))
+            ratio, worst = statistics.median(ratios), max(ratios)
             if context.env.rank == 0:
-                context.report(SaveRow(way, turn, usual * 1e3, stall_s, ratio, worst, save_s, training.gib))
+                row = SaveRow(way, turn, usual * 1e3, stall_s, ratio, worst, save_s, training.gib, ratios)
+                context.report(row)
             training.forget(way)
     training.close()
     if dist.is_initialized():

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -112,9 +113,18 @@ class Row:
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True, help="Of a step and rank.")
 @click.option("--pairs", type=click.IntRange(2), default=20, show_default=True, help="Pairs of blocks, on and off.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of a block.")
+@click.option("--time-limit", type=click.FloatRange(1), help="Seconds of measuring after which no pair begins.")
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 def command(
-    options: RunOptions, model: str, layout: str, micro: int, micro_batches: int, pairs: int, steps: int, backend: str
+    options: RunOptions,
+    model: str,
+    layout: str,
+    micro: int,
+    micro_batches: int,
+    pairs: int,
+    steps: int,
+    time_limit: float | None,
+    backend: str,
 ) -> None:
     """Compare step times with the monitor and without it, in turn, and print the ratio with its spread.
 
@@ -132,7 +142,7 @@ def command(
     started = utc_now()
     temporary = tempfile.TemporaryDirectory()
     with Stages() as stages, stages.open("blocks") as bar, temporary as folder, meeting_place() as place:
-        arguments = (job, place.init_method("overhead"), chosen, options.seed, pairs, steps, folder)
+        arguments = (job, place.init_method("overhead"), chosen, options.seed, pairs, steps, time_limit, folder)
         results: list[RankResult] = launch(
             run_rank,
             ranks,
@@ -140,6 +150,7 @@ def command(
             log_dir=Path(folder) / "logs",
             on_message=lambda _rank, done: bar(done, 2 * pairs + 1),
         )
+    pairs = len(results[0].blocks) // 2  # the time limit may have cut them
     row = compare(results, model, layout, pairs, steps)
     record = RunRecord(
         name="bench.monitor_overhead",
@@ -250,6 +261,7 @@ def run_rank(
     seed: int,
     pairs: int,
     steps: int,
+    time_limit: float | None,
     folder: str,
 ) -> RankResult:
     """Measure the blocks on one rank."""
@@ -277,8 +289,12 @@ def run_rank(
     interval_s = min(INTERVAL_S, max(block_s / _BATCHES, 0.02))
     if place.rank == 0:
         context.report(1)
-    num_dropped = 0
-    for is_on in _turns(pairs):
+    num_dropped, begun_s = 0, time.perf_counter()
+    for turn, is_on in enumerate(_turns(pairs)):
+        is_late = time_limit is not None and time.perf_counter() - begun_s > time_limit
+        # At least two pairs, whole ones, and the same number on all ranks.
+        if turn >= 4 and turn % 2 == 0 and control.sum(int(is_late)):
+            break
         monitored = _monitored(recorder, out, origin, str(place.device), interval_s)
         with monitored if is_on else contextlib.nullcontext() as monitor:
             seconds = timer.measure(step, steps, warmup=1).seconds

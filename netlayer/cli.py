@@ -55,6 +55,12 @@ _COMMANDS = {
     "topology": Lazy("topology.cli:topology", "The CLOS fabric: describe it, hash a job's flows over it."),
     "train": Lazy("trainer.commands.train:train", "Train a job: tensor, pipeline and data parallel over the layer."),
 }
+# Sub-commands of a group that are of a package above it.
+_ADDED = {
+    "trainer.commands.run:run": {
+        "whatif": Lazy("bench.life.command:whatif", "Simulate a run's life on --config's cluster under policies."),
+    },
+}
 _PERF_SUFFIX = "_perf"
 # Extra of the distribution that brings a library.
 _EXTRAS = {
@@ -81,7 +87,10 @@ def _load(target: str) -> Any:
     check_package(target.partition(".")[0])
     for clash in find_clashes():
         click.echo(f"warning: {clash}", err=True)
-    return lazy_group.load(target)
+    loaded = lazy_group.load(target)
+    if target in _ADDED:
+        loaded.add_lazy(_ADDED[target], _load)
+    return loaded
 
 
 @click.group(cls=LazyGroup, lazy=_COMMANDS, loader=_load, context_settings={"help_option_names": ["-h", "--help"]})

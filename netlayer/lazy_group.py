@@ -46,6 +46,10 @@ class LazyGroup(click.Group):
         super().__init__(*args, **kwargs)
         self._lazy, self._loader, self._renamed = lazy, loader, renamed or {}
 
+    def add_lazy(self, lazy: Mapping[str, Lazy], loader: Callable[[str], click.Command]) -> None:
+        """Take sub-commands of a package above this group's own, which may not name them itself."""
+        self._lazy, self._loader = {**self._lazy, **lazy}, loader
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *self._lazy])
 

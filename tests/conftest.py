@@ -1,10 +1,13 @@
 """What holds for every test."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.forked import forked_ranks
 
 # A shell without job control starts background jobs with SIGINT ignored, and programs that tests start would inherit
 # it: Ctrl-C could then not be tested.
@@ -32,6 +35,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         compiles = any(place in (item.path, item.path.parent) for place in _KERNELS)
         item.add_marker(pytest.mark.xdist_group("kernels" if compiles else str(item.path.relative_to(_HERE))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ranks that a test launches have torch imported already, but in the launcher's own tests."""
+    if (_HERE / "netlayer") in request.path.parents:
+        yield
+        return
+    with forked_ranks():
+        yield
 
 
 def minutes_of(item: pytest.Item) -> float:

@@ -136,6 +136,17 @@ COMMANDS: tuple[Command, ...] = (
     _only_parsed(".venv/bin/netlayer estimate arena my_estimator.py --no-page", "the file is the user's"),
     Command(".venv/bin/netlayer estimate check reports/trainer_2xh200_202611.{dp2,tp2,pp2vp2}.json"),
     Command(".venv/bin/netlayer estimate paper"),
+    Command(".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --html whatif.html"),
+    Command(
+        ".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --standbys 0,4,8 "
+        "--checkpoint-every 60,600,1800 --restart reschedule --restart requeue"
+    ),
+    Command(".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --replicas 1,12 --detect 10,600"),
+    _only_parsed(
+        ".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --life my_life.toml",
+        "the file is the user's",
+    ),
+    Command(".venv/bin/netlayer run whatif --published"),
     *(
         _only_parsed(shown, "of a run of the user's; tests/trainer/test_convert.py runs it")
         for shown in (
@@ -282,6 +293,16 @@ COMMANDS: tuple[Command, ...] = (
         "--set checkpoint.every_steps=500 --resume auto --out runs/a",
         8,
     ),
+    Command(
+        ".venv/bin/netlayer run start examples/laptop.toml --set cluster.servers=2 --set cluster.gpus_per_server=1 "
+        "--set job.checkpoint.every_steps=50 --out runs/kept"
+    ),
+    Command(".venv/bin/netlayer run status runs/kept"),
+    Command(".venv/bin/netlayer run logs runs/kept node-1 -n 50"),
+    Command(".venv/bin/netlayer run evict runs/kept node-1"),
+    Command(".venv/bin/netlayer run pause runs/kept"),
+    Command(".venv/bin/netlayer run resume runs/kept"),
+    Command(".venv/bin/netlayer run stop runs/kept"),
     # Named in its text.
     Command("make help"),
     Command("make setup"),

@@ -44,7 +44,7 @@ from netlayer.rendezvous import Groups
 from netlayer.workload.comm_bytes import bucket_limit
 from netlayer.workload.dtypes import gradient_dtype
 from netlayer.workload.fit import has_room_for_copies, has_room_for_windows
-from netlayer.workload.memory import frees_parameters
+from netlayer.workload.memory import frees_parameters, in_flight_reductions
 from netlayer.workload.schedule import Schedule, forward_only
 from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import of_job
@@ -131,12 +131,12 @@ class ParallelModel:
         self.tied = Communicator(TIED, self.groups.get(TIED), device, recorder, watch)
         self.exchange = self._open_exchange(recorder, watch)
         self.is_first, self.is_last = self.place.pp == 0, self.place.pp == layout.pp - 1
-        # What is freed between uses may never fit whole: it gets its values bucket by bucket, as it is wrapped.
         self._frees, self._seed = frees_parameters(job), seed
         check_operators(job.model.operators, device)
-        made_on = torch.device("meta") if self._frees else device
+        # Without memory: it gets its values bucket by bucket, as it is wrapped. Whole in float32 it might not fit, and
+        # the memory that it leaves would be in pieces.
         modules = [
-            build_model(job.model, seed, made_on, run_of(job, self.place.pp, chunk), self.exchange)
+            build_model(job.model, seed, torch.device("meta"), run_of(job, self.place.pp, chunk), self.exchange)
             for chunk in range(layout.vpp)
         ]
         self._compile(modules)
@@ -147,6 +147,8 @@ class ParallelModel:
         # Before the chunks, which share them: streams and communicators are few.
         self._data_comms = self._open_data_comms(recorder, watch)
         self.chunks = [self._wrap(module) for module in modules]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what buckets were made of
         self.slots = [slot for chunk in self.chunks for slot in self._slots(chunk)]
         self._stepped_square: Tensor | None = None
         """Of the gradients that this step's backward pass has stepped, where they are measured."""
@@ -356,6 +358,7 @@ class ParallelModel:
             # The last one stays between its passes, in stage 3: a block, for tables stay as they are handed out.
             units=sorted(module.units, key=blocks.__contains__),
             stage=self.job.parallel.stage,
+            in_flight=in_flight_reductions(self.job),
             device=self.device,
             init=initialiser(module, self._seed),
             bucket_bytes=bucket_limit(self.job),

@@ -21,7 +21,7 @@ from netlayer.config.tree import Config, JobConfig
 from netlayer.errors import ConfigError
 from netlayer.launch.rank import RankEnv
 from netlayer.nccl.environment import Choice, for_ranks
-from netlayer.workload.fit import check_room, in_room, with_overlap
+from netlayer.workload.fit import check_room, in_room, settle, with_overlap
 from netlayer.workload.memory import estimate, gib
 from netlayer.workload.model_size import stage_elements
 from trainer.checkpoint.meta import check_model, check_same_text, find, resume_notes, seed_of
@@ -185,7 +185,7 @@ def draft(
         raise ConfigError("cluster.servers", cluster.servers, rule, remedy)
     backend = environ.choose_backend(job.launch.backend, here, env)
     check_supported(job, ranks)
-    memory = check_memory(job, here, backend)
+    job, memory = fit_memory(job, here, backend)
     start = start_of(resume, out, os.environ, job.checkpoint.folder)
     notes, path, steps_done = list(start.notes), None, 0
     if start.meta:
@@ -256,23 +256,34 @@ def check_supported(job: JobConfig, ranks: int) -> None:
 
 
 def check_memory(job: JobConfig, ranks: int, backend: Backend) -> str:
-    """Refuse a job that does not fit, before any rank starts; one line that says what it will take.
+    """Return the line of `fit_memory`; errors as there."""
+    return fit_memory(job, ranks, backend)[1]
+
+
+def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig, str]:
+    """Return the job as it fits, its defaults stepped down for that, and one line that says what it will take.
 
     Raises:
         ConfigError: the ranks together need more than this machine has free, or one more than its GPU has.
     """
     there, where = _room(backend)
-    job = with_overlap(job, windows=False) if backend == "gloo" else in_room(job, there)
-    needed = estimate(job)
     sharing = 1 if backend == "nccl" else ranks
+    counted = with_overlap(job, windows=False) if backend == "gloo" else job
+    counted, settings = settle(counted, there // sharing, is_card=backend == "nccl")
+    # A CPU has no windows to take, and the job keeps its wish for them.
+    fitted = with_overlap(counted, windows=job.overlap.windows) if backend == "gloo" else counted
+    job = counted if backend == "gloo" else in_room(counted, there)
+    needed = estimate(job)
     line = f"a rank will hold about {needed}"
     if sharing > 1:
         line += f"; {ranks} ranks {gib(needed.total * ranks)}"
     if not there:
-        return line
+        return fitted, line
     line += f"; {where} {gib(there)}"
+    if settings:
+        line += f", for which it sets {settings}"
     check_room(job, line, there, sharing)
-    return line
+    return fitted, line
 
 
 def _room(backend: Backend) -> tuple[int, str]:

@@ -18,10 +18,8 @@ from bench.estimate.plan import Plan
 from bench.estimate.step import StepEstimate, estimate_step, memory_of, quick_step_s
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
-from netlayer.workload.memory import gib
+from netlayer.workload.memory import RESERVED_BYTES, gib
 
-RESERVED_BYTES = 2 * 2**30
-"""Of a card's memory, for CUDA, NCCL and torch, which `netlayer.workload.memory` does not count."""
 _LEVELS = ("none", "selective", "full")
 _MICRO_SIZES = (1, 2, 4, 8)
 _MOST_CP = 8

@@ -71,18 +71,17 @@ def main(options: RunOptions, kinds: str, cases: int, chain: int, nodes: int, st
     plan = _plan(chosen, cases, options.seed)
     text = _text(out)
     config = config_of(nodes, steps, text, slow_factor=2.0, slow_steps=10, silence_floor_s=20.0)
-    healthy = _healthy(out, config)
     rows = _rows(out)
-    while len(rows) < len(plan):
-        number = max((row["run"] for row in rows), default=-1) + 1
-        part = plan[len(rows) : len(rows) + chain]
-        for row in _run(
-            out / f"run-{number}", config, part, number, healthy, random.Random(f"{options.seed} {number}")
-        ):
-            rows.append(row)
-            with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            click.echo(_line(row), err=True)
+    with ending_at(signal.SIGTERM):  # it ends its run, then
+        healthy = _healthy(out, config)
+        while len(rows) < len(plan):
+            number = max((row["run"] for row in rows), default=-1) + 1
+            part, draw = plan[len(rows) : len(rows) + chain], random.Random(f"{options.seed} {number}")
+            for row in _run(out / f"run-{number}", config, part, number, healthy, draw):
+                rows.append(row)
+                with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                click.echo(_line(row), err=True)
     table = summary(rows)
     record = RunRecord(
         name="bench.fault_matrix",
@@ -118,12 +117,12 @@ def _plan(kinds: Sequence[str], cases: int, seed: int) -> list[str]:
 
 def _text(out: Path) -> Path:
     """Write sentences that a tiny model can learn."""
-    folder, words = out / "text", random.Random(0)
+    folder, draw = out / "text", random.Random(0)
     folder.mkdir(exist_ok=True)
     for number in range(40):
         lines = [
-            f"the {words.choice(('rank', 'link', 'switch'))} {words.choice(('sends', 'drops', 'holds'))} "
-            f"{words.randrange(100)} bytes\n"
+            f"the {draw.choice(('rank', 'link', 'switch'))} {draw.choice(('sends', 'drops', 'holds'))} "
+            f"{draw.randrange(100)} bytes\n"
             for _ in range(50)
         ]
         (folder / f"file{number:02}.txt").write_text("".join(lines), encoding="utf-8")
@@ -225,6 +224,7 @@ def _expected(kind: str, first: str, second: str) -> list[str]:
 
 
 def _inject(job: FaultyJob, kind: str, first: str, second: str) -> None:
+    """Bring about one fault, on the first node, and where the kind has two, on the second."""
     simple: dict[str, Callable[[], None]] = {
         "kill": lambda: job.kill_rank(first),
         "stop": lambda: job.stop_rank(first),

@@ -110,12 +110,12 @@ class FaultyJob:
 
     def ranks(self, node: str) -> list[psutil.Process]:
         """Training processes of a node, children of its executor."""
-        found = []
+        processes = []
         for child in self.executor(node).children():
             with contextlib.suppress(psutil.Error):
                 if "bench.fault_matrix.rank" in child.cmdline():
-                    found.append(child)
-        return found
+                    processes.append(child)
+        return processes
 
     def wait(self, until: Callable[[Row], bool], limit_s: float, what: str, *, restarts_driver: bool = True) -> None:
         """Wait until the run's facts are so; a driver that was killed is started again, as a service manager does.
@@ -161,8 +161,8 @@ class FaultyJob:
             self._driver.wait()
         marks = (str(self.folder.out),)
         for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if any(mark in words for mark in marks) and process.pid != os.getpid():
+            arguments = process.info["cmdline"] or []
+            if any(mark in arguments for mark in marks) and process.pid != os.getpid():
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         self.folder.ended.touch()
@@ -217,8 +217,8 @@ class FaultyJob:
     def kill_store(self) -> None:
         """Kill the Redis server and the process that keeps it."""
         for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if "trainer.resilience.store_host" in words and str(self.folder.out) in words:
+            arguments = process.info["cmdline"] or []
+            if "trainer.resilience.store_host" in arguments and str(self.folder.out) in arguments:
                 for each in [*process.children(recursive=True), process]:
                     with contextlib.suppress(psutil.Error):
                         each.kill()

@@ -68,12 +68,12 @@ def _inject() -> None:
                     stepped.loss.fill_(float("nan"))
                     return stepped
 
-                trainer.steps.run = lose  # type: ignore[method-assign]
+                trainer.steps.run = lose  # type: ignore[method-assign, assignment]
                 launched = launch(trainer, step)
                 trainer.steps.run = run  # type: ignore[method-assign]
         return launched or launch(trainer, step)
 
-    Trainer.launch = launch_with_faults  # type: ignore[method-assign]
+    Trainer.launch = launch_with_faults  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _LAYOUT = re.compile(r"(tp|pp|dp|vp)(\d+)")
 _CHANGED = ("model", "optimizer", "overlap", "loop")
 _TAKEN = (*_CHANGED, "nccl", "store")
-_BALANCE = "parallel.balance"
+_PARALLEL = ("parallel.balance", "parallel.zero")
 """What a layout does not say of the parallel section."""
 _SAID = {
     "cluster": "give --layout: its ranks have a GPU each",
@@ -45,7 +45,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         key, _ = read_override(override, "model.compile=true")
         section = key.removeprefix("job.").partition(".")[0]
-        if key.removeprefix("job.") == _BALANCE:
+        if key.removeprefix("job.") in _PARALLEL:
             continue
         if section not in _TAKEN and (section in _SAID or section in JobConfig.model_fields):
             raise ConfigError("--set", override, "has no effect here", _SAID.get(section, "omit it"))
@@ -145,10 +145,10 @@ def read_entries(
     for text in dict.fromkeys(also):
         changes = [*(changes if cumulative else []), *text.split(",")]
         for change in changes:
-            section = change.removeprefix("job.").partition(".")[0]
-            is_said = _COUNT.fullmatch(change) or change.removeprefix("job.").startswith(f"{_BALANCE}=")
-            if not is_said and section not in _CHANGED:
-                rule = f"changes none of {', '.join(_CHANGED)}, {_BALANCE}, micro_batches"
+            key = change.removeprefix("job.").partition("=")[0]
+            is_said = _COUNT.fullmatch(change) or key in _PARALLEL
+            if not is_said and key.partition(".")[0] not in _CHANGED:
+                rule = f"changes none of {', '.join((*_CHANGED, *_PARALLEL))}, micro_batches"
                 raise ConfigError("--also", change, rule, "for example --also model.parallel_block=true")
         entries.append(Entry(OURS, build(changes, micros.get(OURS)), f"+ {text}" if cumulative else text))
     return tuple(entries)

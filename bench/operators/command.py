@@ -77,7 +77,8 @@ def command(options: RunOptions, device: str, only: str, compiles: bool | None, 
                 rows.append(row)
                 click.echo(_line(row), err=str(options.json_file) == "-")
         del case
-        gc.collect()
+        if on_gpu:
+            gc.collect()  # its tensors, before the next one's
     if not rows:
         raise click.BadParameter(f"{only!r} is in no case's name", param_hint="--only")
     shape = {**asdict(sizes), "dtype": str(sizes.dtype).removeprefix("torch.")}

@@ -1,1 +1,1 @@
-"""How well the straggler verdict finds slow ranks: in traces made from measured noise, and in real runs."""
+"""Measures how well verdicts find slow ranks and causes: in traces made from measured noise, and in real runs."""

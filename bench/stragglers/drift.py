@@ -1,6 +1,5 @@
 """`python -m bench.stragglers.drift`: steps of a real run made longer on purpose, and what is said of why.
 
-
 Gloo ranks train like those of `netlayer train`. The first half of a run is left alone. In the second half of each run
 one of these is planted:
 
@@ -52,7 +51,7 @@ _CURED_INTERVAL = 40
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted from `step` on: a key of CAUSES."""
+    """A fault from `step` on; `kind` is a key of CAUSES."""
 
     kind: str
     step: int

@@ -21,7 +21,7 @@ _OFF_THE_BUS = re.compile(r"NVRM: +(?:GPU has )?fallen off the bus")
 
 
 class KernelFault(NamedTuple):
-    """What a line says: FAIL: a part of the node cannot be used as it is; WARN: it should be looked at."""
+    """Verdict on a line: FAIL: a part of the node cannot be used as it is; WARN: it should be looked at."""
 
     verdict: Verdict
     check: str

@@ -59,7 +59,7 @@ from collectives.sharded.optimizer_state import named_state
 from collectives.sharded.optimizer_steps import OptimizerSteps, Options, build_optimizer, drop_gradients
 from collectives.sharded.prepare import (
     Init,
-    as_group,
+    as_groups,
     build_buckets,
     check_arguments,
     check_module,
@@ -71,6 +71,7 @@ from collectives.sharded.prepare import (
     open_communicators,
     open_parameter_windows,
     open_reduce_buffers,
+    open_replicas,
     plan_module,
     same_start,
     send_buffers,
@@ -112,8 +113,9 @@ class ShardedDataParallel(StandIn):
         device, init: where buckets lie and the module computes; None: where its parameters are. What does not fit there
             whole stays on the CPU, or the meta device, until it is wrapped: it goes there bucket by bucket, and `init`
             fills each parameter of the meta device in place, by its name.
-        group: ranks that hold replicas, a process group or a DeviceMesh of one dimension; None: all. Two new groups
-            are made of it (see `open_groups`).
+        group: ranks that share the shards, a process group or a DeviceMesh of one dimension; None: all. Of two
+            dimensions, replicas and shards: each replica is sharded, and gradients are all-reduced between replicas
+            (hybrid sharding). New groups are made of them (see `open_groups`).
         units: parts of the module, such as its blocks, that are waited for, reduced and gathered as one; their own
             parts are called through them alone. None: every module that holds parameters waits for itself.
         bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger; None: a
@@ -196,7 +198,7 @@ class ShardedDataParallel(StandIn):
         parts = tuple(units or ())
         check_reshards(stage, parts, windows)
         device = move_replicated(module, check_module(module, init), device)
-        group = as_group(group)
+        group, same_shard = as_groups(group)
         reduce_dtype = wire_dtype(module, reduce_dtype, param_dtype)
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
@@ -208,6 +210,7 @@ class ShardedDataParallel(StandIn):
         self.gather_comm, self.reduce_comm = comms or open_communicators(
             group, groups, device, timeout, recorder, watch, windows
         )
+        self.replicas = open_replicas(same_shard, device, timeout, recorder, watch)
         # One rank alone exchanges nothing: windows and copies would only cost memory.
         in_windows = windows and self.gather_comm.group is not None
         by_peers = peer_reduce and self.reduce_comm.group is not None
@@ -216,9 +219,11 @@ class ShardedDataParallel(StandIn):
         settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
         settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
         settings |= {"mean": mean, "peer_reduce": peer_reduce, "unused": unused, "broadcast_buffers": broadcast_buffers}
-        settings |= {"data_writes": data_writes}
-        # Before the calls below, which are collective: ranks that differ would hang in one of them, without a reason.
-        check_same(self.reduce_comm, module, plans, settings)
+        settings["data_writes"] = data_writes
+        # Before the calls below, which are collective: ranks that differ would hang in one of them.
+        replicas = [] if self.replicas is None else [self.replicas]
+        for comm in (*replicas, self.reduce_comm):
+            check_same(comm, module, plans, settings)
         # Tried here, where all ranks are, and not in the midst of the first backward pass.
         self.reduce_comm.can_reduce_scatter(reduce_dtype)
         room = open_parameter_windows(self.gather_comm, plans) if in_windows else None
@@ -231,27 +236,17 @@ class ShardedDataParallel(StandIn):
         """Kept as long as what lies there."""
         reshards = find_resharding(module, plans, parts) if stage == 3 else frozenset()
         self.buckets: list[Bucket] = build_buckets(
-            module, plans, self.reduce_comm, room, reduce_buffers.gradients, reshards, init
+            module, plans, self.reduce_comm, room, reduce_buffers.gradients, reshards, init, self.replicas
         )
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
-        frozen = same_start(module, self.reduce_comm, param_dtype)
+        frozen = same_start(module, [*replicas, self.reduce_comm], param_dtype)
         self._gather = ParameterGather(self.buckets, self.gather_comm, prefetch, overlap, self.start_step, reshards)
         self._gather.compares_each_step = data_writes == "adopt"
-        self._reduce = GradientReduce(
-            self.buckets,
-            self.reduce_comm,
-            reduce_dtype,
-            in_flight,
-            overlap,
-            stage,
-            self._before_reduction,
-            reduce_buffers,
-            mean,
-            unused == "skip",
-            self,
-        )
-        self._broadcasts_buffers = broadcast_buffers and self.gather_comm.world_size > 1
+        travels = reduce_dtype, in_flight, overlap, stage, self._before_reduction, reduce_buffers, mean
+        self._reduce = GradientReduce(self.buckets, self.reduce_comm, *travels, unused == "skip", self, self.replicas)
+        senders = [comm for comm in (*replicas, self.gather_comm) if comm.world_size > 1]
+        self._buffer_comms = senders if broadcast_buffers else []
         self._steps = OptimizerSteps(self.buckets, self._gather, self._reduce, self._finish_for_step, self.start_step)
         self._step_check = StepCheck(self.reduce_comm, self._step_state)
         self._step: int | None = None
@@ -287,12 +282,11 @@ class ShardedDataParallel(StandIn):
         # Before the first forward a program may still load values through `.data`, which autograd does not count.
         self._gather.sync_masters(unseen=not self._wrapped.seen_forward)
         self._wrapped.warn_of_no_optimizer()
-        # Only such a forward is followed by a backward pass, unless the step was omitted.
         if torch.is_grad_enabled() and self.module.training:
-            self._reduce.note_forward()
+            self._reduce.note_forward()  # only such a one is followed by a backward pass, or its step was omitted
         self.start_step()
         self._gather.begin_forward(with_gradients=torch.is_grad_enabled())
-        # Parameters whose module is not called itself (a tied weight, say) have no hook that would wait for them.
+        # Parameters whose module is not called itself (a tied weight, say) have no hook.
         self._gather.wait_for(self._wrapped.upfront)
 
     def _after_forward(self) -> None:
@@ -313,8 +307,8 @@ class ShardedDataParallel(StandIn):
         if self._gather.needs_unshard:
             self._reduce.begin_step()
             # Before the gathers, which use the same communicator: every rank needs one order on it.
-            if self._broadcasts_buffers:
-                send_buffers(self.module, self.gather_comm)
+            if self._buffer_comms:
+                send_buffers(self.module, self._buffer_comms)
             self._gather.unshard()
 
     @contextmanager
@@ -457,10 +451,7 @@ class ShardedDataParallel(StandIn):
                 yield piece.name, piece.shape, piece.parameter
 
     def reduce_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Return buffers as a bucket's reduce-scatter has them, whole and a shard, for measurements between steps.
-
-        What is written there may overwrite gradients of shards: they have been stepped and dropped.
-        """
+        """Return buffers as a bucket's reduce-scatter has them, whole and a shard, for measurements between steps."""
         return self._reduce.reduce_scatters.buffers_for(bucket)
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -592,8 +583,7 @@ class ShardedDataParallel(StandIn):
     def close(self) -> None:
         """End the training: parameters are current, and windows and the peers' memory given back. Twice is once.
 
-        Every rank calls it. The module keeps its parameters. Without a call they go some time after the wrapper and its
-        module.
+        Every rank calls it. The module keeps its parameters. Without a call they go some time after the wrapper.
         """
         # Gathers may still write into this memory, and the module keeps its parameters.
         self._make_current("close()", frees=True)

@@ -348,7 +348,8 @@ class ParameterGather:
                 self._note_current(index)
             # What was written is in no master yet; where a master has changed since, it is the newer one.
             may_be_written = self._is_written(index) or (index in self._read and self.compares_each_step)
-            if may_be_written and bucket.master_S._version == self._versions[index]:
+            is_newer = not self._changed_unseen and bucket.master_S._version == self._versions[index]
+            if may_be_written and is_newer:
                 bucket.sync_masters()
                 self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
             self._free(index)
@@ -365,18 +366,15 @@ class ParameterGather:
     def free_all(self) -> None:
         """Free all that reshards, between passes: what the masters hold then is what the next pass computes with."""
         self._settle()
-        self._kept.clear()
-        self.free(self.reshards)
 
     def _settle(self) -> None:
-        """Wait for what is under way, and free what reshards: the shards have changed."""
+        """Wait for what is under way, and free what reshards: the shards may have changed."""
         if self._direction < 0:
             self.end_backward()
         self._launch_rest()
         self.wait_for(tuple(self._works))
-        for index in self.reshards - self._freed:
-            self._free(index)
         self._kept.clear()
+        self.free(self.reshards)
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if shards were changed that nothing will unshard."""

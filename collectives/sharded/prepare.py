@@ -32,6 +32,7 @@ from collectives.transport.windows import Windows
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch, timeout_of
 from netlayer.errors import ConfigError
+from netlayer.workload.buckets import buffer_sizes
 
 Init = Callable[[str, Tensor], None]
 """Fills a parameter, in place, by its name."""
@@ -123,16 +124,39 @@ def move_replicated(module: nn.Module, where: torch.device, device: torch.device
     return target
 
 
-def as_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The process group of a mesh of one dimension; a group as it is."""
+def as_groups(
+    group: dist.ProcessGroup | DeviceMesh | None,
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return the group that shards, and the one of the ranks that hold the same shard; None: there are no replicas.
+
+    Args:
+        group: as it is; or a mesh of one dimension, or of two: replicas, then shards.
+    """
     if not isinstance(group, DeviceMesh):
-        return group
-    if group.ndim != 1:
+        return group, None
+    others = {"tp", "cp", "pp", "ep"}.intersection(group.mesh_dim_names or ())
+    if group.ndim > 2 or (group.ndim == 2 and others):
         raise ValueError(
-            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names or ''}: give the one of the "
-            'replicas, such as mesh["dp"]'
+            f"group is a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names or ''}: give the one that shards, "
+            'such as mesh["dp"], or two, of replicas and of shards, such as mesh["dp_replicate", "dp_shard"]'
         )
-    return group.get_group()
+    if group.ndim == 1:
+        return group.get_group(), None
+    return group.get_group(1), group.get_group(0) if group.size(0) > 1 else None
+
+
+def open_replicas(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: timedelta | None,
+    recorder: Recorder | None,
+    watch: Watch | None,
+) -> Communicator | None:
+    """Open the communicator of the ranks that hold the same shard; None where there are no replicas."""
+    if group is None:
+        return None
+    [replicas] = open_groups(group, device, ("replicas",), timeout)
+    return Communicator("replicas", replicas, device, recorder, watch)
 
 
 def open_groups(
@@ -283,6 +307,7 @@ def build_buckets(
     gradients: Mapping[int, Tensor] = types.MappingProxyType({}),
     reshards: Set[int] = frozenset(),
     init: Init | None = None,
+    replicas: Communicator | None = None,
 ) -> list[Bucket]:
     """Move the trainable parameters into buckets that hold rank 0's values.
 
@@ -292,6 +317,7 @@ def build_buckets(
         gradients: where reduced gradients lie, by the index of a bucket; of others in memory that is allocated here.
         reshards: indices of the buckets whose parameters come and go; they are freed as soon as they are built.
         init: fills a parameter that is on the meta device, by its name.
+        replicas: of the ranks that hold the same shard, of which the first one has the values of all.
     """
     parameters, buckets = dict(module.named_parameters()), list[Bucket]()
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -299,10 +325,11 @@ def build_buckets(
         own = [parameters[slot.name] for slot in plan.slots]
         for parameter in (each for each in own if each.is_meta):
             # The parameter stays the one that the module and its user have; of its values nothing is there yet.
-            torch.utils.swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device=comm.device)))
+            swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+            swap(parameter, nn.Parameter(torch.empty_like(parameter, device=comm.device)))
             if init is not None and comm.rank == 0:
                 init(names[id(parameter)], parameter.detach())
-        bucket = _build(plan, own, comm, windows, gradients.get(plan.index), plan.index in reshards)
+        bucket = _build(plan, own, comm, windows, gradients.get(plan.index), plan.index in reshards, replicas)
         if bucket.reshards:
             bucket.free()
         buckets.append(bucket)
@@ -380,24 +407,29 @@ def _open_reduce_windows(
         for plan in plans
         if not adds and _master_dtype(parameters[plan.slots[0].name]) == dtype
     }
-    whole = max((plan.padded_numel for plan in plans), default=0)
-    shard = max((plan.shard_numel for plan in plans if plan.index not in staying), default=0)
-    num_bytes = count * (Windows.room(whole, dtype) + Windows.room(shard, dtype))
+    wholes = buffer_sizes([plan.padded_numel for plan in plans], count)
+    shards = [
+        max((p.shard_numel for p in plans if p.index not in staying and p.padded_numel <= whole), default=0)
+        for whole in wholes
+    ]
+    sizes = list(zip(wholes, shards, strict=True))
+    num_bytes = sum(Windows.room(whole, dtype) + Windows.room(shard, dtype) for whole, shard in sizes)
     num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
     windows = Windows(comm.group, comm.device, num_bytes)
     return ReduceScatterBuffers(
-        [(windows.take(whole, dtype), windows.take(shard, dtype)) for _ in range(count)],
+        [(windows.take(whole, dtype), windows.take(shard, dtype)) for whole, shard in sizes],
         {index: windows.take(numel, dtype) for index, numel in staying.items()},
         windows=windows,
     )
 
 
-def same_start(module: nn.Module, comm: Communicator, param_dtype: torch.dtype | None) -> list[nn.Parameter]:
+def same_start(module: nn.Module, comms: Sequence[Communicator], param_dtype: torch.dtype | None) -> list[nn.Parameter]:
     """Give frozen parameters and buffers rank 0's values; frozen ones are cast to `param_dtype`, and returned."""
     frozen: list[nn.Parameter] = []
     for _, tensor in _replicated(module):
         values = tensor.detach().contiguous()
-        comm.broadcast(values)
+        for comm in comms:
+            comm.broadcast(values)
         tensor.detach().copy_(values)
         if isinstance(tensor, nn.Parameter):
             frozen.append(tensor)
@@ -407,16 +439,18 @@ def same_start(module: nn.Module, comm: Communicator, param_dtype: torch.dtype |
 
 
 @torch.no_grad()
-def send_buffers(module: nn.Module, comm: Communicator) -> None:
-    """Broadcast rank 0's values into the buffers of every rank, a broadcast a dtype, and wait."""
+def send_buffers(module: nn.Module, comms: Sequence[Communicator]) -> None:
+    """Broadcast rank 0's values into the buffers of every rank, a broadcast a dtype and communicator, and wait."""
+    device = comms[0].device
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in module.buffers():
-        if buffer.device.type == comm.device.type and buffer.layout == torch.strided and buffer.numel():
+        if buffer.device.type == device.type and buffer.layout == torch.strided and buffer.numel():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         values = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        comm.broadcast(values.view(torch.uint8))  # backends lack some dtypes
-        if comm.rank != 0:
+        for comm in comms:
+            comm.broadcast(values.view(torch.uint8))  # backends lack some dtypes
+        if any(comm.rank != 0 for comm in comms):
             parts = torch.split(values, [buffer.numel() for buffer in buffers])
             for buffer, own in zip(buffers, parts, strict=True):
                 buffer.copy_(own.view(buffer.shape))
@@ -500,11 +534,14 @@ def _build(
     windows: Windows | None,
     grad_S: Tensor | None,
     reshards: bool,
+    replicas: Communicator | None,
 ) -> Bucket:
     """Build one bucket of its parameters, with the values of rank 0 on all ranks."""
     flat_N = torch.zeros(plan.padded_numel, dtype=_master_dtype(parameters[0]), device=comm.device)
     for view, parameter in zip(plan.views(flat_N), parameters, strict=True):
         view.copy_(parameter)
+    if replicas is not None:
+        replicas.broadcast(flat_N)
     comm.broadcast(flat_N)
     unsharded_N = None if windows is None else windows.take(plan.padded_numel, plan.dtype)
     return Bucket(plan, flat_N, parameters, comm.rank, unsharded_N, grad_S, reshards)

@@ -55,6 +55,7 @@ class GradientReduce:
         mean: over ranks; False: sums, of losses that were divided by the number of ranks.
         skips_unused: whether a parameter that has a gradient on no rank has none for the optimiser; False: zeros.
         source: held weakly; reaches the reduced gradients for whom asks a parameter for its `.grad`.
+        replicas: of ranks that hold the same shard; None: there are no replicas.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class GradientReduce:
         mean: bool = True,
         skips_unused: bool = False,
         source: ReducedPieces | None = None,
+        replicas: Communicator | None = None,
     ) -> None:
+        self._replicas = replicas
         self.reshard: Reshard | None = None
         """Frees a bucket's parameters when its gradients have come."""
         self._skips_unused = skips_unused
@@ -79,7 +82,7 @@ class GradientReduce:
         """In flight: which parameters have a gradient on some rank; and, on CUDA, a host copy of this rank's own."""
         self.buckets, self.comm, self.stage = buckets, comm, stage
         self.reduce_scatters = ReduceScatterQueue(
-            comm, dtype, in_flight, overlap, reduce_buffers or ReduceScatterBuffers(), mean
+            comm, dtype, in_flight, overlap, reduce_buffers or ReduceScatterBuffers(), mean, replicas
         )
         self.is_last = True
         """Whether the next backward pass is the last of a step, as far as one knows; False inside `no_sync`."""
@@ -474,11 +477,12 @@ class GradientReduce:
 
     def _exchange_used(self) -> None:
         """Let all ranks know which parameters have a gradient; whoever has all of them never waits for the answer."""
-        comm = self.comm
+        comm, replicas = self.comm, self._replicas
         if self._used_by_all is not None:
             self._used_by_all[0].wait()  # of a round before: it has landed long ago
             self._used_by_all = None
-        if not self._skips_unused or comm.world_size == 1 or comm.muted or comm.is_capturing:
+        is_alone = comm.world_size == 1 and replicas is None
+        if not self._skips_unused or is_alone or comm.muted or comm.is_capturing:
             return
         is_used = [position in bucket.used for bucket in self.buckets for position in range(len(bucket.parameters))]
         on_cuda = comm.device.type == "cuda"
@@ -486,6 +490,11 @@ class GradientReduce:
         own = torch.tensor(is_used, dtype=torch.uint8, device="cpu", pin_memory=on_cuda)
         shared = own.to(comm.device, non_blocking=True) if on_cuda else own
         work = comm.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
+        if replicas is not None:
+            # On the side stream, so that the computation goes on; every rank takes part, whoever asks for the answer.
+            with torch.cuda.stream(self.reduce_scatters.stream):
+                work.wait()
+                work = replicas.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
         # `own` too, until the copy has read it.
         self._used_by_all = work, shared, own
 
@@ -498,7 +507,7 @@ class GradientReduce:
             for position in range(len(bucket.parameters))
             if position not in bucket.used
         }
-        if not unused or self.comm.world_size == 1:
+        if not unused or (self.comm.world_size == 1 and self._replicas is None):
             return unused
         if self._used_by_all is None:  # nobody can tell inside the capture of a CUDA graph
             return set()

@@ -11,6 +11,9 @@ and the rest of the mean's factor comes after it. Other dtypes have room, and ar
 windows it would take its slower kernels for that. `PeerReduce` divides as it adds. So elsewhere sums come, and are
 scaled as they are stored. Whoever divides the loss by the number of ranks wants no more than the sum (`mean=False`):
 nothing is scaled then.
+
+[Note: replicas] Where several groups hold the same shards, each sum is all-reduced among the ranks that hold the same
+shard, in the dtype of the sum, before it is scaled and stored: bucket by bucket, after its reduce-scatter.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ class ReduceScatterBuffers:
     """Buffers in which gradients travel, and in which their sums stay.
 
     Args:
-        buffers: for the largest bucket whole and for its shard (where that does not stay in `grad_S`), one more than
-            are in flight, which take turns; empty: gradients travel in memory that is allocated for them.
+        buffers: for a bucket whole and for its shard (where that does not stay in `grad_S`), one more than are in
+            flight, which take turns; some may be too small for some buckets. Empty: gradients travel in memory that is
+            allocated for them.
         gradients: where reduced ones stay, by the index of a bucket; of others in memory that is allocated for them.
         by: reduces in place of the communicator's backend, into float32.
         windows: in which all that lies; kept as long.
@@ -63,6 +67,7 @@ class ReduceScatterQueue:
         overlap: False: each is waited for at once.
         reduce_buffers: the memory that gradients travel in, and what reduces them.
         mean: over ranks; False: sums.
+        replicas: of ranks that hold the same shard; None: there are no replicas.
     """
 
     def __init__(
@@ -73,20 +78,29 @@ class ReduceScatterQueue:
         overlap: bool,
         reduce_buffers: ReduceScatterBuffers,
         mean: bool = True,
+        replicas: Communicator | None = None,
     ) -> None:
+        self._replicas = replicas
+        num_replicas = 1 if replicas is None else replicas.world_size
+        num_ranks = comm.world_size * num_replicas
         self.comm, self.dtype, self.in_flight, self.overlap = comm, dtype, in_flight, overlap
-        self._buffers = deque(reduce_buffers.buffers)
+        self._buffers = list(reduce_buffers.buffers)
+        """Those that were taken last come last."""
         self._acquired: tuple[Tensor, Tensor] | None = None
         """Of the buffers, the pair that the next bucket to be launched fills already."""
+        self._under_way: dict[Work, Tensor] = {}
+        """Works that have not been waited for, and the buffer that each has."""
         self._by, self._sum_dtype = reduce_buffers.by, dtype if reduce_buffers.by is None else torch.float32
         """The second: in which sums come."""
         divides = reduce_buffers.by is not None or (comm.divides_on_the_way and not reduce_buffers.buffers)
         self._gets_means = mean and divides  # [Note: means]
         has_to_divide = mean and not self._gets_means
         is_short = has_to_divide and dtype == torch.float16  # [Note: float16]
-        self.divisor = 1 << (comm.world_size - 1).bit_length() if is_short else 1
+        self.divisor = 1 << (num_ranks - 1).bit_length() if is_short else 1
         """Of gradients, before their sum."""
-        self.scale = self.divisor / comm.world_size if has_to_divide else 1.0
+        # What the shards' group has divided already is still to be divided by the replicas.
+        to_divide = num_ranks if has_to_divide else num_replicas if mean else 1
+        self.scale = self.divisor / to_divide
         """Of sums."""
         self.stream = comm.post_reduce_stream
         """What makes the mean of a sum, and a step, runs there."""
@@ -95,7 +109,7 @@ class ReduceScatterQueue:
     def is_local(self, bucket: Bucket) -> bool:
         """Whether nothing is sent: one rank alone, whose gradients lose no digits where the optimiser reads them."""
         wide = bucket.grad_S.dtype
-        return self.comm.world_size == 1 and torch.promote_types(wide, self.dtype) == wide
+        return self.comm.world_size == 1 and self._replicas is None and torch.promote_types(wide, self.dtype) == wide
 
     def acquire_send_buffer(self, bucket: Bucket) -> None:
         """Open a bucket's gradients in the buffer that its reduce-scatter sends: autograd adds them up there.
@@ -161,9 +175,12 @@ class ReduceScatterQueue:
         """Memory for the gradients of a bucket on their way, and for their sum: that nothing under way uses."""
         plan = bucket.plan
         if self._buffers:
-            # In turn: the reduction before may still read the other ones.
-            self._buffers.rotate(1)
-            whole_N, shard_S = self._buffers[0]
+            # By the order of use alone, and not by what has landed: a peer looks for this one where its own lies.
+            index = next(i for i, (whole_N, _) in enumerate(self._buffers) if len(whole_N) >= plan.padded_numel)
+            whole_N, shard_S = self._buffers[index]
+            self._buffers.append(self._buffers.pop(index))
+            while any(whole_N is buffer for buffer in self._under_way.values()):
+                self._wait_first()
             # The shard's part is sized by the buckets that need it: the sums of all others land in `grad_S`.
             has_room = len(shard_S) >= plan.shard_numel
             return whole_N[: plan.padded_numel], shard_S[: plan.shard_numel] if has_room else bucket.grad_S
@@ -182,9 +199,13 @@ class ReduceScatterQueue:
         work = self.comm.reduce_scatter(
             output_S, copy_in.buffer, copy_in.fill, copy_in.read, self._gets_means, self._by
         )
+        if self._replicas is not None:
+            work.then(functools.partial(self._replicas.all_reduce, output_S), self.stream)
         # Else the sum has landed where, and as, the optimiser reads it.
         if self.scale != 1 or output_S is not bucket.grad_S:
             work.then(functools.partial(bucket.store_reduced, output_S, self.scale, adds), self.stream)
+        if self._buffers:
+            self._under_way[work] = self._buffers[-1][0]
         return work
 
     def _prepare(self, bucket: Bucket, adds: bool) -> tuple[CopyIn, Tensor]:
@@ -202,5 +223,6 @@ class ReduceScatterQueue:
 
     def _wait_first(self) -> Bucket:
         bucket, work = self._works.popleft()
+        self._under_way.pop(work, None)
         work.wait()
         return bucket

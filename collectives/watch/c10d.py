@@ -129,19 +129,20 @@ class TimedCollectives:
             yield
 
     def _timed(self, plain: Callable[..., Any], kind: str, buffer: str) -> Callable[..., Any]:
+        """Return a function that does what `plain` does, and is timed; `buffer` is the argument with its bytes."""
         names = list(inspect.signature(plain).parameters)
 
         @functools.wraps(plain)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            whole = given.get(buffer)
-            group = given.get("group") or dist.group.WORLD
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            whole = arguments.get(buffer)
+            group = arguments.get("group") or dist.group.WORLD
             # No group: one that this rank is not in, or none yet, of which torch has its own to say.
             if getattr(self._local, "depth", 0) or not isinstance(group, dist.ProcessGroup) or _is_capturing(whole):
                 return plain(*args, **kwargs)
             role, num_bytes = self._role(group), _num_bytes(whole)
             with self._inside():
-                if given.get("async_op"):
+                if arguments.get("async_op"):
                     with self._recorder.launching(role, kind, num_bytes, ends_later=True) as collective:
                         work = plain(*args, **kwargs)
                     if work is not None:

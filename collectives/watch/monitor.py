@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collectives.clock import TimeBase, has_happened, take_mark
-from collectives.watch.processor import ProcessorWait
+from collectives.watch.processor import ProcessorLaps
 from netlayer.observe.events.clocks import RankClock
 from netlayer.observe.events.schema import (
     PROCESSOR_WAIT,
@@ -137,9 +137,7 @@ class Monitor:
         self._group_texts: dict[str, str | None] = {}
         self._time_base: TimeBase | None = None
         self._gc_start_ns = 0
-        self._processor_wait = ProcessorWait()
-        self._ready_ns: int | None = None  # reading at the step's begin
-        self._ready_in_waits_ns = 0
+        self._processor = ProcessorLaps()
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="netlayer-monitor", daemon=True)
@@ -193,14 +191,13 @@ class Monitor:
             attributes: further facts.
         """
         by_events = self._by_events and not on_host
-        ready_ns = self._processor_wait.ns() if kind == "wait" and not by_events else None
+        waits = kind == "wait" and not by_events
         start = take_mark(by_events)
         try:
-            yield
+            with self._processor.without() if waits else contextlib.nullcontext():
+                yield
         finally:
             end = take_mark(by_events) if start is not None else None
-            if ready_ns is not None:
-                self._ready_in_waits_ns += max(0, (self._processor_wait.ns() or 0) - ready_ns)
             if start is not None and end is not None:
                 self._ring.add(
                     _Timed(
@@ -500,14 +497,9 @@ class Monitor:
 
     def _close_step(self, mark: TimeMark | None) -> None:
         start, self._step_start = self._step_start, None
-        ready_ns, last_ns = self._processor_wait.ns(), self._ready_ns
-        self._ready_ns = ready_ns
-        in_waits_ns, self._ready_in_waits_ns = self._ready_in_waits_ns, 0
+        waited_ns = self._processor.lap()
         if start is not None and mark is not None:
             timing = "device" if self._by_events else "host"
-            waited_ns = None
-            if ready_ns is not None and last_ns is not None and ready_ns >= last_ns:
-                waited_ns = max(0, ready_ns - last_ns - in_waits_ns)
             self._ring.add(
                 _Timed("step", "step", self._step, None, None, "step", timing, start, mark, None, waited_ns),
                 1 + (waited_ns is not None),

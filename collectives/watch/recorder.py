@@ -21,13 +21,13 @@ import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from collectives.clock import TimeBase, has_happened, is_before, seconds_between, take_mark, union
-from collectives.watch.processor import ProcessorWait
+from collectives.watch.processor import ProcessorLaps
 
 if TYPE_CHECKING:
     import torch
@@ -285,9 +285,7 @@ class Recorder:
         self._latest: deque[Collective] = deque(maxlen=_NUM_EARLIER)
         """Launched since the last step began."""
         self._time_base: TimeBase | None = None
-        self._processor_wait = ProcessorWait()
-        self._ready_ns: int | None = None  # reading at the end of the step before
-        self._ready_in_waits_ns = 0
+        self._processor = ProcessorLaps()
 
     @property
     def step(self) -> int | None:
@@ -305,7 +303,7 @@ class Recorder:
         earlier = [collective for collective in self._latest if not collective.wait_start_ns]
         self._latest.clear()
         self._open = StepComm(step, _earlier=earlier, _time_base=self._time_base)
-        self._read_processor_wait(self._open, is_begin=True)
+        self._open.processor_wait_before_ns = self._processor.lap() or 0
         self._open._marks.append(self._step_mark())
 
     def end_step(self) -> StepComm:
@@ -314,7 +312,7 @@ class Recorder:
             raise RuntimeError("end_step() without begin_step()")
         done, self._open = self._open, None
         done._marks.append(self._step_mark())
-        self._read_processor_wait(done, is_begin=False)
+        done.processor_wait_ns = self._processor.lap()
         self.steps.append(done)
         if self.observer is not None:
             self.observer.add_step(done)
@@ -374,11 +372,9 @@ class Recorder:
     def waiting(self, collective: Collective) -> Iterator[None]:
         """Record the wait in the block: the host's, or the one that it puts into the compute stream."""
         collective.wait_start_ns = time.perf_counter_ns()
-        ready_ns = None if self._by_events else self._processor_wait.ns()
-        with self._timing() as marks:
+        # On CUDA only the stream waits.
+        with self._timing() as marks, nullcontext() if self._by_events else self._processor.without():
             yield
-        if ready_ns is not None:
-            self._ready_in_waits_ns += (self._processor_wait.ns() or ready_ns) - ready_ns
         collective.wait_end_ns = time.perf_counter_ns()
         if self._open and len(marks) == 2:
             self._open._waits.append(Wait(collective, *marks))
@@ -400,19 +396,6 @@ class Recorder:
         end = take_mark(self._by_events) if start is not None else None
         if start is not None and end is not None:
             marks += [start, end]
-
-    def _read_processor_wait(self, comm: StepComm, *, is_begin: bool) -> None:
-        """Set what the step waited for a processor; between two steps of one thread what it waited before."""
-        now_ns, last_ns = self._processor_wait.ns(), self._ready_ns
-        self._ready_ns = now_ns
-        in_waits_ns, self._ready_in_waits_ns = self._ready_in_waits_ns, 0
-        if now_ns is None or last_ns is None or now_ns < last_ns:  # the first reading, or another thread's
-            return
-        waited_ns = max(0, now_ns - last_ns - in_waits_ns)
-        if is_begin:
-            comm.processor_wait_before_ns = waited_ns
-        else:
-            comm.processor_wait_ns = waited_ns
 
     def _step_mark(self) -> Mark:
         mark = take_mark(self._by_events)

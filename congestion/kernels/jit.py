@@ -13,6 +13,7 @@ ones too: compiling takes minutes on a busy machine, and a process that is kille
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import hashlib
 import sys
@@ -33,19 +34,22 @@ from netlayer.cache import cache_folder
 if TYPE_CHECKING:
     from netlayer.progress import Stages
 
-_njit: Any = partial(numba.njit, _nrt=False, error_model="numpy")
+_njit: Any = partial(numba.njit, _nrt=False, error_model="numpy", no_cfunc_wrapper=True)
 _new: list[Any] = []  # kernels that nothing is kept of yet
 _WORTH_S = 0.5  # of a core: what takes less is not kept by itself
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile what kernels call."""
-    return _noted(_njit()(function))
+    """Compile what kernels call.
+
+    One whose first parameter is `s`, the tables, cannot be called by Python.
+    """
+    return _noted(_njit(no_cpython_wrapper=_takes_tables(function))(function))
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """Compile what kernels call, as a part of each of them."""
-    return _noted(_njit(forceinline=True)(function))
+    return _noted(_njit(forceinline=True, no_cpython_wrapper=_takes_tables(function))(function))
 
 
 def entry(function: Callable[..., Any]) -> Any:
@@ -54,6 +58,7 @@ def entry(function: Callable[..., Any]) -> Any:
     It is kept in XDG_CACHE_HOME or ~/.cache, netlayer/, if that can be, and so are the kernels made until now.
     """
     compiled = _njit(nogil=True)(function)
+    _collect_seldom(compiled._compiler)
     kernels, _new[:] = [*_new, compiled], []
     try:
         folder = _folder()
@@ -71,6 +76,27 @@ def entry(function: Callable[..., Any]) -> Any:
         numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
     _drop_parts_when_kept(compiled._cache, [each._cache for each in kernels[:-1]])
     return compiled
+
+
+def _takes_tables(function: Callable[..., Any]) -> bool:
+    """Whether only kernels call it: what would let Python do so takes sixty arrays apart, two thirds of compiling."""
+    code = function.__code__
+    return code.co_argcount > 0 and code.co_varnames[0] == "s"
+
+
+def _collect_seldom(compiler: Any) -> None:
+    """Look for garbage less often while it compiles: what it makes stays, and looking through took a tenth of it."""
+    compile_ = compiler.compile
+
+    def compile_seldom(arguments: Any, returned: Any) -> Any:
+        before = gc.get_threshold()
+        gc.set_threshold(100 * before[0], *before[1:])
+        try:
+            return compile_(arguments, returned)
+        finally:
+            gc.set_threshold(*before)
+
+    compiler.compile = compile_seldom
 
 
 def _noted(compiled: Any) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -41,6 +42,8 @@ def _read_error(error: ErrorDetails, root: type[BaseModel]) -> _Broken:
     field = ".".join(names)
     if error["type"] == "extra_forbidden":
         return _Broken(field, None, "unknown key", _nearest(names, root))
+    if error["type"] == "missing":
+        return _Broken(field, None, "is needed", "add it")
     template = _RULES.get(error["type"])
     rule = template.format(**error.get("ctx", {})) if template else error["msg"].removeprefix("Value error, ")
     return _Broken(field, error["input"], rule, _how_to_write(error["input"], rule))
@@ -88,8 +91,10 @@ def _nearest(names: list[str], root: type[BaseModel]) -> str:
     """The key that was meant: the nearest one here, else where in the tree that name is a key."""
     section: Any = root
     for name in names[:-1]:
-        is_named = get_origin(section) is dict  # of sections by a name that the user chooses
-        section = get_args(section)[1] if is_named else section.model_fields[name].annotation
+        if get_origin(section) in (dict, tuple):  # of sections: by a name that the user chooses, or one after the other
+            section = get_args(section)[get_origin(section) is dict]
+        else:
+            section = _plain(section.model_fields[name].annotation)
     known = list(section.model_fields)
     elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == names[-1]]
     close = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
@@ -101,6 +106,13 @@ def _nearest(names: list[str], root: type[BaseModel]) -> str:
         keys = {path.rpartition(".")[2]: path for path in (*paths, *sections)}
         close = [keys[name] for name in difflib.get_close_matches(names[-1], keys, n=1, cutoff=0.7)]
     return f"did you mean {close[0]}?" if close else f"known keys here: {', '.join(known)}"
+
+
+def _plain(annotation: Any) -> Any:
+    """Return what an optional or annotated type is of."""
+    while get_origin(annotation) in (Annotated, Union, UnionType):
+        annotation = get_args(annotation)[0]
+    return annotation
 
 
 def _paths(section: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -50,7 +50,7 @@ class ParallelConfig(Section):
         )
 
     @property
-    def stage(self) -> int:
+    def stage(self) -> Literal[1, 2, 3]:
         """ZeRO stage that is counted and trained with: 1 where no other is asked for, or one rank is alone."""
         return 1 if self.zero == "auto" or self.dp == 1 else self.zero
 

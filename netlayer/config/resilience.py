@@ -43,8 +43,8 @@ class ResilienceConfig(Section):
     checks_s: float = Field(120.0, gt=0, description="longest self-check of a node, seconds")
     kernel_log: str = Field(
         "auto",
-        description="file of the kernel's log, in which {node} stands for the node's name; auto: /dev/kmsg where it can "
-        "be read; off",
+        description="file of the kernel's log, in which {node} stands for the node's name; auto: /dev/kmsg, where that "
+        "can be read; off",
     )
     rules: str = Field("", description="TOML file of further log rules, tried before those of the package")
     retries_in_place: int = Field(

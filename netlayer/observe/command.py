@@ -93,8 +93,9 @@ def report(
     traces, logs of `nic watch`, MLPerf logs, ByteDance's straggler traces. Files of other programs that cannot be read
     are skipped with a note.
 
-    Each line says found, none or cannot tell. A straggler is a rank whose own time is longer than that of the ranks
-    with equal work; a rank that waits is never one.
+    Each line says found, suspected, none or cannot tell. A straggler is a rank whose own time is longer than that of
+    the ranks with equal work; a rank that waits for others or for a processor is never one. It is suspected where
+    noise may explain it: nobody should act on that yet.
 
     Exit 0: nothing to act on; 1: a straggler, slow link, drift or fallen traffic is found; 2: nothing can be read.
 

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 
 REDUCTIONS_IN_FLIGHT = 4
 """Default for the reduce-scatters that may be under way besides the bucket that is being filled."""
+IN_FLIGHT_BYTES = 2 * 2**30
+"""That as many reduce-scatters take at most, unless one takes more: a large one lasts as long as a block's backward."""
 COPIES_AT_ONCE = 2
 """Where copy engines carry gradients: the sends of one bucket, and the sum of the one before."""
 MOST_COPYING_RANKS = 8
@@ -36,6 +38,21 @@ def cut(sizes: Sequence[int], kinds: Sequence[Hashable], limit_bytes: int | None
         runs[-1] = range(runs[-1].start, index + 1)
         size_of_run += size
     return runs
+
+
+def reductions_in_flight(num_bytes: int) -> int:
+    """Return how many reduce-scatters of buckets of so many bytes may be under way."""
+    return max(1, min(REDUCTIONS_IN_FLIGHT, IN_FLIGHT_BYTES // max(num_bytes, 1)))
+
+
+def buffer_sizes(sizes: Sequence[int], count: int) -> list[int]:
+    """Sizes of `count` buffers that buckets take turns in: all but one for what is usual, and one for the largest.
+
+    Usual is what as many buckets reach as there are buffers: the few larger ones, token tables, have one together.
+    """
+    ordered = sorted(sizes, reverse=True)
+    usual = ordered[min(count, len(ordered)) - 1] if ordered else 0
+    return [*[usual] * (count - 1), *ordered[:1]] if ordered else [0] * count
 
 
 def shard_elements(numel: int, ranks: int, align: int = 1) -> int:

@@ -1,9 +1,14 @@
-"""Whether a job fits a memory, and the smallest change with which it does."""
+"""Whether a job fits a memory, and the smallest change with which it does.
+
+Defaults step down by themselves (`settle`), in the order of what they cost a step: where copy engines carry gradients,
+windows, recomputation in part, the ZeRO stage, recomputation of all. What was asked for stays, and is refused where it
+does not fit (`check_room`), with the change that would.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -31,7 +36,7 @@ def has_room_for_copies(job: JobConfig, num_bytes: int) -> bool:
     return estimate(with_overlap(job, windows=True)).total <= num_bytes
 
 
-def with_overlap(job: JobConfig, **overlap: bool) -> JobConfig:
+def with_overlap(job: JobConfig, **overlap: object) -> JobConfig:
     return job.model_copy(update={"overlap": job.overlap.model_copy(update=overlap)})
 
 
@@ -48,6 +53,73 @@ def in_room(job: JobConfig, num_bytes: int) -> JobConfig:
     if job.overlap.windows == "auto" and not has_room_for_windows(job, num_bytes):
         return with_overlap(job, windows=False)
     return job if has_room_for_copies(job, num_bytes) else with_overlap(job, peer_reduce=False)
+
+
+def settle(job: JobConfig, num_bytes: int, *, is_card: bool = True) -> tuple[JobConfig, str]:
+    """Return the job as it runs in so many bytes a rank, 0 if unknown, and what was set for that; empty: nothing.
+
+    Args:
+        is_card: the bytes are a GPU's, of which CUDA and NCCL need some.
+    """
+
+    def fits(other: JobConfig) -> bool:
+        needed = estimate(other)
+        return (needed.reserved if is_card else needed.total) <= num_bytes
+
+    if not num_bytes or fits(job):
+        return job, ""
+    steps = list(_steps_down(job))
+    for count in range(1, len(steps) + 1):
+        if fits(_with(job, steps[:count])):
+            # The last one may have made earlier ones needless.
+            chosen = steps[:count]
+            for step in steps[: count - 1]:
+                rest = [each for each in chosen if each is not step]
+                chosen = rest if fits(_with(job, rest)) else chosen
+            settled = _with(job, chosen)
+            return settled, " and ".join(_settings(job, settled))
+    # Not by all of them together: as it was asked for, for a line that says what is missing.
+    return in_room(job, num_bytes) if is_card else job, ""
+
+
+_Step = tuple[str, str, Any]
+"""Section, key, value."""
+
+
+def _steps_down(job: JobConfig) -> Iterator[_Step]:
+    """Yield what may be set for a job that does not fit: of defaults alone, the cheapest first."""
+    model, parallel, overlap = job.model, job.parallel, job.overlap
+    may_recompute = "recompute" not in model.model_fields_set and model.recompute == "none"
+    if overlap.windows and overlap.copies_gradients and "peer_reduce" not in overlap.model_fields_set:
+        yield "overlap", "peer_reduce", False
+    if overlap.windows == "auto":
+        yield "overlap", "windows", False
+    if may_recompute:
+        yield "model", "recompute", "selective"
+    if parallel.zero == "auto" and parallel.dp > 1:
+        yield "parallel", "zero", 2
+        if not (job.loop.cuda_graph or overlap.step_in_backward or overlap.windows is True):
+            yield "parallel", "zero", 3
+    if may_recompute:
+        yield "model", "recompute", "full"
+
+
+def _with(job: JobConfig, steps: Sequence[_Step]) -> JobConfig:
+    for section, key, value in steps:
+        job = job.model_copy(update={section: getattr(job, section).model_copy(update={key: value})})
+    return job
+
+
+def _settings(job: JobConfig, other: JobConfig) -> list[str]:
+    """Return what differs in another job, as it is set."""
+    before, after = job.model_dump(), other.model_dump()
+    return [
+        f"job.{section}.{key} = {str(value).lower()}"
+        for section, keys in after.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+        if before[section][key] != value
+    ]
 
 
 def check_room(job: JobConfig, line: str, num_bytes: int, sharing: int = 1) -> None:
@@ -94,7 +166,8 @@ def _leading(job: JobConfig) -> str:
 
 
 def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
-    """Jobs that take less: without windows, zero bubble, balance, with recomputation, a smaller micro-batch, tp, pp."""
+    """Jobs that take less: without windows, another ZeRO stage, no zero bubble, no balance, with recomputation, a
+    smaller micro-batch, tp, pp."""
     model, batch, parallel = job.model, job.batch, job.parallel
     levels = ("none", "selective", "full")
     recomputes = levels[levels.index(model.recompute) :]
@@ -104,8 +177,9 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     bubbles = (True, False) if job.overlap.zero_bubble else (False,)
     windows = (job.overlap.windows, False) if job.overlap.windows and parallel.dp > 1 else (job.overlap.windows,)
     balances = (True, False) if job.parallel.balance else (False,)
-    for (tp, pp), micro_batch_size, recompute, balance, zero_bubble, has_windows in itertools.product(
-        spreads, micro_sizes, recomputes, balances, bubbles, windows
+    zeros: tuple[Any, ...] = (parallel.zero, 3) if parallel.zero in (1, 2) and parallel.dp > 1 else (parallel.zero,)
+    for (tp, pp), micro_batch_size, recompute, balance, zero_bubble, zero, has_windows in itertools.product(
+        spreads, micro_sizes, recomputes, balances, bubbles, zeros, windows
     ):
         if parallel.dp % (tp * pp):
             continue
@@ -118,6 +192,7 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
                 "pp": parallel.pp * pp,
                 "dp": parallel.dp // (tp * pp),
                 "balance": balance,
+                "zero": zero,
             },
         }
         changed = _changed(job, changes)

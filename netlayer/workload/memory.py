@@ -21,7 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from netlayer.config.tree import JobConfig, ModelConfig
-from netlayer.workload.buckets import COPIES_AT_ONCE, MOST_COPYING_RANKS, REDUCTIONS_IN_FLIGHT
+from netlayer.workload.buckets import (
+    COPIES_AT_ONCE,
+    MOST_COPYING_RANKS,
+    buffer_sizes,
+    cut,
+    reductions_in_flight,
+)
 from netlayer.workload.dtypes import DTYPE_BYTES, gradient_dtype, master_dtype
 from netlayer.workload.model_size import (
     block_elements,
@@ -36,12 +42,15 @@ from netlayer.workload.schedule import micro_batches
 from netlayer.workload.stages import BLOCK_PARTS, BlockPart, count_parts, halves_in, run_of
 from netlayer.workload.zero_bubble import has_zero_bubble
 
+RESERVED_BYTES = 2 * 2**30
+"""Of a card's memory, for CUDA, NCCL's communicators and torch's own buffers, which `Estimate` does not count."""
+FRAGMENTED_SHARE = 0.03
+"""Of what comes and goes in a step: free in torch's pools, and of no use there."""
 _TOKEN_BYTES = 8
 LOGITS_ROWS = 2048
 """Rows whose logits the loss holds at once where torch's operators compute it, three times over in float32."""
 KERNEL_LOGITS_ROWS = 4096
 """The same where kernels do, which hold them once: half the passes over the weight's gradient for less memory."""
-_REDUCTIONS_AT_ONCE = REDUCTIONS_IN_FLIGHT + 1  # and the one that is being filled
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Estimate:
         buckets: gradients on their way to other ranks, and sums on theirs to the share; or windows for both.
         work: what one block's backward pass holds besides that.
         step: what the optimiser holds while it steps, when activations are gone.
-        construction: the parameters in float32 as they are made, whole, with the first bucket that takes some over.
+        construction: of the largest bucket, as it is made: in float32, whole, drawn and broadcast.
         gathered: in ZeRO stage 3 the blocks that are gathered at a time.
     """
 
@@ -76,15 +85,18 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak: in the loss, a block's backward pass, the optimiser's step, or before all of them."""
-        return max(self._trains, self.construction)
-
-    @property
-    def _trains(self) -> int:
+        """Bytes at the peak: in the loss, a block's backward pass, the optimiser's step, or as the last bucket is
+        made."""
         always = self.parameters + self.masters + self.gradients + self.optimizer
         # What travels, and is gathered, has ended when the optimiser steps.
         passes = self.activations + self.buckets + self.gathered + max(self.logits, self.work)
-        return always + max(passes, self.step)
+        return max(always + max(passes, self.step), always - self.optimizer + self.construction)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of a card that are gone at the peak, an upper estimate: with CUDA and NCCL, and with fragments."""
+        moving = self.activations + self.buckets + self.gathered + max(self.logits, self.work)
+        return self.total + RESERVED_BYTES + round(FRAGMENTED_SHARE * moving)
 
     def parts(self) -> dict[str, int]:
         """Bytes of each part during a step."""
@@ -94,8 +106,6 @@ class Estimate:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {gib(num_bytes)}" for name, num_bytes in self.parts().items() if num_bytes)
-        if self.construction > self._trains:
-            return f"{gib(self.construction)} while the model is made, then {gib(self._trains)} ({parts})"
         return f"{gib(self.total)} ({parts})"
 
 
@@ -127,9 +137,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         buckets=_travelling_bytes(job, stage, elements, wide, adds_up) if parallel.dp > 1 else 0,
         work=_block_work_bytes(job),
         step=share * wide if job.optimizer.name == "lamb" else 0,
-        construction=0
-        if frees  # made bucket by bucket
-        else elements * 4 + max(table_elements(job), block_elements(model, parallel.tp)) * (wide + width),
+        construction=3 * wide * max(table_elements(job), block_elements(model, parallel.tp)),
         gathered=_gathered_elements(job, blocks) * width if frees else 0,
     )
 
@@ -294,7 +302,8 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     if takes_windows(job):
         return _window_elements(job, stage, sums_stay=stays) * reduced
     usual = _block_bucket_elements(job)
-    largest_and_others = max(usual, table_elements(job)) + (_REDUCTIONS_AT_ONCE - 1) * usual
+    # Besides those that are under way, one is being filled.
+    largest_and_others = max(usual, table_elements(job)) + in_flight_reductions(job) * usual
     travelling = min(largest_and_others, elements) * reduced
     if not stays:
         return travelling + -(-travelling // job.parallel.dp)
@@ -302,21 +311,35 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
 
 
 def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
-    """Every chunk has windows of its own: as many as go at once, of its largest bucket whole and, cast, as a share.
+    """Every chunk has windows of its own: as many as go at once, one of them of its largest bucket; cast, shares too.
 
     Or for what peers copy there, which is as much as a whole bucket each: whether they do, only the machine can say.
     """
-    model, parallel, table = job.model, job.parallel, table_elements(job)
-    wholes = []
-    for run in (run_of(job, stage, chunk) for chunk in range(parallel.vpp)):
-        blocks = [_block_bucket_elements(job, part) for part in count_parts(run)]
-        has_table = run.start == 0 or run.stop == 2 * model.layers
-        wholes.append(max([*blocks, table * has_table]))
+    model, parallel = job.model, job.parallel
+    sizes = [_sizes_of_buckets(job, stage, chunk) for chunk in range(parallel.vpp)]
+    wholes = [max(each) for each in sizes]
+    buffers = [sum(buffer_sizes(each, in_flight_reductions(job) + 1)) for each in sizes]
     may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
     copied = COPIES_AT_ONCE if may_copy else 0
-    shares = [0 if sums_stay else _REDUCTIONS_AT_ONCE * -(-whole // parallel.dp) for whole in wholes]
+    shares = [0 if sums_stay else -(-buffer // parallel.dp) for buffer in buffers]
     extra = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))
-    return _REDUCTIONS_AT_ONCE * sum(wholes) + sum(extra)
+    return sum(buffers) + sum(extra)
+
+
+def in_flight_reductions(job: JobConfig) -> int:
+    """Return how many reduce-scatters of a job's gradients may be under way."""
+    return reductions_in_flight(_block_bucket_elements(job) * DTYPE_BYTES[gradient_dtype(job)])
+
+
+def _sizes_of_buckets(job: JobConfig, stage: int, chunk: int) -> list[int]:
+    """Return the elements of every bucket of a chunk, without padding."""
+    width, limit = DTYPE_BYTES[job.model.dtype], round(job.overlap.bucket_mib * 2**20) or None
+    found = []
+    for unit in chunk_units(job, stage, chunk):
+        sizes = [parameter.numel for parameter in unit.parameters]
+        runs = cut([size * width for size in sizes], [unit.name] * len(sizes), limit)
+        found += [sum(sizes[run.start : run.stop]) for run in runs] * unit.count
+    return found
 
 
 def _block_bucket_elements(job: JobConfig, part: BlockPart = "whole") -> int:

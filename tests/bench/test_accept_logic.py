@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,7 +52,15 @@ def draw_world(seed: int) -> tuple[World, int]:
     return World(kind, ranks, draw.uniform(1.3, 8), noise=0.01), num_ranks
 
 
-@pytest.mark.parametrize("seed", range(104))
+def seeds(num: int, num_in_ci: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("seed", [*range(num_in_ci), *(slow(seed) for seed in range(num_in_ci, num))])
+
+
+def slow(seed: int) -> ParameterSet:
+    return pytest.param(seed, marks=pytest.mark.slow)
+
+
+@seeds(104, 40)  # five of each kind
 def test_the_planted_fault_is_named_and_nobody_else(seed: int) -> None:
     world, num_ranks = draw_world(seed)
     trial = try_world(world, num_ranks, seed)
@@ -105,7 +114,7 @@ def test_a_probe_runs_where_no_core_can_be_chosen(monkeypatch: pytest.MonkeyPatc
     assert probes.run_probe("gemm", torch.device("cpu"), {"core": 1}) == [{"ran": True}]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40, 16)
 def test_a_healthy_run_has_no_suspects(seed: int) -> None:
     draw = random.Random(seed)
     world = World("none", (), 1.0, noise=draw.choice((0.0, 0.005, 0.02)))

@@ -53,6 +53,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def _quiet_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel of this machine has logged, a crash of another program say, is no matter of these tests."""
+    ask = preflight._output
+    monkeypatch.setattr(preflight, "_output", lambda words: ("", "not asked") if words == ["dmesg"] else ask(words))
+
+
 def judged(facts: dict[str, Any], **changed: dict[str, Any]) -> list[Finding]:
     """Judge four hosts with these facts, except those in `changed`, and return the findings that are WARN or FAIL."""
     members = members_of([(node, 1) for node in NODES])

@@ -13,8 +13,6 @@ from bench.hang_blame import LAYOUTS, job_of, measure, measure_healthy, table
 from trainer.data.prepare import Corpus
 from trainer.train import prepare
 
-pytestmark = pytest.mark.quiet  # 2 to 4 processes that train, each test some 10 s
-
 
 @pytest.fixture(autouse=True)
 def _quick_model(monkeypatch: pytest.MonkeyPatch) -> None:

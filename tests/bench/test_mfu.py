@@ -244,7 +244,7 @@ def test_the_native_peer_has_our_losses_when_it_is_compiled(tmp_path: Path, layo
         (["--peers", "native3d", "--layout", "pp2", "--micro-batches", "1"], "are fewer than the 2 stages"),
         (
             ["--also", "micro_batches=0"],
-            "changes none of model, optimizer, overlap, loop, parallel.balance, micro_batches",
+            "changes none of model, optimizer, overlap, loop, parallel.balance, parallel.zero, micro_batches",
         ),
         (["--peers", "native3d_async", "--layout", "tp2", "--channels", "2"], "--channels = 2: does not hold native3d"),
         (["--peers", "native3d_async", "--layout", "tp2"], "needs GPUs, job.model.compile and tp above 1"),

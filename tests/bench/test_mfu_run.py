@@ -6,8 +6,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from bench.mfu.systems import Entry, System
 from netlayer.command import RunOptions
 from netlayer.config.tree import JobConfig
 from netlayer.rendezvous import Groups
+from tests.forked import start_module
 
 SHAPE = ("layers=1", "seq_len=16", "hidden=32", "heads=2", "ffn_hidden=64", "vocab_size=64")
 OPTIONS = RunOptions(None, tuple(f"model.{each}" for each in SHAPE), 0, None, None)
@@ -91,19 +90,15 @@ def test_no_turn_begins_behind_the_end(tmp_path: Path) -> None:
 def test_a_signal_leaves_a_record_of_what_was_measured(tmp_path: Path, signum: int) -> None:
     words = ["--backend", "gloo", "--runs", "10000", "--peers", "none"]
     words += [word for each in OPTIONS.overrides for word in ("--set", each)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bench.mfu", *words, "--out", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with Path(os.devnull).open("w") as nothing:
+        process = start_module("bench.mfu", *words, "--out", tmp_path, stdout=nothing, stderr=nothing)
     try:
         while not (tmp_path / ROWS).exists() and process.poll() is None:
             time.sleep(0.1)
         os.kill(process.pid, signum)
         assert process.wait(60) != 0
     finally:
-        process.kill()
+        process.send_signal(signal.SIGKILL)
     [file] = (tmp_path / "records").iterdir()
     record = json.loads(file.read_text())
     assert record["config"]["ended_early_by"]

@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from bench.stragglers.detection import GRID, Setting, command, measure, noise_of
+from bench.stragglers.drift import Row, gain
+from bench.stragglers.drift import command as drift
 from bench.stragglers.planted import command as planted
 from bench.stragglers.planted import episodes
 
@@ -68,6 +70,23 @@ def test_episodes_do_not_overlap() -> None:
     assert sorted(begins) == begins
     assert min(np.diff(begins)) == 35
     assert sorted(fault.kind for fault in faults) == ["forward"] * 3 + ["host"] * 3 + ["none"] * 2
+
+
+def test_the_gain_of_a_cure_leaves_out_how_fast_the_machine_was() -> None:
+    fault = Row("gc", 0.1, 0.2, "found", "", {}, True, [])
+    # The machine is twice as slow in the second run, and the cure takes away half of the growth.
+    cured = Row("gc, cured", 0.2, 0.3, "found", "", {}, None, [])
+    assert gain(fault, cured) == pytest.approx(0.25)
+
+
+@pytest.mark.quiet
+@pytest.mark.slow(minutes=4)
+def test_planted_drift_is_named_with_its_cause(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    result = CliRunner().invoke(drift, ["--steps", "40", "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert result.exit_code == 0, rows
+    assert [row["right"] for row in rows] == [True, None, True]
 
 
 @pytest.mark.quiet

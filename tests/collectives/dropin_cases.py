@@ -10,7 +10,7 @@ import io
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,12 +48,14 @@ class Pair:
         world_size: int,
         module: nn.Module | None = None,
         kind: Any = torch.optim.AdamW,
+        stage: Literal[1, 2, 3] = 1,
         **settings: Any,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.plain: Any = net() if module is None else module
         self.inner: Any = copy.deepcopy(self.plain)
-        self.sharded = ShardedDataParallel(self.inner, bucket_bytes=WIDTH * (WIDTH + 1) * 8)
+        units = list(self.inner) if stage == 3 else None
+        self.sharded = ShardedDataParallel(self.inner, bucket_bytes=WIDTH * (WIDTH + 1) * 8, units=units, stage=stage)
         settings = settings or {"lr": 0.05, "weight_decay": 0.1}
         self.theirs = kind(self.plain.parameters(), **settings)
         self.ours = self.sharded.optimizer(kind, **settings)
@@ -556,7 +558,7 @@ def several_optimizers_step_in_turns(rank: int, world_size: int) -> None:
 def a_mesh_of_one_dimension_is_a_group(rank: int, world_size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (world_size, 1), mesh_dim_names=("dp", "tp"))
     assert ShardedDataParallel(net(), group=mesh["dp"]).gather_comm.world_size == world_size
-    assert_raises(ValueError, r'give the one of the replicas, such as mesh\["dp"\]', lambda: _wrapped(mesh))
+    assert_raises(ValueError, r'give the one that shards, such as mesh\["dp"\]', lambda: _wrapped(mesh))
 
 
 def _module(sharded: ShardedDataParallel) -> Any:
@@ -573,11 +575,19 @@ def random_programs_see_what_plain_torch_shows(rank: int, world_size: int) -> No
         _run_program(rank, world_size, seed)
 
 
-def _run_program(rank: int, world_size: int, seed: int) -> None:  # noqa: C901 - one branch a call
+@case
+def random_programs_see_the_same_in_stage_3(rank: int, world_size: int) -> None:
+    for seed in range(100, 112):
+        _run_program(rank, world_size, seed, stage=3)
+
+
+def _run_program(  # noqa: C901 - one branch a call
+    rank: int, world_size: int, seed: int, stage: Literal[1, 3] = 1
+) -> None:
     """The same random calls on both sides and on every rank; whatever one can see is compared where it is seen."""
     chance = random.Random(seed)
     kind = chance.choice([torch.optim.AdamW, torch.optim.SGD])
-    pair = Pair(rank, world_size, net(chance.randint(1, 5)), kind, lr=0.05)
+    pair = Pair(rank, world_size, net(chance.randint(1, 5)), kind, stage, lr=0.05)
     calls = ["backward", "step", "read", "write", "copy", "save", "load", "evaluate", "clip", "clear", "layer"]
     has_gradients = False
     for number in range(chance.randint(4, 14)):
@@ -601,7 +611,7 @@ def _run_program(rank: int, world_size: int, seed: int) -> None:  # noqa: C901 -
             state = {name: value * 0.9 for name, value in pair.plain.state_dict().items()}
             pair.plain.load_state_dict(state)
             pair.inner.load_state_dict(state)
-        elif call == "evaluate" and rank == number % world_size:
+        elif call == "evaluate" and (stage == 3 or rank == number % world_size):
             with torch.no_grad():
                 x = torch.ones(2, WIDTH, dtype=torch.float64)
                 assert_equal(pair.sharded(x), pair.plain(x))

@@ -278,6 +278,76 @@ def states_go_from_stage_3_to_others_and_back(rank: int, world_size: int) -> Non
             assert_same(dict(other.state_dict()), own)
 
 
+@case
+def replicas_train_as_one_process(rank: int, world_size: int) -> None:
+    """Shards inside a group, gradients all-reduced between groups: every stage, every split of the ranks."""
+    expected = reference(net(), 3, world_size)
+    for num_replicas in (each for each in (2, 4) if world_size % each == 0):
+        shape = num_replicas, world_size // num_replicas
+        mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=("replicate", "shard"))
+        for stage in (1, 2, 3):
+            made = net(seed=rank)  # the first rank's values count
+            sharded = wrap64(made, group=mesh, units=made.blocks, stage=stage)
+            state = train(sharded, 3, rank, world_size)
+            assert_close(state, expected, rtol=1e-9, atol=1e-11)
+            assert_alike_on_ranks(state, world_size)
+    theirs = net()
+    for module in (*theirs.blocks, theirs):
+        fully_shard(module, mesh=mesh)
+    optimizer = adamw(theirs.parameters())
+    for tokens in batches(3, world_size):
+        theirs(tokens[rank::world_size]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: value.full_tensor() for name, value in theirs.state_dict().items() if isinstance(value, DTensor)}
+    assert_close(found, {name: expected[name] for name in found}, rtol=1e-9, atol=1e-11)
+
+
+@case
+def what_one_replica_lacks_or_overflows_counts_on_all(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh(torch.get_default_device().type, (2, world_size // 2))
+    model = net()
+    sharded = ShardedDataParallel(copy.deepcopy(model), group=mesh, bucket_bytes=500, reduce_dtype=torch.float64)
+    ours, theirs = sharded.optimizer(adamw), adamw(model.parameters())
+    for tokens in batches(2, world_size):
+        own = tokens[rank::world_size]
+        is_first = rank < world_size // 2
+        # The head and its table on the first replica alone; `scale` on none.
+        x = sharded.module.token(own) if is_first else torch.zeros(2, 6, WIDTH, dtype=torch.float64)
+        sharded.start_step()
+        for block in sharded.module.blocks:
+            x = block(x)
+        x.square().mean().backward()
+        norm = sharded.clip_grad_norm_(0.1)
+        ours.step()
+        ours.zero_grad()
+        losses = []
+        for other in range(world_size):
+            y = model.token(tokens[other::world_size])
+            y = y if other < world_size // 2 else torch.zeros_like(y)
+            for block in model.blocks:
+                y = block(y)
+            losses.append(y.square().mean() / world_size)
+        sum(losses).backward()
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(model.parameters(), 0.1), rtol=1e-9, atol=0)
+        theirs.step()
+        theirs.zero_grad()
+    assert_close(sharded.full_state_dict(), dict(model.state_dict()), rtol=1e-9, atol=1e-11)
+
+
+@case
+def float16_means_over_replicas_do_not_overflow_in_the_sum(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh(torch.get_default_device().type, (2, world_size // 2))
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.float32)
+    sharded = ShardedDataParallel(layer, group=mesh, reduce_dtype=torch.float16)
+    sharded(torch.full((1, 1), 40_000.0 + 1_000 * rank)).sum().backward()
+    sharded.finish_gradients()
+    expected = 40_000 + 500 * (world_size - 1)
+    for _, _, piece in sharded.named_shards():
+        assert piece.grad is not None
+        assert abs(float(piece.grad) - expected) <= 64
+
+
 class Handing(nn.Module):
     """A unit that hands out its weight, for a lookup and a product; and one that keeps a loss of its own."""
 

@@ -146,7 +146,6 @@ def test_the_state_of_a_neighbour_is_seen(sleeper: subprocess.Popen[bytes]) -> N
     assert state_of("") == state_of("x y z") == state_of(f"{pid}") == ""
 
 
-@pytest.mark.quiet
 @pytest.mark.parametrize(
     ("play", "line"),
     [
@@ -174,7 +173,6 @@ def test_all_ranks_of_a_chain_name_its_root(play: scenes.Play, line: str) -> Non
     assert len({str(result.error) for result in results[:3]}) == 1, "they all say the same"
 
 
-@pytest.mark.quiet
 def test_a_phase_and_a_pause_are_no_hang() -> None:
     url, limits = f"tcp://127.0.0.1:{_free_port()}", HangLimits(floor_s=1.0, beat_s=0.2)
     play = scenes.chain_behind_one_that_saves

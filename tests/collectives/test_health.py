@@ -21,8 +21,6 @@ from collectives.health import checks as health
 from collectives.health.trial import HealthRow, pattern
 from tests.collectives.ranks import on_gloo, run_ranks
 
-pytestmark = pytest.mark.quiet
-
 CPU = torch.device("cpu")
 NUM_GPUS = torch.cuda.device_count()
 Rows = list[HealthRow]

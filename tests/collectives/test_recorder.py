@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from collectives import Recorder, StepComm
 from collectives.clock import TimeBase, take_mark
-from collectives.watch.processor import ProcessorWait
+from collectives.watch.processor import ProcessorLaps, ProcessorWait
 from collectives.watch.recorder import _Busy
 
 
@@ -151,6 +152,17 @@ def test_a_step_says_what_it_waited_for_a_processor_outside_of_waits(monkeypatch
     # 75 in all, 5 of them while it waited for its peers; then 25 between the steps.
     assert (first.processor_wait_ns, first.processor_wait_before_ns) == (70, 0)
     assert (second.processor_wait_ns, second.processor_wait_before_ns) == (30, 25)
+
+
+def test_laps_of_two_threads_are_not_taken_for_one() -> None:
+    laps, of_other = ProcessorLaps(), list[int | None]()
+    laps.lap()
+    assert (laps.lap() is None) == (ProcessorWait().ns() is None)
+    thread = threading.Thread(target=lambda: of_other.append(laps.lap()))
+    thread.start()
+    thread.join()
+    assert of_other == [None]
+    assert laps.lap() is None  # back on the first thread: it began anew
 
 
 @pytest.mark.parametrize("text", [None, "", "nothing\n", "5\n"])

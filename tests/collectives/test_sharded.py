@@ -26,7 +26,7 @@ AMONG_FOUR = [
     "one_communicator_runs_the_same_order_on_every_rank", "the_share_asked_for_is_gathered_in_backward",
     "an_exception_in_a_backward_that_steps_leaves_ranks_alike", "a_rank_that_leaves_a_step_out_alone_is_named",
     "settings_that_differ_are_named", "stage_3_equals_one_process", "stage_3_has_the_values_of_fsdp2",
-    "an_exception_on_one_rank_costs_one_step_in_stage_3",
+    "an_exception_on_one_rank_costs_one_step_in_stage_3", "replicas_train_as_one_process",
 ]  # fmt: skip
 
 

@@ -49,9 +49,9 @@ def test_a_checkpoint_is_resumed_to_the_same_losses(tmp_path: Path, monkeypatch:
     evaluations: list[Mapping[str, Any]] = []
     run(trainer, job.evaluation, steps.append, evaluations.append, tmp_path / "out")
     trainer.close()
-    # Sums of another kernel, by another processor or release, are rounded otherwise.
-    same_kernels = EXPECTED["torch"] == torch.__version__ and EXPECTED["cpu"] == torch.backends.cpu.get_cpu_capability()
-    within = {"rel": 0, "abs": 0} if same_kernels else {"rel": 1e-6, "abs": 0}
+    # Sums of another kernel are rounded otherwise, and processors of one capability need not take the same kernels: two
+    # differed in the seventh digit.
+    within = {"rel": 1e-6, "abs": 0}
     assert [row["loss"] for row in steps] == pytest.approx(EXPECTED["losses"], **within)
     assert [row["grad_norm"] for row in steps] == pytest.approx(EXPECTED["grad_norms"], **within)
     assert evaluations[-1]["validation_loss"] == pytest.approx(EXPECTED["validation_loss"], **within)

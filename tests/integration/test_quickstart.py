@@ -13,8 +13,7 @@ import pytest
 
 from netlayer.results import load_frame
 from tests.browser import browse, drawn_plots, needs_chromium
-
-pytestmark = pytest.mark.quiet
+from tests.forked import run_module
 
 TINY = ("model.layers=1", "model.hidden=32", "model.heads=2", "model.ffn_hidden=64", "model.seq_len=32")
 
@@ -147,15 +146,8 @@ def test_it_leaves_no_process_and_no_redis(
 def test_without_a_redis_server_ranks_meet_through_tcpstore_and_it_is_said(
     tmp_path: Path, text: Path, environment: dict[str, str]
 ) -> None:
-    script = (
-        "import netlayer.store.meeting; netlayer.store.meeting.find_redis_binary = lambda: None\n"
-        "from netlayer.cli import main; main()\n"
-    )
-    _, _, _, *arguments = command(tmp_path, "--set", f"data.folder={text}")
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True, text=True, env=environment, timeout=240, check=False,
-    )  # fmt: skip
+    words = command(tmp_path, "--set", f"data.folder={text}")[3:]
+    done = run_module("tests.integration.without_redis", *words, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "ranks meet through TCPStore on loopback (no redis-server on this machine)" in done.stderr
     assert "TCPStore on loopback" in (tmp_path / "report.html").read_text()
@@ -187,10 +179,7 @@ def test_bad_input_ends_with_one_line_and_writes_no_report(
     (tmp_path / "empty").mkdir()
     given = [word.replace("EMPTY", str(tmp_path / "empty")) for word in arguments]
     data = [] if any("data.folder" in word for word in given) else ["--set", f"data.folder={text}"]
-    done = subprocess.run(
-        command(tmp_path / "out", *data, *given),
-        capture_output=True, text=True, env=environment, timeout=120, check=False,
-    )  # fmt: skip
+    done = run_module("netlayer", *command(tmp_path / "out", *data, *given)[3:], env=environment, timeout=120)
     assert done.returncode in (2, 3), done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.lower().startswith("error: ")

@@ -24,6 +24,7 @@ from netlayer.config.file import load_config, to_toml
 from netlayer.config.tree import Config
 from netlayer.errors import ConfigError
 from netlayer.results import load_record
+from tests.forked import run_module, start_module
 from trainer.checkpoint.meta import Meta, find
 from trainer.commands.train import _what_is_not_traced, short_time, train, words_of
 from trainer.data.prepare import CorpusFacts
@@ -46,8 +47,8 @@ def job_file(text_folder: Path, tmp_path: Path) -> Path:
 
 
 def netlayer(*words: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [*launcher, "-m", "netlayer", "train", *map(str, words)]
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, check=False)
+    modules = [*launcher[1:], "-m", "netlayer"] if launcher else ["netlayer"]  # a launcher is `-m` and its words
+    return run_module(modules[0], *modules[1:], "train", *words)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -253,20 +254,19 @@ def test_a_record_says_what_was_run(job_file: Path, tmp_path: Path, monkeypatch:
 
 
 def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(job_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "a"
-    words = [str(job_file), "--set", "optimizer.steps=100000", "--out", str(out)]
-    run = subprocess.Popen(
-        [sys.executable, "-m", "netlayer", "train", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    out, log = tmp_path / "a", tmp_path / "stderr"
+    words = ["train", job_file, "--set", "optimizer.steps=100000", "--out", out]
+    with log.open("w") as file:
+        run = start_module("netlayer", *words, stdout=file, stderr=file)
     until = time.monotonic() + 120
     while not ((out / "metrics.jsonl").is_file() and rows(out)) and run.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
+    family = psutil.Process(run.pid).children(recursive=True)
     os.killpg(run.pid, signal.SIGINT)
-    _, stderr = run.communicate(timeout=100)
-    assert run.returncode == 130
-    assert f"what was done until then is in {out}" in stderr
+    assert run.wait(100) == 130
+    assert f"what was done until then is in {out}" in log.read_text()
     assert rows(out)
+    assert not psutil.wait_procs(family, timeout=10)[1]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
@@ -282,9 +282,9 @@ def test_a_signal_while_the_text_is_made_ready_ends_it_in_a_word_and_leaves_noth
     busy = os.open(cache / ".corpus.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(busy, fcntl.LOCK_EX)  # so that it waits for the text as long as it takes
     try:
-        words = ["-m", "netlayer", "train", str(job_file), "--out", str(out), "-v"]
+        words = ["train", str(job_file), "--out", str(out), "-v"]
         with log.open("w") as file:
-            run = subprocess.Popen([sys.executable, *words], stderr=file)
+            run = start_module("netlayer", *words, stdout=file, stderr=file)
         until = time.monotonic() + 120
         while "is held by another process" not in log.read_text() and run.poll() is None and time.monotonic() < until:
             time.sleep(0.05)

@@ -67,8 +67,10 @@ SHARDED = [
 
 
 def job_of(
-    degrees: dict[str, int], model: dict[str, Any], overlap: dict[str, Any], eps: float = 1e-8, sequences: int = 16
+    degrees: dict[str, int], model: dict[str, Any], overlap: dict[str, Any], eps: float = 1e-8, sequences: int = 0
 ) -> JobConfig:
+    # Tensor-parallel ranks exchange at every product: four micro-batches still fill and drain each of their pipelines.
+    sequences = sequences or (8 if "tp" in degrees else 16)
     ranks = degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("dp", 1)
     tree = {
         "model": {**MODEL, **model},
@@ -128,7 +130,7 @@ def beside_one_process(
     alone: dict[str, Trained] = {}
     for job, got in zip(jobs, found, strict=True):
         model = job.model.model_copy(update={"recompute": "none"})
-        name = str(model)
+        name = f"{model}; {job.batch}"
         if name not in alone:
             single = job.model_copy(update={"parallel": job_of({}, {}, {}).parallel, "model": model})
             alone[name] = layout_ranks.train(single, 0, steps, device=device)
@@ -274,8 +276,9 @@ ON_GPUS: dict[int, list[tuple[dict[str, int], dict[str, Any]]]] = {
         ({"pp": 2}, PARALLEL),
         ({"pp": 2, "vpp": 2}, LLAMA),
         ({"dp": 2}, PARALLEL),
+        ({"dp": 2, "zero": 3}, LLAMA),
     ],
-    4: [(degrees, model) for degrees, model, _ in COVER],
+    4: [(degrees, model) for degrees, model, _ in (*COVER, *SHARDED)],
     8: [({"tp": 2, "pp": 2, "vpp": 2, "dp": 2}, model) for model in (PLAIN, PARALLEL, LLAMA)],
 }
 

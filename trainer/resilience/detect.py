@@ -75,11 +75,32 @@ class Finding:
 
 @dataclass
 class NodeView:
-    """What the driver knows of a node: its last heartbeat, and when that came by the driver's monotonic clock."""
+    """A node as the driver knows it: its last heartbeat, and when that came by the driver's monotonic clock.
+
+    A driver of thousands of ranks looks at each of them once a heartbeat, here, and at nodes alone in each round.
+
+    Args:
+        newest: rank that has told of the last step; None: there are no ranks.
+        is_clean: nothing in the heartbeat can be a finding.
+        are_ended: all ranks have ended.
+    """
 
     heartbeat: Heartbeat
     heard_s: float
     stopped_since_s: dict[int, float] = field(default_factory=dict)
+    newest: RankStatus | None = field(init=False)
+    is_clean: bool = field(init=False)
+    are_ended: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        ranks = self.heartbeat.ranks
+        self.newest = max(ranks, key=lambda each: each.step, default=None)
+        self.are_ended = all(each.state == "ended" for each in ranks)
+        is_well = all(
+            each.is_finite and (each.state == "running" or (each.state == "ended" and each.exit_code == 0))
+            for each in ranks
+        )
+        self.is_clean = is_well and not self.heartbeat.matches
 
 
 class View:
@@ -93,6 +114,8 @@ class View:
         self.steps_ms: deque[float] = deque(maxlen=1024)
         self.step = 0
         self.stepped_s = 0.0
+        self.has_news = True
+        """Whether a heartbeat has come, since this was last cleared, that is more than a sign of life."""
         self._heartbeat_s = heartbeat_s
 
     def take(self, heartbeat: Heartbeat, now_s: float) -> bool:
@@ -105,7 +128,9 @@ class View:
         stopped = known.stopped_since_s if known else {}
         is_stopped = {each.rank for each in heartbeat.ranks if each.state in ("stopped", "blocked")}
         since = {rank: stopped.get(rank, now_s) for rank in is_stopped}
-        self.nodes[heartbeat.node] = NodeView(heartbeat, now_s, since)
+        view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s, since)
+        is_same = known and (known.heartbeat.boot, known.heartbeat.phase) == (heartbeat.boot, heartbeat.phase)
+        self.has_news = self.has_news or not (is_same and view.is_clean) or (not self.step and view.newest is not None)
         return True
 
     def begin(self, now_s: float) -> None:
@@ -124,8 +149,7 @@ class View:
 
     def follow_steps(self, members: Sequence[str], incarnation: int, now_s: float) -> None:
         """Note the newest step of the members, and its time and loss."""
-        ranks = [rank for _, rank in self.ranks(members, incarnation)]
-        newest = max(ranks, key=lambda each: each.step, default=None)
+        newest = self.newest(members, incarnation)
         if newest is None or newest.step <= self.step:
             return
         self.step, self.stepped_s = newest.step, now_s
@@ -141,6 +165,25 @@ class View:
             if view is not None and view.heartbeat.incarnation == incarnation:
                 for rank in view.heartbeat.ranks:
                     yield name, rank
+
+    def newest(self, members: Sequence[str], incarnation: int) -> RankStatus | None:
+        """The rank of an incarnation that has told of the last step; None: there is none."""
+        newest: RankStatus | None = None
+        for name in members:
+            view = self.nodes.get(name)
+            if view is None or view.newest is None or view.heartbeat.incarnation != incarnation:
+                continue
+            if newest is None or view.newest.step > newest.step:
+                newest = view.newest
+        return newest
+
+    def have_ended(self, members: Sequence[str], incarnation: int) -> bool:
+        """Whether all members have told of the incarnation, and that all its processes have ended."""
+        views = (self.nodes.get(name) for name in members)
+        return all(
+            view is not None and view.are_ended and view.heartbeat.ranks and view.heartbeat.incarnation == incarnation
+            for view in views
+        )
 
     def is_lost(self, name: str, missed: int, now_s: float) -> bool:
         """Whether a node has been silent for longer than so many heartbeats."""
@@ -169,14 +212,15 @@ def find(
         typical_ms: the job's typical step, of this and earlier incarnations; 0: not known.
     """
     findings = [*_lost(view, members, settings.missed, now_s, now_ns)]
-    by_rank = {rank.rank: node for node, rank in view.ranks(members, incarnation)}
-    for node, rank in view.ranks(members, incarnation):
+    unclean = [name for name in members if name in view.nodes and not view.nodes[name].is_clean]
+    by_rank = {rank.rank: node for node, rank in view.ranks(members, incarnation)} if unclean else {}
+    for node, rank in view.ranks(unclean, incarnation):
         findings += _of_rank(node, rank, view.nodes[node], settings, now_s, now_ns)
-    for name in members:
-        node_view = view.nodes.get(name)
+    for name in unclean:
+        heartbeat = view.nodes[name].heartbeat
         # Lines of an incarnation before are told until the next one begins, and mean nothing here.
-        if node_view is not None and node_view.heartbeat.incarnation == incarnation:
-            for match in node_view.heartbeat.matches:
+        if heartbeat.incarnation == incarnation:
+            for match in heartbeat.matches:
                 findings += _of_line(name, match, by_rank)
     if not any(finding.weight in ("cause", "symptom") for finding in findings):
         findings += _hung(view, members, incarnation, settings, now_s, now_ns, typical_ms)
@@ -239,10 +283,13 @@ def _hung(
     view: View, members: Sequence[str], incarnation: int, settings: ResilienceConfig,
     now_s: float, now_ns: int, typical_ms: float,
 ) -> Iterable[Finding]:  # fmt: skip
+    """Find a job that takes no step, and the rank that is behind all others, if there is one: [Note: silence]."""
+    silent_s = now_s - view.stepped_s
+    if silent_s <= settings.silence_floor_s:
+        return
     ranks = list(view.ranks(members, incarnation))
     if not ranks or all(rank.state == "ended" for _, rank in ranks):
         return
-    silent_s = now_s - view.stepped_s
     typical_ms = view.typical_ms() or typical_ms
     is_in_phase = view.step == 0 or any(rank.phase for _, rank in ranks)
     limit_s = max(settings.silence_floor_s, settings.silence_factor * typical_ms / 1e3)
@@ -254,9 +301,9 @@ def _hung(
     text = f"no step for {silent_s:.1f} s, more than {limit_s:.1f} s, after step {view.step}{where}"
     # The rank that told of a step less than all others is the one they wait for.
     behind = min(rank.step for _, rank in ranks)
-    hindmost = [(node, rank) for node, rank in ranks if rank.step == behind]
-    if len(hindmost) == 1 and len(ranks) > 1 and max(rank.step for _, rank in ranks) > behind + 1:
-        node, rank = hindmost[0]
+    slowest = [(node, rank) for node, rank in ranks if rank.step == behind]
+    if len(slowest) == 1 and len(ranks) > 1 and max(rank.step for _, rank in ranks) > behind + 1:
+        node, rank = slowest[0]
         yield Finding("hung", "cause", node, rank.rank, f"{text}; rank {rank.rank} is at step {behind}", now_ns)
     else:
         yield Finding("hung", "cause", "", None, text, now_ns)

@@ -14,16 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from netlayer.errors import NetlayerError
-from trainer.checkpoint.names import checkpoints_in
-from trainer.resilience import detect, policy, record
+from trainer.resilience import detect, policy, record, store_host
 from trainer.resilience.backends import Backend
 from trainer.resilience.bus import Bus
 from trainer.resilience.folder import RunFolder
@@ -39,8 +36,7 @@ _OBEY_S = 30.0  # from an assignment to no process: a node that takes longer is 
 _MOST_NEVER_CAME = 6
 _LEAVE_S = 10.0
 _STORE_S = 5.0  # before the store's host is started again
-_MAX_INCIDENTS = 400
-_DAMAGED = ".damaged"
+_MAX_INCIDENTS = 100
 _MAX_REFUSED_SHOWN = 5
 
 Outcome = tuple[Event, dict[str, Any]] | None
@@ -76,8 +72,7 @@ class Driver:
         self.journal = Journal(folder.journal)
         self.facts = self.journal.facts
         self.view = detect.View(self.spec.heartbeat_s)
-        self.refused = 0
-        """Messages that were not taken."""
+        self.refused = 0  # messages
         self._backend, self._total_steps, self._on_line = backend, total_steps, on_line
         self._token, self._owns_store = folder.token(), owns_store
         self._open_bus = bus or (lambda: Bus(folder.store_url(), self.spec.run))
@@ -91,8 +86,11 @@ class Driver:
         self._beacon_seq = self._seq = 0
         self._beacon_s = -1e9
         self._sent: dict[str, tuple[Assignment, float]] = {}
+        self._looked_s = self._keep_s = -1e9
+        self._basis: object = None
+        self._behind: list[str] = []
         self._symptom_s: float | None = None
-        self._kills = False  # stop without waiting for a checkpoint
+        self._kills = False  # stops without a checkpoint
         self._noted: set[tuple[str, str]] = set()
         self._status_s = -1e9
         self._marks = record.Marks(folder.out / "events", self.spec.name)
@@ -113,9 +111,10 @@ class Driver:
         self._receive(now_s)
         self._read_requests()
         self._keep_standbys(now_s)
-        outcome = self._handlers[self.facts.state](self, now_s)
-        if outcome is not None:
-            self._move(*outcome)
+        if self._store_down_s is None:  # else nothing that is not heard means anything
+            outcome = self._handlers[self.facts.state](self, now_s)
+            if outcome is not None:
+                self._move(*outcome)
         self._send(now_s)
         return self.facts.state not in TERMINAL
 
@@ -157,9 +156,7 @@ class Driver:
 
     def close(self) -> None:
         """Let go of the files; nodes go on."""
-        if self._bus is not None:
-            self._bus.close()
-            self._bus = None
+        self._drop_bus()
         self._marks.close()
         self.journal.close()
 
@@ -208,9 +205,7 @@ class Driver:
                 if len(messages) < 500:
                     break
         except (NetlayerError, OSError) as exc:
-            if self._bus is not None:
-                self._bus.close()
-                self._bus = None
+            self._drop_bus()
             if self._store_down_s is None:
                 self._store_down_s = now_s
                 logger.info("the run's store does not answer: %s", exc)
@@ -225,7 +220,6 @@ class Driver:
             if away_s > 1 and self._bus is not None:
                 self._say(f"the run's store was away for {away_s:.1f} s; no node is blamed for that")
                 self.journal.note("store away", seconds=round(away_s, 3))
-        self.view.follow_steps(self.facts.members, self.facts.incarnation, now_s)
 
     def _take(self, data: bytes, now_s: float) -> None:
         try:
@@ -278,8 +272,9 @@ class Driver:
 
     def _keep_standbys(self, now_s: float) -> None:
         """Drop standbys that are gone, and ask for others; not while nobody can be heard."""
-        if self.facts.state in TERMINAL or self._store_down_s is not None:
+        if self.facts.state in TERMINAL or self._store_down_s is not None or now_s < self._keep_s:
             return
+        self._keep_s = now_s + self.spec.heartbeat_s / 4
         self.roster.drop_dead_standbys(now_s)
         if self.facts.state in (State.START, State.RUN, State.PAUSED):
             self.roster.ask_for_nodes(now_s)
@@ -327,7 +322,8 @@ class Driver:
             return Event.NODE_LOST, {"nodes": lost}
         failed = self.roster.failed_checks(facts.members)
         if failed:
-            self.roster.evict(list(failed), "failed its self-check")
+            for name, text in failed.items():
+                self.roster.evict([name], f"failed its self-check: {text}")
             return Event.CHECKS_FAILED, {"checks": failed}
         if any(name not in facts.checked for name in facts.members):
             return None
@@ -343,6 +339,11 @@ class Driver:
     def _train(self, now_s: float) -> Outcome:
         """START, RUN and DRAIN: look for faults, the first step, and the end."""
         facts = self.facts
+        # What passes with time alone need not be looked at in every round: it takes heartbeats, or many steps.
+        if not self.view.has_news and now_s - self._looked_s < self.spec.heartbeat_s / 4:
+            return None
+        self._looked_s, self.view.has_news = now_s, False
+        self.view.follow_steps(facts.members, facts.incarnation, now_s)
         findings = detect.find(
             self.view, facts.members, facts.incarnation, self.settings, now_s, int(self._wall() * 1e9), facts.step_ms
         )
@@ -369,11 +370,9 @@ class Driver:
             )
             self._suspend([detect.Finding("exited", "cause", "", None, text, int(self._wall() * 1e9))])
             return None
+        self._note_progress()
         if facts.state is State.START and self.view.step > 0:
-            self._note_resumed()
             return Event.FIRST_STEP, {"step": self.view.step}
-        if facts.state is State.RUN:
-            self._note_caught_up()
         return None
 
     def _suspended(self, now_s: float) -> Outcome:
@@ -436,7 +435,9 @@ class Driver:
         incident.decision = decision.to_json()
         facts.suspects = list(decision.suspects)
         facts.incident = {}
-        facts.incidents = [*facts.incidents, incident.to_json()][-_MAX_INCIDENTS:]
+        # Its findings stand in the entries before: every later one would repeat them.
+        brief = {key: value for key, value in incident.to_json().items() if key != "findings"}
+        facts.incidents = [*facts.incidents, brief][-_MAX_INCIDENTS:]
         facts.reason = decision.reason
         self._say(f"incident {incident.number}: {decision.action}: {plain(decision.reason, 600)}")
         event = Event(f"decided: {decision.action.replace('_', ' ')}")
@@ -517,7 +518,7 @@ class Driver:
         self._move(Event.FAULT, {"findings": [finding.to_json() for finding in incident.findings]})
 
     def _assignment(self, name: str) -> Assignment:
-        """What a node is to do in the present state; its `seq` is set when it is sent."""
+        """Assignment of a node in the present state; its `seq` is set when it is sent."""
         facts = self.facts
         idle = Assignment(run=self.spec.run, node=name, epoch=facts.epoch, seq=0, action="idle")
         if name in facts.evicted or facts.state in TERMINAL:
@@ -543,35 +544,43 @@ class Driver:
     def _send(self, now_s: float) -> None:
         """Send assignments that have changed, or that a node has not heard of; and the sign that a driver is here."""
         self.roster.take_checks()
+        # All that assignments depend on: where it is as before, only nodes that have not followed are looked at.
+        basis = (self.journal.seq, len(self.facts.checked), len(self._sent), self._kills)
+        names = list(self.roster.expected) if basis != self._basis else self._behind
+        self._behind = []
         changed: dict[str, Assignment] = {}
-        for name in self.roster.expected:
-            wanted = self._assignment(name)
+        for name in names:
+            assignment = self._assignment(name)
             sent = self._sent.get(name)
             known = self.view.nodes.get(name)
-            is_same = sent is not None and sent[0].model_copy(update={"seq": 0}) == wanted
-            if is_same and sent is not None:
-                heard = known is not None and known.heartbeat.assignment >= (sent[0].epoch, sent[0].seq)
-                if heard or now_s - sent[1] < self.spec.heartbeat_s:
-                    continue
+            is_same = sent is not None and sent[0].model_copy(update={"seq": 0}) == assignment
+            if is_same and sent and known and known.heartbeat.assignment >= (sent[0].epoch, sent[0].seq):
+                continue
+            self._behind.append(name)
+            if is_same and sent and now_s - sent[1] < self.spec.heartbeat_s:
+                continue
             self._seq += 1
-            changed[name] = wanted.model_copy(update={"seq": self._seq})
+            changed[name] = assignment.model_copy(update={"seq": self._seq})
+        self._basis = basis
         if not changed and now_s - self._beacon_s < self.spec.heartbeat_s / 2:
             return
         self._beacon_seq += 1
         beacon = Beacon(run=self.spec.run, node="*", epoch=self.facts.epoch, seq=self._beacon_seq)
-        data = {name: seal(assignment, self._token) for name, assignment in changed.items()}
+        data = {name: seal(each, self._token) for name, each in changed.items()}
         try:
-            if self._bus is not None:
-                self._bus.send_orders(seal(beacon, self._token), data)
-                self._sent.update({name: (assignment, now_s) for name, assignment in changed.items()})
-                self._beacon_s = now_s
+            self._reach().send_orders(seal(beacon, self._token), data)
         except NetlayerError as exc:
             logger.info("assignments were not sent: %s", exc)
+            self._basis = None
+            return
+        self._sent.update({name: (each, now_s) for name, each in changed.items()})
+        self._beacon_s = now_s
 
     def write_status(self) -> None:
-        """Write what the driver sees, for `netlayer run status`; at most once a second."""
+        """Write what the driver sees, for `netlayer run status`; at most once a second, a hundred nodes each."""
         now_s = self._clock()
-        if now_s - self._status_s < 1.0 and self.facts.state not in TERMINAL:
+        period_s = max(1.0, len(self.roster.expected) / 100)  # of thousands of nodes it costs what a round does
+        if now_s - self._status_s < period_s and self.facts.state not in TERMINAL:
             return
         self._status_s = now_s
         view = {name: self.view.nodes.get(name) for name in self.roster.expected}
@@ -605,13 +614,15 @@ class Driver:
 
     def _have_all_ended(self, *, code: int) -> bool:
         facts = self.facts
+        if not self.view.have_ended(facts.members, facts.incarnation):
+            return False
         ranks = [rank for _, rank in self.view.ranks(facts.members, facts.incarnation)]
         is_all = len(ranks) == self.spec.nodes * self.spec.ranks_per_node
         return is_all and all(rank.state == "ended" and rank.exit_code == code for rank in ranks)
 
     def _done_steps(self) -> int:
-        ranks = self.view.ranks(self.facts.members, self.facts.incarnation)
-        return max((rank.step for _, rank in ranks), default=0)
+        newest = self.view.newest(self.facts.members, self.facts.incarnation)
+        return newest.step if newest else 0
 
     # ---- incidents ----
 
@@ -619,18 +630,15 @@ class Driver:
         facts = self.facts
         if facts.incident:
             return policy.Incident.from_json(facts.incident)
-        number = len(facts.incidents) + 1 if len(facts.incidents) < _MAX_INCIDENTS else facts.restarts + 1
-        return policy.Incident(number, self._done_steps() or facts.furthest_step)
+        return policy.Incident(facts.restarts + 1, self._done_steps() or facts.furthest_step)
 
-    def _note_resumed(self) -> None:
-        if self.facts.incidents and not self.facts.incidents[-1]["resumed_s"]:
-            self.facts.incidents[-1]["resumed_s"] = self._wall()
-
-    def _note_caught_up(self) -> None:
-        last = self.facts.incidents[-1] if self.facts.incidents else None
-        if last and "caught_up_s" not in last and self.view.step > last["step"]:
-            last["caught_up_s"] = self._wall()
-            self.journal.note("caught up", step=self.view.step)
+    def _note_progress(self) -> None:
+        """Note when the first step after the last incident was taken, and the first one that was new."""
+        for last in self.facts.incidents[-1:]:
+            last["resumed_s"] = last["resumed_s"] or self._wall() * (self.view.step > 0)
+            if "caught_up_s" not in last and self.view.step > last["step"]:
+                last["caught_up_s"] = self._wall()
+                self.journal.note("caught up", step=self.view.step)
 
     def _note_only(self, notes: list[detect.Finding]) -> None:
         for finding in notes:
@@ -641,11 +649,10 @@ class Driver:
                 self._mark("warning", plain(finding.text), node=finding.node)
 
     def _set_aside_checkpoint(self) -> None:
-        """Rename the newest checkpoint, which could not be loaded: the one before it is taken next time."""
-        for path in checkpoints_in(self.folder.out / "checkpoints")[-1:]:
-            path.rename(path.with_name(path.name + _DAMAGED))
+        """Take the newest checkpoint, which could not be loaded, out of the way of the next start."""
+        for path in record.set_aside_newest(self.folder.out / "checkpoints"):
             self.journal.note("checkpoint set aside", path=str(path))
-            self._say(f"{path} cannot be loaded: it is {path.name}{_DAMAGED} now, and the one before it is taken")
+            self._say(f"a checkpoint cannot be loaded: it is {path} now, and the one before it is taken")
 
     # ---- store, marks, lines ----
 
@@ -654,6 +661,11 @@ class Driver:
             self._bus = self._open_bus()
         return self._bus
 
+    def _drop_bus(self) -> None:
+        if self._bus is not None:
+            self._bus.close()
+            self._bus = None
+
     def _start_store(self, now_s: float) -> None:
         """Have the run's own store run: its host is a process that outlives this one."""
         if not self._owns_store or now_s - self._store_started_s < _STORE_S:
@@ -661,14 +673,7 @@ class Driver:
         if self._store is not None and self._store.poll() is None:
             return
         self._store_started_s = now_s
-        with (self.folder.run / "store.log").open("ab") as output:
-            self._store = subprocess.Popen(
-                [sys.executable, "-m", "trainer.resilience.store_host", str(self.folder.out)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        self._store = store_host.start(self.folder)
 
     def _mark_transition(self, event: Event, after: State) -> None:
         facts = self.facts
@@ -691,15 +696,3 @@ class Driver:
     def _say(self, line: str) -> None:
         logger.info("%s", line)
         self._on_line(line)
-
-
-def on_signals(driver: Driver) -> None:
-    """SIGINT and SIGTERM stop the run after a step; a second one at once."""
-    seen: list[int] = []
-
-    def stop(signum: int, _frame: object) -> None:
-        seen.append(signum)
-        driver.ask_to_stop(at_once=len(seen) > 1)
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, stop)

@@ -75,26 +75,30 @@ class SelfCheck:
         )
 
     def results(self) -> list[CheckResult] | None:
-        """What came out; None: it is still under way."""
+        """Results of the check, once; None: it is still under way."""
         code = self._process.poll()
         seconds = time.monotonic() - self._begin_s
+        if code is None and seconds < self._limit_s:
+            return None
         if code is None:
-            if seconds < self._limit_s:
-                return None
             self.end()
             return [_result("self_check", False, f"not done within {self._limit_s:g} s", seconds)]
-        for file in (self._output, self._errors):
-            file.seek(0)
-        if code:
-            last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
-            return [_result("self_check", False, f"exit code {code}: {last}", seconds)]
-        rows = json.loads(self._output.read())[:_MAX_RESULTS]
+        with self._output, self._errors:
+            for file in (self._output, self._errors):
+                file.seek(0)
+            if code:
+                last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
+                return [_result("self_check", False, f"exit code {code}: {last}", seconds)]
+            rows = json.loads(self._output.read())[:_MAX_RESULTS]
         return [_result(row["name"], row["passed"], row["detail"], row["seconds"]) for row in rows]
 
     def end(self) -> None:
+        """End it at once, with all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._output.close()
+        self._errors.close()
 
 
 class Executor:
@@ -124,8 +128,8 @@ class Executor:
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._hardware_lines = 0
         self._port = 0
-        self._told: object = None
-        self._told_s = 0.0
+        self._sent_state: object = None
+        self._sent_s = 0.0
         self._is_leaving = False
         self._hardware = _hardware()
 
@@ -174,21 +178,21 @@ class Executor:
 
     def _follow(self) -> None:
         """Make what is there what the assignment wants; called again and again, it does nothing where it is."""
-        wanted = self._assignment
+        assignment = self._assignment
         processes = self._processes
-        is_same = processes is not None and processes.incarnation == wanted.incarnation
-        if processes is not None and not (wanted.action in ("train", "drain") and is_same):
+        is_same = processes is not None and processes.incarnation == assignment.incarnation
+        if processes is not None and not (assignment.action in ("train", "drain") and is_same):
             self._end_processes()
-        if processes is not None and wanted.action == "drain" and is_same:
+        if processes is not None and assignment.action == "drain" and is_same:
             processes.drain()
-        if wanted.action == "train" and not is_same and wanted.incarnation > self._last_incarnation():
+        if assignment.action == "train" and not is_same and assignment.incarnation > self._last_incarnation():
             self._start_processes()
-        if wanted.action == "check":
-            self._follow_check(wanted.check)
+        if assignment.action == "check":
+            self._follow_check(assignment.check)
         elif self._check is not None:
             self._check.end()
             self._check = None
-        if wanted.action == "leave":
+        if assignment.action == "leave":
             self._is_leaving = True
 
     def _follow_check(self, number: int) -> None:
@@ -216,9 +220,10 @@ class Executor:
         return _result("kernel_log", True, "no hardware faults since the executor's start", 0.0)
 
     def _start_processes(self) -> None:
-        wanted, spec = self._assignment, self._spec
+        """Start the processes of the assigned incarnation, with what their launcher has to tell them."""
+        assignment, spec = self._assignment, self._spec
         per_node = spec.ranks_per_node
-        first = wanted.node_rank * per_node
+        first = assignment.node_rank * per_node
         environ = {
             # Left by a launcher around the executor, these would say that the ranks are its own.
             **{
@@ -228,18 +233,28 @@ class Executor:
             },
             "OMP_NUM_THREADS": str(spec.threads),
             **spec.environ,
-            "WORLD_SIZE": str(wanted.num_nodes * per_node),
+            "WORLD_SIZE": str(assignment.num_nodes * per_node),
             "LOCAL_WORLD_SIZE": str(per_node),
             "NETLAYER_NODE": self.node,
-            "MASTER_ADDR": wanted.master_address,
-            "MASTER_PORT": str(wanted.master_port),
+            "MASTER_ADDR": assignment.master_address,
+            "MASTER_PORT": str(assignment.master_port),
+            **self._own_gpus(assignment.node_rank),
         }
-        write_text(self._own / _INCARNATION, f"{wanted.incarnation}\n")
-        self._processes = TrainingProcesses(self._own, wanted.incarnation)
+        write_text(self._own / _INCARNATION, f"{assignment.incarnation}\n")
+        self._processes = TrainingProcesses(self._own, assignment.incarnation)
         self._port = 0  # it is in use now: the next start gets another
         self._lines.clear()
         self._matches.clear()
         self._processes.start(spec.command, range(first, first + per_node), environ)
+
+    def _own_gpus(self, node_rank: int) -> dict[str, str]:
+        """Share of this machine's GPUs for a node that is only a part of it; none where a node is a machine."""
+        if self._settings.backend != "local" or self._spec.environ.get("NETLAYER_RUN_BACKEND") != "nccl":
+            return {}
+        first, num = node_rank * self._spec.ranks_per_node, self._spec.ranks_per_node
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = visible.split(",") if visible else [str(index) for index in range(first + num)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num])}
 
     def _last_incarnation(self) -> int:
         """Number of the last start on this node, by whatever executor: its peers would not wait for a second one."""
@@ -264,15 +279,15 @@ class Executor:
                 self._lines.append(f"rank {reader.rank}: {plain(line.strip())}"[:400])
                 self._note(rules.match(self._rules, "rank", line, reader.rank, now_ns))
 
-    def _note(self, found: LogMatch | None) -> None:
-        if found is None:
+    def _note(self, match: LogMatch | None) -> None:
+        if match is None:
             return
-        self._hardware_lines += found.means == "hardware" and found.rank is None
+        self._hardware_lines += match.means == "hardware" and match.rank is None
         # What is but noted must not push out what counts.
-        if found.means == "note" and len(self._matches) == MAX_MATCHES:
+        if match.means == "note" and len(self._matches) == MAX_MATCHES:
             return
-        if sum(each.rule == found.rule and each.rank == found.rank for each in self._matches) < 2:
-            self._matches.append(found)
+        if sum(each.rule == match.rule and each.rank == match.rank for each in self._matches) < 2:
+            self._matches.append(match)
 
     def _tell(self) -> None:
         """Send a heartbeat if one is due, or if something has happened."""
@@ -284,7 +299,7 @@ class Executor:
             self._checks_of,
             bool(ranks) and min(each.step for each in ranks) > 0,
         )
-        if state == self._told and time.monotonic() < self._told_s + self._spec.heartbeat_s:
+        if state == self._sent_state and time.monotonic() < self._sent_s + self._spec.heartbeat_s:
             return
         try:
             self._reach().send_heartbeat(self._heartbeat(ranks))
@@ -292,9 +307,10 @@ class Executor:
             logger.info("no heartbeat: %s", exc)
             self._drop_bus()
             return
-        self._told, self._told_s = state, time.monotonic()
+        self._sent_state, self._sent_s = state, time.monotonic()
 
     def _heartbeat(self, ranks: list[RankStatus]) -> bytes:
+        """Return the next heartbeat, sealed; one that is too large goes without its lines."""
         self._seq += 1
         if not self._port:
             self._port = _free_port(self._address)

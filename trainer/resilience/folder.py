@@ -37,7 +37,7 @@ _MAX_REQUEST_BYTES = 4096
 
 @dataclass(frozen=True)
 class Spec:
-    """What a run's executors need to know, written once by the first driver.
+    """Description of a run for its executors, written once by the first driver.
 
     Args:
         run: id, drawn at random.
@@ -107,7 +107,7 @@ class RunFolder:
         write_text(self._spec, json.dumps(tree, indent=1) + "\n")  # last: then the run exists
 
     def spec(self) -> Spec:
-        """What the run is.
+        """Return the run's description.
 
         Raises:
             ConfigError: there is no run, or its file is damaged.

@@ -6,6 +6,7 @@ decided, and of the evidence. A line that was cut off by a crash is dropped when
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from netlayer.results import utc_now
 from trainer.resilience.machine import Event, Facts, State, next_state
 
 VERSION = 1
+_TAIL_BYTES = 8 << 20
 
 
 class Journal:
@@ -32,10 +34,10 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        text = path.read_bytes()
-        whole = text.rfind(b"\n") + 1
-        if whole < len(text):
-            os.ftruncate(self._descriptor, whole)
+        size = os.fstat(self._descriptor).st_size
+        tail = os.pread(self._descriptor, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        if tail and not tail.endswith(b"\n"):
+            os.ftruncate(self._descriptor, size - len(tail) + tail.rfind(b"\n") + 1)
         last = last_entry(path)
         self.seq = int(last.get("seq", 0))
         self.facts = Facts.from_json(last["facts"]) if last else Facts()
@@ -61,7 +63,10 @@ class Journal:
         self._append({"from": self.facts.state, "event": what, "to": self.facts.state, "evidence": evidence})
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """Close the file; twice is once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _append(self, entry: dict[str, Any]) -> None:
         line = {"version": VERSION, "seq": self.seq + 1, "at": utc_now(), **entry, "facts": self.facts.to_json()}
@@ -79,7 +84,17 @@ class Journal:
 
 
 def last_entry(path: Path) -> Mapping[str, Any]:
-    """The newest entry of a journal; empty where there is none."""
+    """The newest entry of a journal; empty where there is none. Of a long one, only the end is read.
+
+    Raises:
+        ConfigError: as `entries`.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+        file.seek(start)
+        *whole, _cut_off = file.read().split(b"\n")
+        if start and len(whole) > 1:  # the first of them may be half a line
+            return _parse(path, whole[-1], "the last line")
     last: Mapping[str, Any] = {}
     for entry in entries(path):
         last = entry
@@ -97,12 +112,16 @@ def entries(path: Path) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         return
     for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-            version, _facts, _seq = entry["version"], entry["facts"]["state"], entry["seq"]
-        except (ValueError, LookupError, TypeError) as exc:
-            raise ConfigError(str(path), None, f"line {number} is no entry of a journal", "restore the file") from exc
-        if version > VERSION:
-            rule = f"line {number} is of version {version}, and this netlayer reads {VERSION}"
-            raise ConfigError(str(path), None, rule, "go on with the version that wrote it")
-        yield entry
+        yield _parse(path, line, f"line {number}")
+
+
+def _parse(path: Path, line: bytes, which: str) -> dict[str, Any]:
+    try:
+        entry: dict[str, Any] = json.loads(line)
+        version, _facts, _seq = entry["version"], entry["facts"]["state"], entry["seq"]
+    except (ValueError, LookupError, TypeError) as exc:
+        raise ConfigError(str(path), None, f"{which} is no entry of a journal", "restore the file") from exc
+    if version > VERSION:
+        rule = f"{which} is of version {version}, and this netlayer reads {VERSION}"
+        raise ConfigError(str(path), None, rule, "go on with the version that wrote it")
+    return entry

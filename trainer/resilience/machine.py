@@ -2,7 +2,7 @@
 
 The driver is in one state; each of its rounds it may see one event, and `TRANSITIONS` says where that leads. The new
 state and all facts that the driver acts on (`Facts`) are on the disk before anything is done about them, and what is
-done about a state may be done twice: so a driver that was killed anywhere goes on from the last line of its journal.
+done about a state may be done twice: so a driver that was killed anywhere resumes from the last line of its journal.
 
           +-----------------------------------------------------------------------+
           v                                                                       |
@@ -26,7 +26,7 @@ from typing import Any
 
 
 class State(StrEnum):
-    """What the driver is doing."""
+    """State of a run."""
 
     GATHER = "gather"
     VERIFY = "verify"
@@ -60,7 +60,7 @@ TERMINAL = frozenset({State.COMPLETED, State.STOPPED, State.FAILED})
 
 
 class Event(StrEnum):
-    """What leads from one state to the next."""
+    """Event that leads from one state to the next."""
 
     ENOUGH_NODES = "enough nodes"
     TOO_FEW_NODES = "too few nodes"
@@ -140,7 +140,7 @@ class Facts:
         is_pause_wanted: a pause was asked for while a fault was handled.
         suspects: nodes one of which an unclear fault is suspected to come from; it shrinks as it is isolated.
         incident: the fault that is being handled: `policy.Incident` as JSON; empty in none.
-        incidents: those that were handled, oldest first; the last 400.
+        incidents: those that were handled, oldest first, without their findings; the last 100.
         reason: why the run is where it is, for a person.
     """
 

@@ -1,4 +1,4 @@
-"""What driver and executors tell each other: heartbeats and assignments, signed, bounded in size, checked on arrival.
+"""Messages between driver and executors: heartbeats and assignments, signed, bounded in size, checked on arrival.
 
 A message is a MAC of 32 bytes and JSON. The MAC (HMAC-SHA-256) is made with the run's token, which only the run's own
 user can read, and covers what the message is and which run and node it is for: whoever can write to the Redis but has
@@ -8,6 +8,7 @@ Neither kind of message holds a command line: what an executor runs stands in th
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import hmac
 import re
@@ -100,7 +101,7 @@ class CheckResult(_Message):
 
 
 class Heartbeat(_Message):
-    """What an executor tells of its node.
+    """Report of an executor on its node.
 
     Args:
         boot: drawn at the executor's start: another one means that it was restarted.
@@ -137,7 +138,7 @@ class Heartbeat(_Message):
 
 
 class Assignment(_Message):
-    """What a node is to do; it is followed until the next one comes, and following it twice is following it once.
+    """Task of a node; it is followed until the next one comes, and following it twice is following it once.
 
     Args:
         epoch: of the driver, one more with each that takes the run over: an executor never goes back to an earlier.
@@ -223,8 +224,16 @@ def _mac(token: bytes, kind: str, run: str, node: str, body: bytes) -> bytes:
 
 def plain(text: str, limit: int = MAX_LINE) -> str:
     """One line of text that a terminal or a page shows as it is: escapes and other control characters in words."""
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[: 2 * limit])
-    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+    line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[: 2 * limit])
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def collect_seldom() -> None:
+    """Have Python look for cycles seldom: messages have none, and a driver holds a hundred thousand of their parts.
+
+    For a process that reads the heartbeats of a large run; a third of its time goes to collections else.
+    """
+    gc.set_threshold(100_000, 50, 100)
 
 
 def is_node_name(text: str) -> bool:

@@ -27,11 +27,13 @@ from typing import Any, Literal
 from netlayer.config.resilience import ResilienceConfig
 from trainer.resilience.detect import Finding, Kind
 from trainer.resilience.machine import Facts
+from trainer.resilience.messages import plain
 
 Action = Literal["retry", "evict", "give_up"]
 
 _BY_SIGNAL: tuple[Kind, ...] = ("killed", "stopped", "memory")
 _MAX_FINDINGS = 40
+_MAX_REASON = 600  # characters: it stands in every later entry of the journal
 _MAX_EVICTED = 0.5  # share of the members that one decision may evict
 
 
@@ -79,7 +81,7 @@ class Incident:
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done about an incident.
+    """Answer to an incident.
 
     Args:
         action: what.
@@ -138,8 +140,8 @@ def diagnose(incident: Incident) -> tuple[str, tuple[str, ...], str]:
     """Return the kind of fault, the nodes that are to blame, and the evidence: [Note: who is to blame]."""
     causes = [finding for finding in incident.findings if finding.weight in ("cause", "evidence")]
     placed = [finding for finding in causes if finding.node]
-    if asked := [finding for finding in placed if finding.kind == "asked"]:
-        return "asked", *_told(asked)
+    if by_hand := [finding for finding in placed if finding.kind == "asked"]:
+        return "asked", *_told(by_hand)
     hardware = [finding for kind in ("hardware", "node_lost") for finding in placed if finding.kind == kind]
     if incident.checks:
         nodes = dict.fromkeys([*incident.checks, *(finding.node for finding in hardware)])
@@ -181,11 +183,11 @@ def _first_exit(findings: Sequence[Finding], hung: Sequence[Finding]) -> tuple[s
 def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
     nodes = tuple(dict.fromkeys(finding.node for finding in findings))
     lines = {finding.node: f"{finding.node}: {finding.text}" for finding in reversed(findings)}
-    return nodes, "; ".join(lines[node] for node in nodes)
+    return nodes, plain("; ".join(lines[node] for node in nodes), _MAX_REASON)
 
 
 def _faults_of(node: str, facts: Facts) -> int:
-    """How many earlier incidents were blamed on a node's processes."""
+    """Count the earlier incidents that were blamed on a node's processes."""
     return sum(node in each["decision"].get("nodes", ()) for each in facts.incidents)
 
 

@@ -143,9 +143,14 @@ class TrainingProcesses:
         )
         for local, rank in enumerate(ranks):
             name = f"rank{rank:05d}.{self.incarnation:04d}"
-            log, told = self._folder / f"{name}.log", self._folder / f"rank{rank:05d}.progress"
-            told.unlink(missing_ok=True)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local), progress.VARIABLE: str(told), _MARK: self._mark}
+            log, progress_file = self._folder / f"{name}.log", self._folder / f"rank{rank:05d}.progress"
+            progress_file.unlink(missing_ok=True)
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local),
+                progress.VARIABLE: str(progress_file),
+                _MARK: self._mark,
+            }
             with log.open("ab") as stdout:
                 self.readers.append(LogReader(log, rank))
                 popen = subprocess.Popen(
@@ -156,7 +161,7 @@ class TrainingProcesses:
                     env={**environ, **own},
                     start_new_session=True,
                 )
-            self._processes.append(_Process(rank, popen, told, time.time_ns()))
+            self._processes.append(_Process(rank, popen, progress_file, time.time_ns()))
             assert self._keeper.stdin is not None
             with contextlib.suppress(OSError):
                 self._keeper.stdin.write(b"%d\n" % popen.pid)
@@ -168,7 +173,7 @@ class TrainingProcesses:
         return all(process.exit_code is not None for process in self._processes)
 
     def statuses(self) -> list[RankStatus]:
-        """What each process is doing now."""
+        """Return the status of each process."""
         self._poll()
         return [self._status(process) for process in self._processes]
 
@@ -207,10 +212,10 @@ class TrainingProcesses:
                 process.exit_code, process.ended_ns = code, time.time_ns()
 
     def _status(self, process: _Process) -> RankStatus:
-        told = progress.read(process.progress) or progress.Progress()
+        latest = progress.read(process.progress) or progress.Progress()
         code = process.exit_code
         quiet_s = (
-            (time.monotonic_ns() - told.at_ns) / 1e9 if told.at_ns else (time.time_ns() - process.started_ns) / 1e9
+            (time.monotonic_ns() - latest.at_ns) / 1e9 if latest.at_ns else (time.time_ns() - process.started_ns) / 1e9
         )
         return RankStatus(
             rank=process.rank,
@@ -219,12 +224,12 @@ class TrainingProcesses:
             exit_code=None if code is None else max(code, -128),
             ended_ns=process.ended_ns,
             was_ended=process.was_signalled,
-            step=told.step,
-            phase=told.phase,
-            loss=told.loss,
-            is_finite=told.is_finite,
-            step_ms=told.step_ms,
-            exposed=told.exposed,
+            step=latest.step,
+            phase=latest.phase,
+            loss=latest.loss,
+            is_finite=latest.is_finite,
+            step_ms=latest.step_ms,
+            exposed=latest.exposed,
             quiet_s=max(quiet_s, 0.0),
         )
 

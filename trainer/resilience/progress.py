@@ -24,7 +24,7 @@ _SIZE = 512
 
 @dataclass
 class Progress:
-    """What a rank tells; the meaning of each is that of `messages.RankStatus`, `at_ns` is of the monotonic clock."""
+    """Progress of a rank; the meaning of each is that of `messages.RankStatus`, `at_ns` is of the monotonic clock."""
 
     step: int = 0
     phase: str = "starts"

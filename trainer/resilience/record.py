@@ -1,4 +1,4 @@
-"""What a driver leaves beside its journal: marks among the run's events, the status file, times of incidents."""
+"""Traces of a driver beside its journal: marks among the run's events, the status file, times of incidents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from netlayer.errors import NetlayerError
 from netlayer.observe.events.schema import Mark, Origin
 from netlayer.observe.events.writer import EventWriter
 from netlayer.results import write_text
+from trainer.checkpoint.names import checkpoints_in
 from trainer.resilience.detect import NodeView
 from trainer.resilience.folder import RunFolder
 from trainer.resilience.machine import Facts
 
 logger = logging.getLogger(__name__)
+
+DAMAGED = ".damaged"
+"""End of the name of a checkpoint that could not be loaded."""
 
 
 class Marks:
@@ -62,12 +66,27 @@ def write_status(
         role = "evicted" if name in facts.evicted else "member" if name in facts.members else "standby"
         row: dict[str, Any] = {"node": name, "role": role, "reason": facts.evicted.get(name, "")}
         if known is not None:
-            row["silent_s"] = round(now_s - known.heard_s, 1)
-            row["heartbeat"] = known.heartbeat.model_dump(mode="json")
+            beat = known.heartbeat
+            row |= {"silent_s": round(now_s - known.heard_s, 1), "host": beat.host, "pod": beat.pod, "pid": beat.pid}
+            row |= {
+                "phase": beat.phase,
+                "hardware": beat.hardware,
+                "tx_bytes": beat.tx_bytes,
+                "rx_bytes": beat.rx_bytes,
+            }
+            row["ranks"] = [{"rank": each.rank, "state": each.state, "step": each.step} for each in beat.ranks]
         nodes.append(row)
     tree = {"at_s": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "state": facts.state, **seen}
     with contextlib.suppress(NetlayerError, OSError):
         write_text(folder.status, json.dumps(tree | {"nodes": nodes}) + "\n")
+
+
+def set_aside_newest(folder: Path) -> list[Path]:
+    """Rename the newest good checkpoint of a folder, and return its new path; nothing where there is none."""
+    renamed = []
+    for path in checkpoints_in(folder)[-1:]:
+        renamed.append(path.rename(path.with_name(path.name + DAMAGED)))
+    return renamed
 
 
 def effective_share(facts: Facts, typical_ms: float, started_s: float, ended_s: float) -> float | None:

@@ -71,7 +71,7 @@ class Roster:
         return [name for name in self.expected if name in self._view.nodes and self.is_here(name, now_s)]
 
     def num_standbys(self, now_s: float) -> int:
-        """How many nodes could take a member's place; a backend that has more counts as enough for all."""
+        """Count the nodes that could take a member's place; a backend that has more counts as enough for all."""
         here = sum(name not in self._facts.members for name in self.heard(now_s))
         has_more = self._settings.replace and self._backend.name(self._facts.next_node)
         return here + (self._spec.nodes if has_more else 0)
@@ -90,17 +90,20 @@ class Roster:
             self.evict([name], f"no heartbeat since its start; see {self._folder.node(name) / 'executor.log'}")
             self.remove(name)
             self.never_came += 1
-        wanted = self._spec.nodes + self._settings.spares
-        most = None if self._settings.replace else wanted
-        there = [name for name in self.expected if name not in facts.evicted]
-        while len(there) < wanted and (most is None or facts.next_node < most):
+        target = self._spec.nodes + self._settings.spares
+        most = None if self._settings.replace else target
+        num_there = sum(name not in facts.evicted for name in self.expected)
+        new: list[str] = []
+        while num_there + len(new) < target and (most is None or facts.next_node < most):
             name = self._backend.name(facts.next_node)
             if not name:
                 break
             facts.next_node += 1
-            self._journal.note("node asked for", node=name)  # first: a driver that dies here knows of it
+            new.append(name)
+        if new:
+            self._journal.note("nodes asked for", nodes=new)  # first: a driver that dies here knows of them
+        for name in new:
             self._view.expected[name] = now_s
-            there.append(name)
             self._backend.launch(name)
 
     def evict(self, names: Iterable[str], reason: str) -> None:
@@ -113,7 +116,7 @@ class Roster:
     def drop_dead_standbys(self, now_s: float) -> None:
         """Evict standbys that are gone."""
         facts = self._facts
-        idle = [name for name in self._view.nodes if name not in facts.members and name not in facts.evicted]
+        idle = sorted(self._view.nodes.keys() - set(facts.members) - facts.evicted.keys())
         gone = [name for name in idle if not self.is_here(name, now_s)]
         if gone:
             self.evict(gone, "a standby of which no heartbeat comes any more")
@@ -136,10 +139,11 @@ class Roster:
         """Note the nodes whose self-check has passed; a standby whose check has failed is evicted."""
         facts = self._facts
         if self._settings.checks == "off":
-            facts.checked = [name for name in self.expected if name not in facts.evicted]
+            if len(facts.checked) != len(self.expected) - len(facts.evicted):
+                facts.checked = [name for name in self.expected if name not in facts.evicted]
             return
-        for name in self._view.nodes:
-            if name in facts.checked or name in facts.evicted or self.checks_of(name) is None:
+        for name in sorted(self._view.nodes.keys() - set(facts.checked) - facts.evicted.keys()):
+            if self.checks_of(name) is None:
                 continue
             failed = self.failed_checks([name])
             if not failed:

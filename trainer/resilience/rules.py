@@ -74,11 +74,11 @@ def match(rules: Sequence[Rule], where: Where, line: str, rank: int | None, at_n
         names: list[int] = []
         if "rank" in rule.pattern.groupindex:
             # A line may blame several; the reason, behind "because of it", names victims.
-            text = line.partition("; because of it ")[0]
-            names = [int(each["rank"]) for each in rule.pattern.finditer(text)][:_MAX_NAMED]
-        shown = plain(line.strip())
+            blame = line.partition("; because of it ")[0]
+            names = [int(each["rank"]) for each in rule.pattern.finditer(blame)][:_MAX_NAMED]
+        text = plain(line.strip())
         return LogMatch(
-            rule=rule.name, means=rule.means, rank=rank, names=tuple(sorted(set(names))), line=shown, at_ns=at_ns
+            rule=rule.name, means=rule.means, rank=rank, names=tuple(sorted(set(names))), line=text, at_ns=at_ns
         )
     return _of_kernel(line, at_ns) if where == "kernel" else None
 

@@ -1,4 +1,4 @@
-"""What a person is shown of a run: its state, its nodes, its last decisions, and the ends of its logs."""
+"""View of a run for a person: its state, its nodes, its last decisions, and the ends of its logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_SHOWN = 8
 
 
 def facts(folder: RunFolder, *, has_driver: bool) -> dict[str, Any]:
-    """What the driver saw last, and the incidents of the journal, as JSON values."""
+    """Return what the driver saw last, and the incidents of the journal, as JSON values."""
     known = last_entry(folder.journal).get("facts", {})
     try:
         seen = json.loads(folder.status.read_bytes())
@@ -82,11 +82,10 @@ def log_lines(folder: RunFolder, node: str | None, rank: int | None, num_lines: 
 
 
 def _node_line(row: dict[str, Any]) -> str:
-    beat = row.get("heartbeat")
     if row["role"] == "evicted":
         return f"{row['node']}: evicted: {plain(row['reason'], 200)}"
-    if beat is None:
+    if "ranks" not in row:
         return f"{row['node']}: {row['role']}, not heard of yet"
-    ranks = ", ".join(f"{each['rank']} {each['state']} at step {each['step']}" for each in beat["ranks"])
-    line = f"{row['node']}: {row['role']}, {beat['phase']}, heard {row['silent_s']} s ago, {plain(beat['host'])}"
+    ranks = ", ".join(f"{each['rank']} {each['state']} at step {each['step']}" for each in row["ranks"])
+    line = f"{row['node']}: {row['role']}, {row['phase']}, heard {row['silent_s']} s ago, {plain(row['host'])}"
     return f"{line}; rank {ranks}" if ranks else line

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +26,21 @@ _POLL_S = 0.3
 
 
 def directory_of(folder: RunFolder) -> Path:
-    """Where the server keeps its socket: short, for a socket's path is; private, which `EmbeddedRedis` checks."""
+    """Return the folder of the server's socket: short, as its path must be, and private (`EmbeddedRedis` checks)."""
     key = hashlib.sha256(str(folder.out.resolve()).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"netlayer-{os.geteuid()}-{key}"
+
+
+def start(folder: RunFolder) -> subprocess.Popen[bytes]:
+    """Start a run's host, in a session of its own."""
+    with (folder.run / "store.log").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "trainer.resilience.store_host", str(folder.out)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 def main(out: str) -> None:

@@ -22,6 +22,7 @@ _MIN_DRIFT = 0.01
 _WARM_UP_STEPS = 5
 _QUARTER_STEPS = 5
 _POWER_CAP = "power cap"
+_NOT_EXPLAINED = "not explained"
 _QUEUED = "waiting for a processor"
 _BUSY_HOST = 0.1
 """Share of their own time that ranks wait for a processor, from which on a verdict says so."""
@@ -150,7 +151,11 @@ def _cause(run: Run, suspect: Suspect) -> tuple[str, float]:
     rows = slice(suspect.since, None)
 
     def excess(times: Times) -> float:
-        return float(np.nanmean(times[rows, suspect.column]) - np.nanmean(np.nanmedian(times[rows][:, peers], axis=1)))
+        behind = times[rows, suspect.column] - _median_of_ranks(times[rows][:, peers])
+        behind = np.sort(behind[np.isfinite(behind)])
+        # A single long pause is no cause of what lasts; one in every few steps is.
+        cut = len(behind) // 8
+        return float(behind[cut : len(behind) - cut].mean()) if len(behind) else 0.0
 
     whole = excess(run.own_s)
     queued = excess(run.queued_s)
@@ -182,10 +187,11 @@ def drift(run: Run, detection: Detection) -> Verdict:
     grown = change(step_s)
     before = float(np.nanmean(step_s[early]))
     noise = 1.4826 * float(np.nanmedian(np.abs(step_s - np.nanmedian(step_s)))) / math.sqrt(quarter)
+    noise *= math.sqrt(max(_correlation_factor(step_s[part]) for part in (early, late)))
     if grown < _MIN_DRIFT * before or grown < 3 * noise:
         return Verdict("drift", "none", f"steps of {before:.3g} s changed by {grown / before:+.1%} from begin to end")
     causes = {name: change(by_step) for name, by_step in _lost_by_cause(run, detection).items()}
-    causes["not explained"] = grown - sum(causes.values())
+    causes[_NOT_EXPLAINED] = grown - sum(causes.values())
     shares = {name: seconds / grown for name, seconds in causes.items() if abs(seconds) > 0.02 * grown}
     shares = dict(sorted(shares.items(), key=lambda pair: -pair[1]))
     rows = tuple(CauseRow(name, share, share * grown) for name, share in shares.items())
@@ -193,7 +199,20 @@ def drift(run: Run, detection: Detection) -> Verdict:
     line = (
         f"steps of {before:.3g} s became {grown / before:.1%} longer (MFU {before / (before + grown) - 1:.1%}): {parts}"
     )
+    explained = [cause for cause in shares if cause != _NOT_EXPLAINED]
+    if explained and explained[0] == _QUEUED:
+        # Other work on the hosts comes and goes, and none of it is the job's; transfers by the hosts wait for it too.
+        return Verdict("drift", "suspected", f"{line}; its hosts are oversubscribed", rows)
     return Verdict("drift", "found", line, rows)
+
+
+def _correlation_factor(times: Times) -> float:
+    """Return by how much correlation between neighbouring steps widens the variance of their mean; at least 1."""
+    rest = times[np.isfinite(times)]
+    rest = rest - rest.mean() if len(rest) else rest
+    total = float((rest**2).sum())
+    rho = min(0.9, max(0.0, float((rest[1:] * rest[:-1]).sum()) / total)) if total > 0 else 0.0
+    return (1 + rho) / (1 - rho)
 
 
 def _lost_by_cause(run: Run, detection: Detection) -> dict[str, Times]:

@@ -124,7 +124,7 @@ def _rates(run: Run) -> dict[_Kind, dict[tuple[int, ...], list[float]]] | None:
 def traffic(run: Run) -> Verdict:
     """Name the ports that moved less in a step than they used to, while the others did not."""
     if not run.traffic:
-        return Verdict("traffic", "cannot tell", "no counters of bytes: sample them with netlayer nic watch")
+        return Verdict("traffic", "cannot tell", "no counters of bytes: neither a NIC nor an NVLink was read")
     ends = np.array(run.step_end_ns)
     if len(ends) > _MIN_PERIODS:
         edges, period_s = ends, float(np.median(np.diff(ends))) / 1e9
@@ -231,8 +231,8 @@ def link_limit(run: Run, link_gbps: float | None) -> Verdict:
 
 def _parallelism(kind: _Kind) -> str:
     """Return which parallelism a group serves, by our names and by those of torch's and Megatron's groups."""
-    words = set(re.split(r"[^a-z]+", kind.group.lower()))
+    parts = set(re.split(r"[^a-z]+", kind.group.lower()))
     for name, marks in _PARALLELISMS.items():
-        if words & marks:
+        if parts & marks:
             return name
     return "pipeline" if kind.name == "send" else ""

@@ -181,6 +181,7 @@ class _Collector:
         self._facts: dict[str, Any] = {}
 
     def segment(self, event: Segment) -> None:
+        """Take a segment in: into its step's cell, or beside the steps of its rank."""
         rank = event.origin.rank
         if rank is None:
             return

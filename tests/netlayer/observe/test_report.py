@@ -82,6 +82,12 @@ def test_a_slow_rank_is_named_with_host_step_and_cause() -> None:
     assert row.slowdown == pytest.approx(0.5, abs=0.03)
 
 
+def test_a_single_pause_is_not_the_cause_of_what_lasts() -> None:
+    found = verdict(events_of_run(slow={1: 1.3}, slow_from=21, gc_ms={30: 900.0}), "straggler")
+    [row] = found.rows
+    assert (row.rank, row.cause) == (1, "slow computation")
+
+
 def test_a_healthy_run_has_no_straggler_and_says_what_would_be_seen() -> None:
     found = verdict(events_of_run(), "straggler")
     assert (found.state, found.rows) == ("none", ())
@@ -150,6 +156,20 @@ def test_a_throttled_rank_explains_drift() -> None:
     found = verdict(events, "drift")
     assert (found.state, found.rows[0].cause) == ("found", "throttling")
     assert found.rows[0].share == pytest.approx(1.0, abs=0.1)
+
+
+def test_steps_that_wait_longer_for_processors_are_suspected_alone() -> None:
+    events = [*events_of_run(steps=100, hosts=["h"] * 8, timing="host", gc_ms=dict.fromkeys(range(61, 101), 40.0))]
+    events = [event for event in events if not (isinstance(event, Segment) and event.segment == "gc")]
+    late = next(event.start_ns for event in events if isinstance(event, Segment) and event.step == 61)
+    waits: list[Event] = []
+    for event in queued(events, {}):
+        if isinstance(event, Counter) and event.origin.rank == 1 and event.start_ns >= late:
+            event.value = 0.041
+        waits.append(event)
+    found = verdict(waits, "drift")
+    assert (found.state, found.rows[0].cause) == ("suspected", "waiting for a processor")
+    assert found.line.endswith("its hosts are oversubscribed")
 
 
 def throttle_marks(reason: str) -> list[Event]:

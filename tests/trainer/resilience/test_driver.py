@@ -1,0 +1,495 @@
+"""The driver on a simulated fleet: each fault is answered as the policy says, and each crash of its own survived."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.resilience.executor import Executor
+from trainer.resilience.journal import Journal, entries
+from trainer.resilience.machine import TERMINAL, Event, State
+from trainer.resilience.messages import Beacon, seal
+
+from .fleet import FakeNode, Fleet
+
+
+def test_a_healthy_run_ends_without_an_incident(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == []
+    assert fleet.driver.facts.evicted == {}
+    assert [incarnation for incarnation, _ in fleet.starts] == [1] * 4
+
+
+def kill(node: FakeNode) -> None:
+    node.die(-9)
+
+
+def stop(node: FakeNode) -> None:
+    node.is_stopped = True
+
+
+def raise_(node: FakeNode) -> None:
+    node.die(1)
+    for peer in node.fleet.nodes.values():
+        if peer is not node and peer.runs:
+            peer.die(1)
+            peer.log("symptom", "Connection closed by peer", rank=node.fleet.rank_of(peer))
+
+
+def lose_number(node: FakeNode) -> None:
+    rank = node.fleet.rank_of(node)
+    for each in node.fleet.nodes.values():
+        each.log("nan", f"the loss is nan on rank {rank}", rank=node.fleet.rank_of(each), names=(rank,))
+        each.die(1)
+
+
+def hang(node: FakeNode) -> None:
+    """The rank neither ends nor steps, and its peers name it."""
+    rank = node.fleet.rank_of(node)
+    for peer in node.fleet.nodes.values():
+        if peer is not node:
+            peer.die(1)
+            peer.log("named", f"rank {rank} does not answer", rank=node.fleet.rank_of(peer), names=(rank,))
+
+
+def hardware(node: FakeNode) -> None:
+    node.log("hardware", "NVRM: Xid 79", rank=None)
+
+
+def freeze(node: FakeNode) -> None:
+    node.is_frozen = True
+
+
+@pytest.mark.parametrize(
+    ("fault", "action", "kind"),
+    [
+        (kill, "retry", "killed"),
+        (stop, "retry", "stopped"),
+        (raise_, "retry", "exited"),
+        (lose_number, "retry", "nan"),
+        (hang, "retry", "named"),
+        (hardware, "evict", "hardware"),
+        (freeze, "evict", "node_lost"),
+    ],
+)
+def test_a_fault_is_blamed_on_its_node_and_the_run_goes_on(
+    fault: Callable[[FakeNode], None], action: str, kind: str, tmp_path: Path
+) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_step(12)
+    node = fleet.node(2)
+    fault(node)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [(action, kind, [node.name])]
+    assert list(fleet.driver.facts.evicted) == ([node.name] if action == "evict" else [])
+    [incident] = fleet.driver.facts.incidents
+    assert 0 < incident["detected_s"] <= incident["suspended_s"] <= incident["diagnosed_s"] < incident["resumed_s"]
+    assert incident["resumed_s"] <= incident["caught_up_s"]
+
+
+def test_a_process_that_is_killed_is_answered_within_a_heartbeat(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(12)
+    fleet.node(1).die(-9)
+    at_s = fleet.clock.now_s
+    fleet.until_state(State.SUSPEND)
+    assert fleet.clock.now_s - at_s < 1.0
+
+
+def test_a_second_fault_of_the_same_node_evicts_it(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    name = fleet.node(1).name
+    fleet.node(1).die(-9)
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_step(16)
+    fleet.node(1).die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "killed", [name]), ("evict", "killed", [name])]
+    assert list(fleet.driver.facts.evicted) == [name]
+
+
+def test_two_nodes_that_fail_at_once_are_both_blamed(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    both = [fleet.node(0), fleet.node(3)]
+    both[0].die(-9)
+    both[1].log("hardware", "NVRM: Xid 79", rank=None)
+    fleet.until_state(State.RUN)
+    assert fleet.finish() is State.COMPLETED
+    blamed = {name for _, _, names in fleet.decisions for name in names}
+    assert both[1].name in blamed
+    assert set(fleet.driver.facts.evicted) == {both[1].name}
+
+
+def test_a_fault_during_the_repair_is_another_incident(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    first, second = fleet.node(0), fleet.node(1)
+    first.die(-9)
+    fleet.until_state(State.START)
+    fleet.until(lambda: second.runs)
+    second.die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert [names for _, _, names in fleet.decisions] == [[first.name], [second.name]]
+
+
+def test_a_lost_number_that_comes_again_elsewhere_is_the_jobs(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    for rank in (1, 2):
+        fleet.until(lambda: fleet.driver.facts.state is State.RUN and fleet.driver.view.step == 12)
+        lose_number(fleet.node(rank))
+        fleet.until(lambda: fleet.driver.facts.state is not State.RUN)
+    assert fleet.finish() is State.FAILED
+    assert "it comes from the job or its data" in fleet.driver.facts.reason
+    assert fleet.driver.facts.evicted == {}
+
+
+def test_a_wrong_job_is_not_started_again(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_state(State.START)
+    fleet.until(lambda: all(node.runs for node in fleet.nodes.values()))
+    for node in fleet.nodes.values():
+        node.die(2)
+    assert fleet.finish() is State.FAILED
+    assert "no restart repairs that" in fleet.driver.facts.reason
+    assert fleet.driver.facts.evicted == {}
+
+
+def test_restarts_without_a_new_step_come_to_an_end(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, max_fruitless=3, retries_in_place=100)
+    fleet.until_step(12)
+    while fleet.driver.facts.state not in TERMINAL:
+        if fleet.driver.facts.state in (State.START, State.RUN) and fleet.node(0).runs:
+            fleet.node(0).die(-9)
+        fleet.tick()
+    assert fleet.driver.facts.state is State.FAILED
+    assert "brought no new step" in fleet.driver.facts.reason
+    pauses = [
+        entry["evidence"]["backoff_s"] for entry in entries(fleet.folder.journal) if entry["event"] == "decided: retry"
+    ]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] > 0
+
+
+def test_an_unclear_hang_is_retried_and_then_isolated(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, nodes=4, spares=2, max_fruitless=20)
+    fleet.until_step(6)
+    culprit = fleet.node(3).name
+    # It hangs the job in silence whenever it takes part.
+    for _ in range(4000):
+        hangs = any(node.name == culprit and node.runs and node.step >= 5 for node in fleet.nodes.values())
+        fleet._stepped_s = fleet.clock.now_s if hangs else fleet._stepped_s
+        fleet.tick()
+        if fleet.driver.facts.state in TERMINAL:
+            break
+    assert fleet.driver.facts.state is State.COMPLETED
+    assert [(action, kind) for action, kind, _ in fleet.decisions][:2] == [("retry", "hung"), ("evict", "hung")]
+    assert culprit in fleet.driver.facts.evicted
+    assert all(names == [] for _, _, names in fleet.decisions)  # nobody was accused
+
+
+def test_a_slow_node_that_holds_up_all_others_is_evicted(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=200, slow_steps=5)
+    fleet.until_step(12)
+    fleet.node(0).die(-9)  # so that the typical step is known from an incarnation before
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_step(20)
+    slow = fleet.node(2)
+    fleet.step_ms, slow.exposed = 1500.0, 0.05
+    fleet.until(lambda: len(fleet.decisions) == 2)
+    assert fleet.decisions[1] == ("evict", "slow", [slow.name])
+
+
+def test_a_slow_job_without_a_plain_culprit_goes_on(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=60, slow_steps=5)
+    fleet.until_step(12)
+    fleet.node(0).die(-9)
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_step(20)
+    fleet.step_ms = 1500.0
+    assert fleet.finish() is State.COMPLETED
+    assert len(fleet.decisions) == 1
+    noted = [entry for entry in entries(fleet.folder.journal) if entry["event"] == "noted"]
+    assert "cannot be told" in noted[0]["evidence"]["finding"]["text"]
+
+
+def test_a_node_that_fails_its_self_check_never_trains(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.tick()
+    fleet.nodes["node-1"].fails_checks = True
+    assert fleet.finish() is State.COMPLETED
+    assert "gemm: wrong numbers came out" in fleet.driver.facts.evicted["node-1"]
+    assert all(name != "node-1" for _, name in fleet.starts)
+
+
+def test_a_self_check_after_a_fault_overrules_a_retry(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    bad = fleet.node(1)
+    bad.fails_checks = True
+    bad.die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("evict", "self_check", [bad.name])]
+
+
+def test_a_lost_store_costs_no_node_and_no_restart(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=150)
+    fleet.until_step(8)
+    fleet.bus.is_down = True
+    for _ in range(120):  # half a minute, ten times what a node may be silent
+        fleet.tick()
+    fleet.bus.heartbeats, fleet.bus.assignments, fleet.bus.beacon = [], {}, b""  # it comes back empty
+    fleet.bus.is_down = False
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == []
+
+
+def test_a_driver_that_slept_blames_nobody(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=200)
+    fleet.until_step(8)
+    for _ in range(200):
+        fleet.tick(drives=False)
+    fleet.bus.heartbeats = []  # and what came meanwhile is lost
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == []
+
+
+def test_most_nodes_silent_at_once_are_not_evicted_at_once(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=200)
+    fleet.until_step(8)
+    for node in list(fleet.nodes.values())[:3]:
+        node.is_frozen = True
+    for _ in range(30):
+        fleet.tick()
+    for node in fleet.nodes.values():
+        node.is_frozen = False
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.driver.facts.evicted == {}
+
+
+def test_eviction_by_hand_of_a_member_and_of_a_standby(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_step(8)
+    fleet.folder.ask("evict", "node-4")
+    fleet.until(lambda: "node-4" in fleet.driver.facts.evicted)
+    assert fleet.driver.facts.state is State.RUN
+    fleet.folder.ask("evict", "node-1")
+    fleet.folder.ask("evict", "node-77")  # unknown: said, and nothing else
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("evict", "asked", ["node-1"])]
+    assert set(fleet.driver.facts.evicted) == {"node-4", "node-1"}
+
+
+def test_pause_and_resume_by_hand(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(12)
+    fleet.folder.ask("pause")
+    fleet.until_state(State.PAUSED)
+    step = fleet.saved
+    assert step >= 12  # ranks have saved where they stood
+    for _ in range(40):
+        fleet.tick()
+    assert not any(node.runs for node in fleet.nodes.values())
+    fleet.folder.ask("resume")
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == []
+    assert fleet.furthest[2] > step
+
+
+def test_a_pause_that_is_asked_for_during_a_repair_comes_after_it(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(12)
+    fleet.node(0).die(-9)
+    fleet.until_state(State.SUSPEND)
+    fleet.folder.ask("pause")
+    fleet.until_state(State.PAUSED)
+    assert len(fleet.decisions) == 1
+
+
+@pytest.mark.parametrize("state", [State.GATHER, State.VERIFY, State.START, State.RUN, State.SUSPEND, State.DIAGNOSE])
+def test_a_stop_ends_the_run_from_every_state(state: State, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, stop_s=5.0)
+    if state in (State.SUSPEND, State.DIAGNOSE):
+        fleet.until_step(6)
+        fleet.node(0).die(-9)
+    fleet.until_state(state)
+    fleet.folder.ask("stop")
+    assert fleet.finish() is State.STOPPED
+    for _ in range(8):
+        fleet.tick()
+    assert not any(node.runs for node in fleet.nodes.values())
+
+
+def test_a_stopped_run_can_be_resumed(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(12)
+    fleet.folder.ask("stop")
+    fleet.finish()
+    fleet.driver.close()
+    fleet.driver = fleet.new_driver()
+    fleet.driver.resume()
+    assert fleet.finish() is State.COMPLETED
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the driver runs after it."""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_driver_killed_at_every_transition_is_taken_over(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, budget, kills = Journal._append, [0], [0]
+
+    def mortal(journal: Journal, entry: dict[str, Any]) -> None:
+        budget[0] -= 1
+        if budget[0] < 0 and when == "before":
+            raise Killed
+        append(journal, entry)
+        if budget[0] < 0:
+            raise Killed
+
+    monkeypatch.setattr(Journal, "_append", mortal)
+    faults: list[Callable[[Fleet], None]] = [lambda fleet: fleet.node(1).die(-9), lambda fleet: hardware(fleet.node(2))]
+    # Each driver lives for as many entries as the one before, and one more after each round through all states.
+    budget[0] = 10**9
+    fleet = Fleet(tmp_path, steps=40)
+    budget[0] = 0
+    life = 1
+    seen: set[tuple[str, str]] = set()
+    for _ in range(20000):
+        try:
+            fleet.tick()
+        except Killed:
+            kills[0] += 1
+            seen.add((str(fleet.driver.journal.facts.state), when))
+            while True:
+                life = life % 4 + 1
+                budget[0] = life
+                try:
+                    fleet.driver = fleet.new_driver()
+                    break
+                except Killed:
+                    kills[0] += 1
+        facts = fleet.driver.facts
+        if faults and facts.state is State.RUN and fleet.driver.view.step >= 10 * (3 - len(faults)):
+            faults.pop(0)(fleet)
+        if facts.state in TERMINAL:
+            break
+    budget[0] = 10**9
+    assert fleet.driver.facts.state is State.COMPLETED
+    assert kills[0] >= 8
+    kinds = [kind for _, kind, _ in fleet.decisions]
+    assert sorted(kinds) == ["hardware", "killed"]
+    assert len(fleet.driver.facts.evicted) == 1
+    # No incarnation was started twice on a node, and none of an earlier driver after one of a later.
+    assert len(fleet.starts) == len(set(fleet.starts))
+
+
+def test_an_executor_does_not_go_back_to_an_earlier_driver(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=100)
+    fleet.until_step(5)
+    old = fleet.driver
+    fleet.driver = fleet.new_driver()
+    fleet.until_step(10)
+    assert fleet.node(0).assignment.epoch == 2
+    stale = Beacon(run="run1", node="*", epoch=1, seq=10**6)
+    fleet.bus.beacon = seal(stale, fleet.token)
+    old._sent.clear()
+    old._bus = fleet.bus  # type: ignore[assignment]
+    old._send(fleet.clock.now_s)  # it woke up, and sends what it thinks
+    fleet.tick()
+    assert fleet.node(0).assignment.epoch == 2
+    assert fleet.finish() is State.COMPLETED
+
+
+def test_random_faults_in_a_row_end_well_and_accuse_nobody_else(tmp_path: Path) -> None:
+    for seed in range(12):
+        fleet = Fleet(tmp_path / str(seed), nodes=5, steps=120, seed=seed, spares=1, max_restarts=200)
+        draw, hit = random.Random(seed), set[str]()
+        for step in (10, 25, 40, 60, 80, 100):
+            fleet.until_step(step)
+            node = fleet.node(draw.randrange(5))
+            hit.add(node.name)
+            draw.choice([kill, stop, raise_, hang, hardware, freeze])(node)
+            fleet.until_not(State.RUN)
+        assert fleet.finish() is State.COMPLETED, seed
+        assert len(fleet.decisions) == 6, seed
+        assert {name for _, _, names in fleet.decisions for name in names} <= hit, seed
+        assert set(fleet.driver.facts.evicted) <= hit, seed
+
+
+def test_what_is_decided_stands_in_the_events_and_in_the_status(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    name = fleet.node(2).name
+    hardware(fleet.node(2))
+    fleet.finish()
+    fleet.driver.write_status()
+    fleet.driver.close()
+    [file] = (tmp_path / "events").glob("host-*.jsonl")
+    marks = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    names = [mark["name"] for mark in marks]
+    assert names == ["run_start", "failure", "eviction", "restart", "run_end"]
+    assert marks[2]["attributes"] == {"node": name}
+    status = json.loads(fleet.folder.status.read_text())
+    assert status["state"] == "completed"
+    assert {row["role"] for row in status["nodes"] if row["node"] == name} == {"evicted"}
+
+
+def test_forged_and_replayed_heartbeats_change_nothing(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    captured = fleet.node(0).heartbeat(fleet.clock.now_s)
+    bad = bytearray(captured)
+    bad[-3] ^= 1
+    fleet.bus.heartbeats += [bytes(bad), b"x" * 100_000, b"", captured[:10], b"\0" * 32 + captured[32:]]
+    fleet.tick()
+    assert fleet.driver.refused == 5
+    for _ in range(20):
+        fleet.tick()
+    seq = fleet.driver.view.nodes[fleet.node(0).name].heartbeat.seq
+    fleet.bus.heartbeats.append(captured)  # seen before
+    fleet.tick()
+    assert fleet.driver.view.nodes[fleet.node(0).name].heartbeat.seq >= seq
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == []
+    assert Event.FAULT not in {entry["event"] for entry in entries(fleet.folder.journal)}
+
+
+def test_jitter_of_a_healthy_run_raises_no_alarm(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=10**6, slow_steps=10)
+    fleet.until_step(5)
+    draw, late = random.Random(3), dict[str, float]()
+    for _ in range(2400):  # ten minutes
+        for node in fleet.nodes.values():
+            if fleet.clock.now_s > late.get(node.name, 0.0) and draw.random() < 0.01:
+                late[node.name] = fleet.clock.now_s + draw.uniform(
+                    0.5, 3.0
+                )  # of the four seconds that it may be silent
+            node.is_frozen = fleet.clock.now_s < late.get(node.name, 0.0)
+            node.exposed = draw.uniform(0.02, 0.6)
+        fleet.step_ms = draw.choice([450.0, 500.0, 550.0, 900.0])
+        fleet.tick()
+    assert fleet.driver.facts.state is State.RUN
+    assert fleet.decisions == []
+    assert fleet.driver.view.step > 300
+
+
+def test_nodes_of_one_machine_share_its_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    executor = Executor(fleet.folder, "node-0", "127.0.0.1")
+    assert executor._own_gpus(1) == {}
+    executor._spec = dataclasses.replace(fleet.spec, ranks_per_node=2, environ={"NETLAYER_RUN_BACKEND": "nccl"})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert executor._own_gpus(1) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert executor._own_gpus(1) == {"CUDA_VISIBLE_DEVICES": "6,7"}

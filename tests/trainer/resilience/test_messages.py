@@ -1,0 +1,128 @@
+"""Messages of a run: forged, altered, replayed elsewhere, oversized and malformed ones are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.resilience.messages import (
+    MAX_BYTES,
+    Assignment,
+    Beacon,
+    Heartbeat,
+    LogMatch,
+    RankStatus,
+    Refused,
+    _mac,
+    is_node_name,
+    plain,
+    seal,
+    unseal,
+)
+
+TOKEN = b"k" * 32
+BEAT = Heartbeat(
+    run="r",
+    node="node-1",
+    boot="0123456789abcdef",
+    seq=1,
+    at_ns=1,
+    address="a",
+    host="h",
+    pid=1,
+    ranks=(RankStatus(rank=0, pid=7, state="ended", exit_code=-9, loss=1.5),),
+    matches=(LogMatch(rule="x", means="note", rank=0, line="l", at_ns=2),),
+)
+
+
+def test_a_message_comes_out_as_it_went_in() -> None:
+    assert unseal(seal(BEAT, TOKEN), TOKEN, Heartbeat, "r") == BEAT
+    assignment = Assignment(run="r", node="node-1", epoch=1, seq=2, action="train", incarnation=3)
+    assert unseal(seal(assignment, TOKEN), TOKEN, Assignment, "r", "node-1") == assignment
+
+
+@pytest.mark.parametrize(
+    ("token", "run", "node", "kind"),
+    [
+        (b"other", "r", "node-1", Assignment),
+        (TOKEN, "other", "node-1", Assignment),
+        (TOKEN, "r", "node-2", Assignment),
+        (TOKEN, "r", "node-1", Heartbeat),
+        (TOKEN, "r", "node-1", Beacon),
+    ],
+)
+def test_a_message_is_good_for_its_run_node_and_kind_alone(token: bytes, run: str, node: str, kind: Any) -> None:
+    data = seal(Assignment(run="r", node="node-1", epoch=1, seq=2, action="leave"), TOKEN)
+    with pytest.raises(Refused, match="MAC"):
+        unseal(data, token, kind, run, node)
+
+
+@given(st.binary(max_size=300))
+def test_noise_is_refused(data: bytes) -> None:
+    with pytest.raises(Refused):
+        unseal(data, TOKEN, Heartbeat, "r")
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_a_changed_byte_is_refused(at: int, change: int) -> None:
+    data = bytearray(seal(BEAT, TOKEN))
+    data[at % len(data)] ^= change
+    with pytest.raises(Refused):
+        unseal(bytes(data), TOKEN, Heartbeat, "r")
+
+
+def signed(tree: dict[str, Any], node: str = "node-1") -> bytes:
+    """A message whose sender knows the token, and sends what it likes."""
+    body = json.dumps({"run": "r", "node": node, **tree}, separators=(",", ":")).encode()
+    return _mac(TOKEN, "heartbeat", "r", node, body) + body
+
+
+WHOLE = json.loads(BEAT.model_dump_json())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq": -1},
+        {"seq": "1"},
+        {"seq": 2**63},
+        {"host": "h" * 300},
+        {"boot": "../../etc"},
+        {"unknown": 1},
+        {"lines": ["x"] * 13},
+        {"lines": ["x" * 401]},
+        {"ranks": [WHOLE["ranks"][0]] * 129},
+        {"ranks": [{**WHOLE["ranks"][0], "loss": "NaN"}]},
+        {"ranks": [{**WHOLE["ranks"][0], "exit_code": 10**9}]},
+        {"matches": [{**WHOLE["matches"][0], "means": "evict"}]},
+        {"phase": "root"},
+    ],
+)
+def test_what_the_schema_does_not_allow_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(Refused):
+        unseal(signed({**WHOLE, **change}), TOKEN, Heartbeat, "r")
+
+
+@pytest.mark.parametrize("node", ["../x", "a/b", "a..b", ".a", "a ", "", "a" * 64, "a\n", "-a", "a\0b"])
+def test_names_that_would_lead_elsewhere_are_none(node: str) -> None:
+    assert not is_node_name(node)
+    with pytest.raises(Refused):
+        unseal(signed({**WHOLE, "node": node}, node), TOKEN, Heartbeat, "r")
+
+
+def test_oversized_messages_are_neither_sent_nor_read() -> None:
+    with pytest.raises(Refused, match="more than"):
+        unseal(b"x" * (MAX_BYTES + 1), TOKEN, Heartbeat, "r")
+    many = BEAT.model_copy(update={"ranks": BEAT.ranks * 2000})
+    with pytest.raises(ValueError, match="at most"):
+        seal(many, TOKEN)
+
+
+def test_text_of_logs_cannot_act_on_a_terminal() -> None:
+    shown = plain("a\x1b[2J\x07\r\n\u202e<script>alert(1)</script>\x9b")
+    assert shown == "a\\x1b[2J\\x07\\r\\n\\u202e<script>alert(1)</script>\\x9b"
+    assert len(plain("x" * 10_000)) == 400

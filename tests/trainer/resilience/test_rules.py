@@ -1,0 +1,98 @@
+"""Lines of logs, as programs and kernels wrote them in public bug reports, and what they mean for a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from netlayer.errors import ConfigError
+from trainer.resilience.rules import load_rules, match
+
+RULES = load_rules()
+
+
+@pytest.mark.parametrize(
+    ("line", "means"),
+    [
+        ("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus.", "hardware"),
+        ("NVRM: Xid (PCI:0000:65:00): 64, pid='N/A', Row Remapper: Failed to remap row", "hardware"),
+        ("NVRM: Xid (PCI:0000:65:00): 94, pid=12345, Contained: ECC error", "note"),
+        ("NVRM: Xid (PCI:0000:03:00): 31, pid=7, name=python, Ch 00000010, MMU Fault", "note"),
+        # https://github.com/NVIDIA/NVSentinel/issues/155: no Xid, in three lines
+        ("               NVRM: fallen off the bus and is not responding to commands.", "hardware"),
+        ("EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#0_DIMM#0", "hardware"),
+        ("EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#0_DIMM#0", "note"),
+        ("Out of memory: Killed process 4242 (python) total-vm:1kB", "memory"),
+        # https://github.com/leptonai/gpud/pull/1209: around the fault, and none themselves
+        ("mlx5_core 0000:ab:00.0 mlx5_5: Port: 1 Link ACTIVE", None),
+        ("workqueue: ib_cache_event_task [ib_core] hogged CPU for >10000us 4 times", None),
+        ("EXT4-fs (md127p3): re-mounted 0f3cd65a r/w. Quota mode: none.", None),
+    ],
+)
+def test_lines_of_the_kernel(line: str, means: str | None) -> None:
+    found = match(RULES, "kernel", line, None, 0)
+    assert (found and found.means) == means
+
+
+@pytest.mark.parametrize(
+    ("line", "means", "names"),
+    [
+        # https://github.com/NVIDIA/nccl/issues/1814: names the ends of a path, and not which of them is bad
+        (
+            "h:984:1357 [4] ib_plugin.c:1615 NCCL WARN NET/IB : Got completion from peer 172.36.143.59<44206> with "
+            "status=12 opcode=129 len=65536 vendor err 129 (Recv)",
+            "symptom",
+            (),
+        ),
+        # https://github.com/pytorch/elastic/issues/134
+        ("gpu:141:158 [0] include/socket.h:416 NCCL WARN Net : Connection closed by remote peer", "symptom", ()),
+        # https://github.com/facebookresearch/dinov2/issues/447
+        (
+            "[rank0]:[E ProcessGroupNCCL.cpp:1316] [PG 0 Rank 0] Heartbeat monitor timed out! Process will be",
+            "symptom",
+            (),
+        ),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "hardware", ()),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "memory", ()),
+        ("[c10d] The server socket has failed to listen on any local network address. (EADDRINUSE)", "symptom", ()),
+        (
+            "error: rank 2 (tp=0, pp=0, dp=2; host h) is stopped (SIGSTOP), last seen at step 9; because of it "
+            "all_gather #40 of rank 1 failed after 3 s",
+            "named",
+            (2,),
+        ),
+        ("error: rank 3 (dp=3; host h) failed at step 9 in loop.py:88: RuntimeError: x", "named", (3,)),
+        ("error: step 7: the loss is nan on rank 1 (tp=0, pp=0, dp=1); lower job.optimizer.lr", "nan", (1,)),
+        ("error: step 7: the gradient norm is nan, in the shard of rank 0 (a shard is the mean)", "nan", ()),
+        ("step 10: held-out loss 3.2", None, ()),
+    ],
+)
+def test_lines_of_ranks(line: str, means: str | None, names: tuple[int, ...]) -> None:
+    found = match(RULES, "rank", line, 0, 0)
+    assert (found and found.means) == means
+    assert (found.names if found else ()) == names
+
+
+def test_a_line_of_a_rank_is_not_read_as_one_of_the_kernel() -> None:
+    assert match(RULES, "rank", "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus.", 0, 0) is None
+
+
+def test_a_users_rules_go_first(tmp_path: Path) -> None:
+    file = tmp_path / "rules.toml"
+    file.write_text(
+        '[[rule]]\nname = "ours"\nwhere = "rank"\npattern = "CUDA out of memory"\nmeans = "job"\nsource = "us"\n'
+    )
+    found = match(load_rules(str(file)), "rank", "CUDA out of memory", 0, 0)
+    assert found is not None
+    assert found.means == "job"
+    for text in ("[[rule]]\nname = 1\n", "[[rule", '[[rule]]\nname="x"\nwhere="y"\npattern=""\nmeans="z"\nsource=""\n'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"job\.resilience\.rules"):
+            load_rules(str(file))
+
+
+def test_every_rule_has_a_source_and_a_name_of_its_own() -> None:
+    names = [rule.name for rule in RULES]
+    assert len(names) == len(set(names))
+    assert all(rule.source for rule in RULES)
