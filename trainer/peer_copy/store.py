@@ -60,7 +60,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY_NAME = "netlayer-peer-copy"  # of the memory files, as /proc shows them
 _MAX_CONNECTIONS = 1024
-_SILENT_S = 300.0  # for which a connection may say nothing: a writer waits for its storage, or its turn
+_STRANGER_S = 20.0  # for which a connection may say nothing before it has shown that it holds the token
+_SILENT_S = 300.0  # and after that: a writer waits for the other stores
 _RECHECK_S = 600.0  # in which a file that was as it was sent is not compared again: all ranks of a start ask
 _READ_BYTES = 1 << 20
 _POLL_S = 0.2
@@ -195,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "netlayer", ""
-    timeout = _SILENT_S
+    timeout = _STRANGER_S
     disable_nagle_algorithm = True
     server: StoreServer
 
@@ -268,6 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
         signature = signature_of(self.server.token, *arguments)
         if not self._nonces or not is_same(signature, self.headers.get(SIGNATURE, "")):
             raise _Refusal(401, "the signature is not of this run", closes=True)
+        self.connection.settimeout(_SILENT_S)
         self.server.touch()
 
     def _answer(self, path: str, query: dict[str, str], length: int) -> None:
