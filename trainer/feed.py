@@ -267,7 +267,8 @@ class SampleFeed:
 
     def _batches(self, batch: _Batch | None, num_samples: int = 0) -> Batches:
         """Return a rank's micro-batches; where targets are masked, the ranks begin to add up those that count."""
-        scale = loss_scale(self._model, batch and batch.counts_2) if self._job.data.masks else None
+        counts_2 = None if batch is None else batch.counts_2
+        scale = loss_scale(self._model, counts_2) if self._job.data.masks else None
         if batch is None:  # of a stage that reads none: so many, and nothing in them
             nothing = torch.empty(0, dtype=torch.int64, device=self._device)
             return [(nothing, nothing)] * (num_samples // self._job.batch.micro_batch_size)
