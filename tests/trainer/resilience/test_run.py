@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from trainer.resilience.bus import Bus
 from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.journal import entries, last_entry
 from trainer.resilience.status import log_lines
+from trainer.resilience.store_host import directory_of
 
 pytestmark = pytest.mark.skipif(find_redis_binary() is None, reason="needs a redis-server")
 LIMIT_S = 60.0
@@ -122,6 +124,7 @@ def _clear(made: Run) -> None:
             process.kill()
     for process in made.ranks():
         process.kill()
+    shutil.rmtree(directory_of(made.folder), ignore_errors=True)
 
 
 def test_a_killed_rank_a_killed_driver_and_a_lost_store_in_one_run(run: Run) -> None:
