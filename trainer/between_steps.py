@@ -33,18 +33,22 @@ class BetweenSteps:
         on_evaluation: Callable[[Row], None],
         checkpoints: Path | str | None,
         on_warning: Callable[[str], None],
+        out: Path | None = None,
     ) -> None:
         self._trainer, self._evaluation, self._on_evaluation = trainer, evaluation, on_evaluation
-        self._checkpoints, self._on_warning = checkpoints, on_warning
+        self._checkpoints, self._on_warning, self._out = checkpoints, on_warning, out
         self.last = trainer.job.optimizer.steps
         self._save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
         self._retry_due = False
         """Whether the last checkpoint that was due found no room."""
+        self._skipped = 0  # copies that were due, since a row was handed over
+        self._has_said_skipped = False
 
     def open(self) -> None:
         """Make ready for checkpoints."""
-        if self._checkpoints is not None and (line := self._trainer.open_saver(self._checkpoints)):
-            self._on_warning(line)
+        if self._checkpoints is not None:
+            for line in self._trainer.open_saver(self._checkpoints, self._out):
+                self._on_warning(line)
 
     def evaluates(self, step: int) -> bool:
         return step % self._evaluation.every_steps == 0 or step == self.last
@@ -63,6 +67,38 @@ class BetweenSteps:
         """Whether a save is due for which the training waits."""
         return self.saves(step) and not self.saves_beside(step)
 
+    def start_save(self, step: int) -> bool:
+        """Start a save of what `step` will have made of the parameters, where one is due that runs beside the training.
+
+        Returns:
+            Whether it has to wait for the save before it.
+        """
+        is_saving = self._trainer.is_saving
+        if self.saves_beside(step):
+            if not is_saving:
+                self._trainer.start_save(step, to_peers=self._copies(step))
+            return is_saving
+        if self._copies(step):
+            if is_saving:
+                self._skip_copy(step)
+            else:
+                self._trainer.start_save(step, to_storage=False, to_peers=True)
+        return False
+
+    def _copies(self, step: int) -> bool:
+        """Whether a copy in the memory of other machines is due."""
+        interval = self._trainer.job.checkpoint.copy_interval
+        return self._trainer.copies_beside and step % interval == 0 and step < self.last
+
+    def _skip_copy(self, step: int) -> None:
+        """Note that a save is under way: there is no memory for another snapshot, and training does not wait."""
+        self._skipped += 1
+        if not self._has_said_skipped:
+            self._has_said_skipped = True
+            what = "peer copy" if self._trainer.is_copying else "checkpoint"
+            rule = f"the {what} before it is still being written; later ones are counted in peer_skipped"
+            self._on_warning(f"step {step}: no peer copy, {rule}; raise job.checkpoint.peer_interval")
+
     def evaluate(self, step: int) -> None:
         with _timed() as seconds:
             loss = self._trainer.evaluate(self._evaluation.global_batches)
@@ -73,8 +109,13 @@ class BetweenSteps:
 
     def note_saves(self, row: Row) -> None:
         """Put what became of saves beside the training into a row, and say it."""
+        if self._trainer.copies_beside:
+            row["peer_skipped"] += self._skipped
+            self._skipped = 0
         for outcome in self._trainer.outcomes():
-            if isinstance(outcome, checkpoint.Published):
+            if outcome.is_peers:
+                self._note_copy(outcome, row)
+            elif isinstance(outcome, checkpoint.Published):
                 self._retry_due = False
                 row["checkpoint_save_s"] += outcome.seconds
                 if self._trainer.place.rank == 0:
@@ -83,15 +124,28 @@ class BetweenSteps:
             else:
                 self._note_failure(outcome.step, row, outcome.error)
 
+    def _note_copy(self, outcome: checkpoint.Published | checkpoint.Failed, row: Row) -> None:
+        if isinstance(outcome, checkpoint.Failed):
+            row["peer_failures"] += 1
+            self._on_warning(f"no peer copy of step {outcome.step}, training goes on: {outcome.error}")
+            self._trainer.revive_copies()
+            return
+        row["peer_save_s"] += outcome.seconds
+        if self._trainer.place.rank == 0:
+            logger.info("peer copy: %s, %s in %.1f s", outcome.path, format_size(outcome.num_bytes), outcome.seconds)
+
     def save_after_another(self, step: int, row: Row) -> None:
         """Save beside the training after `step`, once storage is through with the save before it."""
+        is_copying = self._trainer.is_copying
         with _timed(row, "checkpoint_stall_s") as seconds:
             self._trainer.finish_save()
         self.note_saves(row)
         rule = "storage had not finished the checkpoint before it; raise job.checkpoint.every_steps, or write elsewhere"
+        if is_copying:
+            rule = "the peer copy before it was not finished; raise job.checkpoint.peer_interval"
         self._on_warning(f"step {step}: training waited {sum(seconds):.1f} s to save a checkpoint, for {rule}")
         with _timed(row, "checkpoint_stall_s"):
-            self._trainer.start_save(step)
+            self._trainer.start_save(step, to_peers=self._copies(step))
 
     def run(self, step: int, row: Row, *, stops: bool) -> Path | None:
         """Evaluate and save where that is due after a step; return the last checkpoint where the run ends here.

@@ -19,6 +19,7 @@ it is given another. One that is written beside the training is not written befo
 from the end of the one before only where nothing came between. Their seconds stand in the row of the step that they
 follow (`eval_s`, `checkpoint_s`), which is handed over when they are done, or have failed. One beside the training is a
 part of its step: what that costs is `checkpoint_stall_s`, and `checkpoint_save_s` is what it took, where that is known.
+Of a copy in the memory of other machines alone they are `peer_stall_s` and `peer_save_s`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from trainer.feed import open_feed
 from trainer.notes import Notes, NotesInFlight, every_ranks, spread_losses
 from trainer.optim import build_optimizer
 from trainer.parallel import Batches, ParallelModel
+from trainer.peer_copy.copies import PeerCopies
 from trainer.ramps import batch_size, learning_rate
 from trainer.resilience.progress import ProgressFile
 from trainer.step import open_steps
@@ -169,7 +171,9 @@ class Trainer:
         self._before: StepComm | None = None
         self._pending: Path | None = None
         self._saver: checkpoint.Saver | None = None
+        self._copies: PeerCopies | None = None
         self._stalls: dict[int, float] = {}  # by step: seconds that a save beside the training has cost
+        self._stall_column = "checkpoint_stall_s"  # of the last save
         self._untouched: Path | None = None  # the checkpoint whose parameters these still are
         self.peak = peak_flops(place.device_name, job.model.dtype)
 
@@ -216,16 +220,35 @@ class Trainer:
             with self.phase("opens the data"):
                 self.feed.open(self.seed, self.steps_done, self._resumed)
 
-    def open_saver(self, folder: Path | str) -> str:
+    def open_saver(self, folder: Path | str, out: Path | None = None) -> list[str]:
         """Make ready for saves into `folder`; every rank calls it, before the first step, or none does.
 
+        Args:
+            out: of the run, which all machines see, for copies in their memory; None: there are none.
+
         Returns:
-            A line for the user where saves will not run beside the training, as the job asks for; else nothing.
+            Lines for the user: that saves will not run beside the training, as the job asks for, or what copies are not
+            good for.
+
+        Raises:
+            ConfigError: copies take more than they may; on all ranks alike.
         """
-        beside = self.job.checkpoint.asynchronous and self.job.checkpoint.every_steps > 0
+        config = self.job.checkpoint
+        copies = out is not None and config.copy_interval > 0
+        beside = config.asynchronous and (config.every_steps > 0 or copies)
         with self.phase("makes ready for checkpoints"):
             self._saver, line = checkpoint.open_saver(self.model, self.optimizer, folder, self.text, beside=beside)
-        return line
+            if out is None or not copies or not self._saver.is_beside:
+                return [line] if line else []
+            self._copies = PeerCopies(self.model, out, self._saver.own_bytes, self.steps_done)
+            if self._copies.is_ready:
+                self._saver.add_peers(self._copies.location)
+            return self._copies.lines
+
+    @property
+    def copies_beside(self) -> bool:
+        """Whether copies go to the memory of other machines."""
+        return self._copies is not None and self._copies.is_ready
 
     @property
     def saves_beside(self) -> bool:
@@ -237,7 +260,12 @@ class Trainer:
         """Whether a save is under way beside the training."""
         return self._saver is not None and self._saver.stage != "idle"
 
-    def start_save(self, step: int) -> None:
+    @property
+    def is_copying(self) -> bool:
+        """Whether the save that is under way is for the memory of other machines alone."""
+        return self._saver is not None and self._saver.is_copying
+
+    def start_save(self, step: int, *, to_storage: bool = True, to_peers: bool = False) -> None:
         """Start to save the state after `step`, which was launched last; every rank calls it, with no save under way.
 
         What it costs is added to the row of the step, where that is not read yet.
@@ -246,7 +274,9 @@ class Trainer:
         begin_s = time.perf_counter()
         with self.phase("saves a checkpoint"):
             self.open_feed()  # it knows how many samples that were
-            self._saver.begin(step, self.seed, self.feed.state(step))
+            data = self.feed.state(step)
+            self._saver.begin(step, self.seed, data, to_storage=to_storage, to_peers=to_peers)
+        self._stall_column = "checkpoint_stall_s" if to_storage else "peer_stall_s"
         self._stalls[step] = self._stalls.get(step, 0.0) + time.perf_counter() - begin_s
 
     def finish_save(self, *, is_verified: bool = False) -> Path | None:
@@ -269,6 +299,11 @@ class Trainer:
         if self._saver is not None:
             with self.phase("waits for storage"), contextlib.suppress(ConfigError, CheckFailed):
                 self._saver.end()
+
+    def revive_copies(self) -> None:
+        """Start the store of this machine again where it has ended; every rank calls it, after a copy that failed."""
+        if self._copies is not None:
+            self._copies.revive()
 
     def outcomes(self) -> list[checkpoint.Published | checkpoint.Failed]:
         """Return what became of saves beside the training since the last call."""
@@ -329,9 +364,11 @@ class Trainer:
         self._before = None
 
     def close(self) -> None:
-        """End the training; every rank calls it, with no step under way. Process groups stay."""
+        """End the training, which has ended well; every rank calls it, with no step under way. Process groups stay."""
         if self._saver is not None:
             self._saver.close()
+        if self._copies is not None:
+            self._copies.close()
         self.feed.close()
         self.steps.close()
         self.model.close()
@@ -388,7 +425,7 @@ class Trainer:
         self.commit()
         row = self._row(launched, notes)
         if self._saver is not None:
-            row["checkpoint_stall_s"] += self._stalls.pop(launched.step, 0.0) + self._saver.waited_s()
+            row[self._stall_column] += self._stalls.pop(launched.step, 0.0) + self._saver.waited_s()
             with self._told_where_lost():
                 self._saver.advance(launched.save_epoch, notes)
         return row, notes.num_asked > 0
@@ -476,6 +513,8 @@ class Trainer:
             "checkpoint_save_s": 0.0,
             "checkpoint_failures": 0,
         }
+        if self.copies_beside:
+            row |= {"peer_stall_s": 0.0, "peer_save_s": 0.0, "peer_failures": 0, "peer_skipped": 0}
         if launched.data_wait_s is not None:
             row["data_wait_ms"] = launched.data_wait_s * 1e3
         return row
@@ -489,6 +528,7 @@ def run(
     checkpoints: Path | str | None = None,
     on_comm: Callable[[StepComm], bool] = lambda _comm: False,
     on_warning: Callable[[str], None] = lambda _line: None,
+    out: Path | None = None,
 ) -> Stop | None:
     """Train to the end of the job, or until it is asked to stop; each row is handed over as soon as it is known.
 
@@ -499,6 +539,7 @@ def run(
         checkpoints: folder, or URL, for those that the job asks for, and for one where the training is asked to stop.
         on_comm: gets what the recorder has of each step, with its row; says whether it took time that is no step's.
         on_warning: gets a line that the user is to see; on all ranks alike.
+        out: of the run, which all machines see, for copies of its state in their memory; None: there are none.
 
     Returns:
         None at the end of the job.
@@ -507,7 +548,7 @@ def run(
         CheckFailed: a loss, the gradient, or what a checkpoint would hold is not finite; on all ranks alike.
         NoRoom: the last checkpoint does not fit; on all ranks alike.
     """
-    between = BetweenSteps(trainer, evaluation, on_evaluation, checkpoints, on_warning)
+    between = BetweenSteps(trainer, evaluation, on_evaluation, checkpoints, on_warning, out)
     under_way: list[Launched] = []
 
     def read_one() -> tuple[Row, bool]:
@@ -538,11 +579,8 @@ def run(
             if len(under_way) > 1:
                 row, is_asked = read_one()
                 hand_over(row)
-            is_saved_beside = between.saves_beside(step) and not is_asked
             # A save before this one is finished first, and this step's numbers show that it is sound.
-            waits = is_saved_beside and trainer.is_saving
-            if is_saved_beside and not waits:
-                trainer.start_save(step)  # of what this step will have made of the parameters
+            waits = not is_asked and between.start_save(step)
             # Leave this step's numbers for later, and the device busy, unless something below needs them.
             if not (is_asked or waits or between.saves_now(step) or between.evaluates(step)):
                 continue

@@ -63,8 +63,19 @@ _COUNTERS = {
     "checkpoint_seconds": "time in which training waited for checkpoints, since this start",
     "checkpoint_stall_seconds": "time that checkpoints have cost the training, those beside it too, since this start",
     "checkpoint_save_seconds": "time that checkpoints beside the training took, since this start",
+    "peer_copy_failures": "copies in the memory of other machines that failed, since this start",
+    "peer_copy_stall_seconds": "time that peer copies alone have cost the training, since this start",
+    "peer_copy_save_seconds": "time that peer copies took beside the training, since this start",
     "evaluation_seconds": "time in which held-out losses were taken after steps, since this start",
 }
+
+
+_COPIES = {
+    "peer_copy_failures": "peer_failures",
+    "peer_copy_stall_seconds": "peer_stall_s",
+    "peer_copy_save_seconds": "peer_save_s",
+}
+"""Columns of rows that only a run with peer copies has."""
 
 
 class Sink(Protocol):
@@ -200,6 +211,8 @@ class _Metrics:
             self._totals["checkpoint_seconds"] += row["checkpoint_s"]
             self._totals["checkpoint_stall_seconds"] += row["checkpoint_stall_s"]
             self._totals["checkpoint_save_seconds"] += row["checkpoint_save_s"]
+            for name, column in _COPIES.items():
+                self._totals[name] += row.get(column, 0)
             self._totals["evaluation_seconds"] += row["eval_s"]
 
     def collect(self) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from netlayer.launch.rank import RankEnv
 from netlayer.nccl.environment import Choice, for_ranks
 from netlayer.workload.fit import check_room, in_room, settle, with_overlap
 from netlayer.workload.memory import estimate, gib
+from netlayer.workload.model_size import stage_elements
 from trainer.checkpoint.meta import check_model, check_same_text, find, resume_notes, seed_of
 from trainer.checkpoint.names import TOKENIZER
 from trainer.checkpoint.resume import check_steps_left, start_of
@@ -197,6 +198,8 @@ def draft(
             # The default seed is no wish of the user's, and gives way to the checkpoint's without a word.
             seed = seed_of(start.meta, None if is_default_seed else seed, job)
             notes += resume_notes(start.meta, job)
+    if job.checkpoint.copy_interval:
+        notes.append(_copies_line(job, max(1, ranks // here)))
     is_done = bool(steps_done) and not check_steps_left(start, job)
     if is_done:
         notes = [f"{path} has taken all {steps_done:,} steps of the job: nothing to do"]
@@ -208,6 +211,9 @@ def draft(
             notes.append(f"note: --trace {trace} has no effect up to step {steps_done}, from which it resumes")
             # What an earlier start has traced stays as it is: the range shrinks to what is still to come.
             steps = range(steps_done + 1, max(steps.stop, steps_done + 1))
+    if env is not None and job.checkpoint.peer_copies and out is None and not is_done:
+        rule = f"is needed for peer copies: {env.launcher} started ranks that look there for one another's memory"
+        raise ConfigError("--out", None, rule, "give a folder that all of them see")
     # Without it rank 0 names a folder of its own, which the other ranks do not know.
     has_folder = out is not None or job.checkpoint.folder
     if env is not None and job.checkpoint.every_steps and not has_folder and not is_done:
@@ -228,6 +234,17 @@ def draft(
         is_done=is_done,
         notes=notes,
     )
+
+
+def _copies_line(job: JobConfig, machines: int) -> str:
+    """Say what peer copies will take: 12 bytes an element, a parameter and two moments, of each machine and others."""
+    config = job.checkpoint
+    elements = sum(stage_elements(job, stage) for stage in range(job.parallel.pp)) * job.parallel.tp
+    copies = min(config.peer_copies, machines - 1)
+    size = 12 * elements // machines * (copies + 1) * (config.peer_keep + 1)
+    where = f"its memory and that of {copies} more" if copies else "its own memory alone"
+    every = f"peer copies: every {config.copy_interval} steps, the state of each machine in {where}"
+    return f"{every}; up to about {gib(size)} a machine"
 
 
 def check_supported(job: JobConfig, ranks: int) -> None:

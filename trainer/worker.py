@@ -55,6 +55,7 @@ _OF_A_HOST: Any = {
     "resilience": True,
     "observe": {"folder", "url"},
     "nccl": {"hca", "gid_index"},
+    "checkpoint": {"peer_address"},
 }
 
 _LAST_EVENTS_S = 0.5  # before a rank ends because of another
@@ -152,7 +153,7 @@ def _train_watched(
         if progress is not None:
             progress.begin()
         calls = rows.add_step, rows.add_evaluation, checkpoints, tracer.add, rows.warn
-        ended = run(trainer, plan.job.evaluation, *calls)
+        ended = run(trainer, plan.job.evaluation, *calls, plan.out if plan.is_shared else None)
         with trainer.phase("writes the trace"):
             tracer.write()
     if watch is not None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from netlayer import lazy_names
 
 if TYPE_CHECKING:
+    from netlayer.config.checkpoint import CheckpointConfig as CheckpointConfig
     from netlayer.config.observe import ObserveConfig as ObserveConfig
     from netlayer.config.resilience import ResilienceConfig as ResilienceConfig
     from netlayer.config.tree import BatchConfig as BatchConfig
-    from netlayer.config.tree import CheckpointConfig as CheckpointConfig
     from netlayer.config.tree import ClusterConfig as ClusterConfig
     from netlayer.config.tree import Config as Config
     from netlayer.config.tree import DataConfig as DataConfig
@@ -66,7 +66,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "BatchConfig": ".tree",
-        "CheckpointConfig": ".tree",
+        "CheckpointConfig": ".checkpoint",
         "ClusterConfig": ".tree",
         "Config": ".tree",
         "DataConfig": ".tree",

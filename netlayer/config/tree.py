@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
+from netlayer.config.checkpoint import CheckpointConfig as CheckpointConfig
 from netlayer.config.errors import SWITCH_OR_AUTO, translate
 from netlayer.config.launch import LaunchConfig as LaunchConfig
 from netlayer.config.launch import StoreConfig as StoreConfig
@@ -361,32 +362,6 @@ class EvaluationConfig(Section):
 
     every_steps: Count = Field(50, description="steps between two evaluations")
     global_batches: Count = Field(4, description="global batches of held-out text in one evaluation")
-
-
-class CheckpointConfig(Section):
-    """Checkpoints: when training is saved, and how many are kept."""
-
-    every_steps: int = Field(
-        0, ge=0, description="steps between two saves, and one after the last; 0: only where a signal stops the run"
-    )
-    keep: Count = Field(
-        2, description="good checkpoints that stay, the newest; one that is not yet verified is kept in addition"
-    )
-    keep_every_steps: int = Field(
-        0, ge=0, description="good checkpoints of every so many steps stay as well, for ever; 0: none"
-    )
-    asynchronous: bool = Field(
-        True, description="copy the state to the host under the next step, and write it beside the training"
-    )
-    folder: str = Field(
-        "", description="folder or URL (s3://, gs://, hdfs://) of the checkpoints; none: checkpoints/ of the output"
-    )
-    model_only: bool = Field(
-        False, description="resume with the parameters of a checkpoint alone: from the first step, with new moments"
-    )
-    allow_dataset_change: bool = Field(
-        False, description="resume from a checkpoint with other text, seed or (rotary) seq_len, in its own tokens"
-    )
 
 
 class LoopConfig(Section):

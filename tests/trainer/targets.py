@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import signal
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -14,9 +17,11 @@ from netlayer.config.tree import EvaluationConfig
 from netlayer.launch.rank import RankContext
 from trainer.checkpoint import restore
 from trainer.checkpoint.meta import find
+from trainer.checkpoint.resume import AUTO, start_of
 from trainer.checkpoint.save import NoRoom
 from trainer.checkpoint.writer import KILL
-from trainer.loop import Trainer, run
+from trainer.loop import Row, Trainer, run
+from trainer.peer_copy.hosts import FOLDER, NODE
 from trainer.plan import Plan
 from trainer.worker import meet
 
@@ -83,3 +88,59 @@ def saved_and_restored(context: RankContext, plan: Plan, url: str) -> SavedAndRe
     run(other, EvaluationConfig(), lambda row: again.append(row["loss"]), lambda _row: None)
     other.close()
     return SavedAndRestored(losses, again, restored)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Losses of a run whose state is copied to the other machine; where it has started, and what was said.
+
+    `unbroken` are those of the same run without copies, from its first step; none of one that is lost.
+    """
+
+    losses: list[float]
+    step: int
+    notes: list[str]
+    warnings: list[str]
+    unbroken: list[float]
+
+
+def copied(context: RankContext, plan: Plan, url: str, lost_after: int = 0) -> Copied:
+    """Train as a machine of its own, from the newest checkpoint or copy.
+
+    Args:
+        lost_after: a step; then rank 1 and the store of its machine are killed.
+    """
+    torch.set_num_threads(1)
+    os.environ[NODE] = f"node-{context.env.rank}"
+    start = start_of(AUTO, plan.out, {})
+    place, groups = meet(context, replace(plan, init_method=url))
+    losses, warnings, unbroken = list[float](), list[str](), list[float]()
+    if not lost_after:
+        whole = Trainer(plan.job, plan.corpus, plan.seed, place, groups)
+        run(whole, EvaluationConfig(), lambda row: unbroken.append(row["loss"]), lambda _row: None)
+        whole.close()
+    trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups)
+    if start.meta is not None:
+        trainer.resume(start.meta)
+
+    def add(row: Row) -> None:
+        losses.append(row["loss"])
+        saver, end_s = trainer._saver, time.monotonic() + 100
+        # Steps of a tiny model take no time: each waits for the writer, so that ten are enough for a copy.
+        while saver is not None and saver.stage != "idle" and not any(saver.own_state()[:2]):
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+        if row["step"] == lost_after and place.rank == 1:
+            os.kill(store_pid(plan.out, os.environ[NODE]), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    done = trainer.steps_done
+    folder = plan.out / "checkpoints"
+    run(trainer, EvaluationConfig(), add, lambda _row: None, folder, on_warning=warnings.append, out=plan.out)
+    trainer.close()
+    return Copied(losses, done, list(start.notes), warnings, unbroken)
+
+
+def store_pid(out: Path, machine: str) -> int:
+    """Return the id of the process that serves as a machine's store."""
+    return int(json.loads((out / FOLDER / f"{machine}.json").read_text(encoding="utf-8"))["pid"])

@@ -25,8 +25,9 @@ from tests.trainer import targets
 from trainer.checkpoint.meta import find
 from trainer.checkpoint.names import checkpoints_in, pending_in
 from trainer.checkpoint.reader import open_checkpoint
-from trainer.checkpoint.save import Saver, _Process
+from trainer.checkpoint.save import Saver
 from trainer.checkpoint.writer import KILL, SLOW
+from trainer.checkpoint.writer_process import WriterProcess
 from trainer.data.prepare import Corpus
 from trainer.loop import RankInfo, Row, Trainer, run
 from trainer.plan import Plan
@@ -129,10 +130,10 @@ def test_a_moment_that_is_no_number_ends_the_run(
     trainer = Trainer(job_of(text_folder), corpus, 0, ALONE)
     begin = Saver.begin
 
-    def spoil(saver: Saver, step: int, seed: int, data: Any) -> None:
+    def spoil(saver: Saver, step: int, seed: int, data: Any, **where: bool) -> None:
         # A first moment of one element: the step after it is finite, for it is clipped and small.
         trainer.optimizer.each[0].state[trainer.model.slots[0].piece]["exp_avg_sq"][3] = float("inf")
-        begin(saver, step, seed, data)
+        begin(saver, step, seed, data, **where)
 
     monkeypatch.setattr(Saver, "begin", spoil)
     with pytest.raises(
@@ -225,16 +226,16 @@ def test_a_writer_answers_no_signal_and_ends_with_its_rank(
     text_folder: Path, corpus: Corpus, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids: set[int] = set()
-    launch_it = _Process.start
+    launch_it = WriterProcess.start
 
-    def signalled(process: _Process, command: object) -> None:
+    def signalled(process: WriterProcess, command: object, location: str) -> None:
         for each in writers(os.getpid()):
             pids.add(each.pid)
             for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 each.send_signal(signum)
-        launch_it(process, command)  # type: ignore[arg-type]
+        launch_it(process, command, location)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_Process, "start", signalled)
+    monkeypatch.setattr(WriterProcess, "start", signalled)
     rows, _ = train(job_of(text_folder), corpus, tmp_path)
     assert losses(rows) == whole[0]
     assert len(pids) == 1
@@ -263,9 +264,9 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_step(
 ) -> None:
     """A limit on the size of the writer's files stands for the disk: it is lifted after the first save."""
     limited: list[int] = []
-    before = _Process._launch
+    before = WriterProcess._launch
 
-    def launch_limited(process: _Process) -> None:
+    def launch_limited(process: WriterProcess) -> None:
         before(process)
         assert process._process is not None
         psutil.Process(process._process.pid).rlimit(psutil.RLIMIT_FSIZE, (40_000, -1))
@@ -276,7 +277,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_no_step(
         if "no checkpoint" in line:
             psutil.Process(limited[0]).rlimit(psutil.RLIMIT_FSIZE, (-1, -1))
 
-    monkeypatch.setattr(_Process, "_launch", launch_limited)
+    monkeypatch.setattr(WriterProcess, "_launch", launch_limited)
     trainer, rows, warnings = Trainer(job_of(text_folder), corpus, 0, ALONE), list[Row](), list[str]()
     run(trainer, EvaluationConfig(), rows.append, lambda _row: None, tmp_path, on_warning=lift)
     trainer.close()

@@ -54,15 +54,17 @@ def test_prometheus_gets_the_last_row_the_last_evaluation_and_sums(
     counted = {"steps": 0, "tokens": 0, "restarts": 2, "checkpoint_failures": 0}
     counted |= {"checkpoint_seconds": 0, "evaluation_seconds": 0}
     counted |= {"checkpoint_stall_seconds": 0, "checkpoint_save_seconds": 0}
+    counted |= {"peer_copy_failures": 0, "peer_copy_stall_seconds": 0, "peer_copy_save_seconds": 0}
     with open_sinks(MetricsConfig(prometheus_port=port), "tiny", tmp_path, 2, 2) as [sink]:
         assert gauges(port) == named({f"{name}_total": value for name, value in counted.items()})
         sink.add({**ROW, "step": 3, "loss": 9.0, "checkpoint_failures": 1, "checkpoint_s": 1.5})
         sink.add({**ROW, "step": 3, "loss": 9.0, "step_ms": 0.0, "checkpoint_stall_s": 0.5, "checkpoint_save_s": 30.0})
         sink.add({"step": 3, "validation_loss": 2.75, "eval_s": 0.25})
-        sink.add({**ROW, "step": 4, "eval_s": 0.25})
+        sink.add({**ROW, "step": 4, "eval_s": 0.25, "peer_failures": 1, "peer_stall_s": 0.25, "peer_save_s": 2.0})
         counted |= {"steps": 3, "tokens": 24, "checkpoint_failures": 1}
         counted |= {"checkpoint_stall_seconds": 0.5, "checkpoint_save_seconds": 30.0}
         counted |= {"checkpoint_seconds": 1.5, "evaluation_seconds": 0.25}
+        counted |= {"peer_copy_failures": 1, "peer_copy_stall_seconds": 0.25, "peer_copy_save_seconds": 2.0}
         last = {"step": 4, "loss": 2.5, "step_seconds": 0.012, "tokens_per_second": 1000, "memory_bytes": 2**29}
         last |= {"validation_loss": 2.75, "last_step_timestamp_seconds": 1.75e9}
         assert gauges(port) == named(last | {f"{name}_total": value for name, value in counted.items()})

@@ -20,6 +20,8 @@ TOKENIZER = "tokenizer.json"
 PENDING = ".new"
 """End of the name of a checkpoint that is not verified yet: no finite loss was computed with its parameters."""
 OWN_DIGEST = "digest"
+PEERS = "peers"
+"""Protocol of checkpoints in the memory of a run's machines: `trainer.peer_copy.filesystem`."""
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/{1,2}([^/].*)")
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -38,9 +40,16 @@ def as_location(path: Path | str) -> Path:
         return Path(path)
     from upath import UPath  # only here: most runs have no URL
 
+    know_protocol(url[1])
     # Without a listing that is kept: checkpoints come while somebody looks.
     made: Any = UPath(f"{url[1]}://{url[2]}", use_listings_cache=False)
     return made  # type: ignore[no-any-return]  # it has a Path's methods
+
+
+def know_protocol(location: str) -> None:
+    """Have fsspec know a protocol of ours, before it is asked for a URL, or for a protocol."""
+    if location.partition(":")[0] == PEERS:
+        import trainer.peer_copy.filesystem  # noqa: F401  only here: most runs have no such URL
 
 
 def sealed(facts: Mapping[str, Any]) -> str:

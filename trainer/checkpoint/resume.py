@@ -1,10 +1,10 @@
 """Resolution of the checkpoint that a run starts from: `--resume` with `--out`, and under a restart by torchrun.
 
 A checkpoint of another folder starts a run in `--out`, which must be new. One in `--out` itself resumes there
-(`trainer.history`). `--resume auto` is the newest good checkpoint of `--out`, or none while there is none: the same
-command starts a run and resumes it, as torchrun's restarts and a queue that requeues need it. A restart by
-torchrun repeats the arguments, so there too it is the newest good one of `--out`, whatever `--resume` names. Needs no
-torch.
+(`trainer.history`). `--resume auto` is the newest good checkpoint of `--out`, in storage or in the memory of the run's
+machines (`trainer.peer_copy`), or none while there is none: the same command starts a run and resumes it, as torchrun's
+restarts and a queue that requeues need it. A restart by torchrun repeats the arguments, so there too it is the newest
+good one of `--out`, whatever `--resume` names. Needs no torch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
 from trainer.checkpoint.meta import Meta, find
 from trainer.checkpoint.names import META, as_location, checkpoints_in, pending_in, step_of
 from trainer.history import CHECKPOINTS, METRICS, REPLACED
+from trainer.peer_copy.hosts import has_copies, location_of
 
 AUTO = Path("auto")
 
@@ -94,11 +96,17 @@ def own_folder(out: Path, folder: str) -> Path:
 def _newest(out: Path, folder: Path) -> Start:
     """Return the newest good checkpoint that is not damaged, as far as can be seen without its tensors.
 
+    Of two of one step it is that in memory, which is read faster, and whose tensors are checked here too.
+
     Raises:
         ConfigError: there are some, and all are damaged: to start from the first step would be no answer.
     """
     notes, damaged = list[str](), list[ConfigError]()
-    for path in reversed(checkpoints_in(folder)):
+    stored, copies = checkpoints_in(folder), _copies(out)
+    newest_stored = f"step {step_of(stored[-1])}" if stored else "none"
+    for path in sorted([*copies, *stored], key=step_of, reverse=True):  # stable: a copy first
+        if path in copies:
+            notes += [f"note: {line} was damaged, and is no longer used" for line in _damaged_copies(path)]
         if not (path / META).is_file():
             notes.append(f"note: {path} is newer, and was passed over: it lacks {META}")
             continue
@@ -108,7 +116,10 @@ def _newest(out: Path, folder: Path) -> Start:
             damaged.append(exc)
             notes.append(f"note: {path} is newer, and was passed over: it {exc.rule}")
             continue
-        newer = [each for each in pending_in(path.parent) if step_of(each) > meta.step]
+        newer = [each for each in pending_in(folder) if step_of(each) > meta.step]
+        if path in copies:
+            machines = ", ".join(_machines(path))
+            notes.append(f"note: {path.name} is in the memory of {machines}; the newest in storage: {newest_stored}")
         return Start(dataclasses.replace(meta, passed_over=newer), True, True, tuple(notes))
     if damaged:
         raise damaged[0]
@@ -117,3 +128,19 @@ def _newest(out: Path, folder: Path) -> Start:
         for path in pending_in(folder):
             notes.append(f"note: {path} was passed over: it is not verified yet")
     return Start(None, True, True, tuple(notes))
+
+
+def _copies(out: Path) -> list[Path]:
+    """Return the checkpoints in the memory of the run's machines."""
+    return checkpoints_in(as_location(location_of(out))) if has_copies(out) else []
+
+
+def _machines(path: Path) -> list[str]:
+    where: Any = path
+    return list(where.fs.machines(where.path))
+
+
+def _damaged_copies(path: Path) -> list[str]:
+    """Have the stores compare a copy with what they were sent, and return the files that they have removed."""
+    where: Any = path
+    return list(where.fs.check(where.path))

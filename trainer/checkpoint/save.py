@@ -15,7 +15,8 @@ for one, or job.checkpoint.asynchronous = false) goes through the same stages by
 
 [Note: one snapshot] There is one buffer a rank. A save that is due while storage is still busy with the one before
 waits for it, which is said, and its seconds are in the row: memory of the host is bounded, and steps are saved as asked
-for.
+for. One snapshot may go to two places, one after the other: into the memory of other machines, which is quick
+(`trainer.peer_copy`), and then to storage. A copy for the peers alone waits for nobody: it is skipped.
 
 [Note: no room] A disk that is full on one rank is no rank's end: all ranks agree on it, what was written is removed,
 and all of them get `NoRoom`. A writer that ends, or another error, costs that checkpoint and is said too; the third of
@@ -24,29 +25,20 @@ those in a row ends the run.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import secrets
-import signal
-import subprocess
-import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from netlayer.errors import FULL_DISK, CheckFailed, ConfigError
-from netlayer.launch.launcher import PASSED_ON
 from netlayer.units import format_size
 from netlayer.workload.model_size import stage_elements
 from trainer.checkpoint.dcp import (
@@ -64,18 +56,8 @@ from trainer.checkpoint.names import FORMAT, PENDING, as_location
 from trainer.checkpoint.reader import tied_names
 from trainer.checkpoint.snapshot import MOMENTS, ShardPlan, Staging, not_finite
 from trainer.checkpoint.storage import open_storage, part_name
-from trainer.checkpoint.writer import (
-    Command,
-    Commit,
-    Discard,
-    Pieces,
-    Prepare,
-    Publish,
-    Reply,
-    Write,
-    reply_of,
-    run_command,
-)
+from trainer.checkpoint.writer import Command, Commit, Discard, Prepare, Publish, Reply, Write, reply_of, run_command
+from trainer.checkpoint.writer_process import InlineWriter, Writer, WriterProcess
 from trainer.data.prepare import Corpus
 from trainer.notes import Notes, every_ranks
 from trainer.parallel import Optimizers, ParallelModel
@@ -84,8 +66,6 @@ from trainer.ramps import learning_rate
 logger = logging.getLogger(__name__)
 
 Stage = Literal["idle", "staged", "writing", "publishing"]
-_HELD_BACK = (*PASSED_ON, signal.SIGINT)
-_PROGRAM = "import sys; from trainer.checkpoint.writer import main; main(sys.argv[1:])"
 _MOST_FAILURES = 3  # in a row, that a full disk does not explain
 
 
@@ -102,6 +82,22 @@ class Text:
         return cls(corpus.tokenizer_file.read_bytes(), corpus.identity)
 
 
+@dataclass(frozen=True)
+class Target:
+    """A place of checkpoints.
+
+    Args:
+        location: a folder, or a URL.
+        keep, keep_every: see `Storage.prune`.
+        is_peers: it is the memory of the run's machines, and what fails there costs no more than a copy.
+    """
+
+    location: str
+    keep: int
+    keep_every: int
+    is_peers: bool = False
+
+
 class NoRoom(ConfigError):
     """A checkpoint did not fit where it goes; nothing of it is left. The same on all ranks."""
 
@@ -115,12 +111,14 @@ class Published:
         path: of it.
         seconds: from its snapshot to its name, beside the training.
         num_bytes: of its files of tensors; 0 on all ranks but the first.
+        is_peers: it lies in the memory of the run's machines.
     """
 
     step: int
     path: Path
     seconds: float
     num_bytes: int
+    is_peers: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,22 +127,7 @@ class Failed:
 
     step: int
     error: ConfigError
-
-
-class _Writer(Protocol):
-    """Something that runs commands, one at a time."""
-
-    def start(self, command: Command) -> None:
-        """Begin one; `reply` has what became of it."""
-
-    def reply(self, *, waits: bool) -> Reply | None:
-        """Return the reply to the last command; None: it is still running."""
-
-    def abort(self) -> None:
-        """Have the command that runs end soon."""
-
-    def close(self) -> None:
-        """End it."""
+    is_peers: bool = False
 
 
 @dataclass
@@ -153,11 +136,15 @@ class _Save:
     seed: int
     data: Mapping[str, Any] | None
     name: str
-    part: str
     begun_s: float
     lost: Tensor
+    targets: list[Target]  # still to come, the one under way first
+    part: str = ""
     is_verified: bool = False
-    num_bytes: int = 0
+
+    @property
+    def target(self) -> Target:
+        return self.targets[0]
 
 
 class Saver:
@@ -185,12 +172,14 @@ class Saver:
         staging: Staging | None = None,
         token: str = "",
     ) -> None:
-        self._model, self._text, self._location = model, text, str(folder)
-        self._config, self._rank = model.job.checkpoint, model.world.rank
+        config = model.job.checkpoint
+        self._model, self._text, self._rank = model, text, model.world.rank
+        self._storage = Target(str(folder), config.keep, config.keep_every_steps)
+        self._peers: Target | None = None
         self._plan = plan or ShardPlan(model, optimizers, file_of(self._rank))
         self._staging, self._token = staging, token
-        self._writer: _Writer = (
-            _Process(self._location, self._plan, staging) if staging else _Inline(self._location, self._plan.pieces)
+        self._writer: Writer = (
+            WriterProcess(self._plan, staging) if staging else InlineWriter(str(folder), self._plan.pieces)
         )
         self.stage: Stage = "idle"
         self.epoch = 0
@@ -211,21 +200,59 @@ class Saver:
         """Whether saves run beside the training."""
         return self._staging is not None
 
-    def begin(self, step: int, seed: int, data: Mapping[str, Any] | None) -> None:
+    def add_peers(self, location: str) -> None:
+        """Have `begin` know the memory of the run's machines as a place too; saves must run beside the training."""
+        assert self.is_beside
+        self._peers = Target(location, self._model.job.checkpoint.peer_keep, 0, is_peers=True)
+
+    @property
+    def own_bytes(self) -> int:
+        """Return the size of this rank's file, nearly: what a snapshot takes."""
+        return self._plan.num_bytes
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the save that is under way is for the memory of other machines alone."""
+        return self._save is not None and all(target.is_peers for target in self._save.targets)
+
+    def begin(
+        self,
+        step: int,
+        seed: int,
+        data: Mapping[str, Any] | None,
+        *,
+        to_storage: bool = True,
+        to_peers: bool = False,
+    ) -> None:
         """Start to save the state after `step`; the host does not wait for the device.
 
         Args:
             seed: of the samples.
             data: as in `Meta`.
+            to_storage, to_peers: where, one after the other; the peers' memory first, which is quick.
         """
         assert self.stage == "idle"
-        name = f"step-{step:06d}"
-        part = part_name(self._location, name, self._token)
+        targets = [self._peers] if to_peers and self._peers else []
+        targets += [self._storage] if to_storage else []
         lost = self._staging.take() if self._staging else not_finite(self._plan, self._model.zero())
-        self._save = _Save(step, seed, data, name, part, time.monotonic(), lost)
+        self._save = _Save(step, seed, data, f"step-{step:06d}", time.monotonic(), lost, targets)
+        self._prepare(self._save)
+
+    def _prepare(self, save: _Save) -> None:
+        """Begin with the first of the targets that are left."""
+        save.part = part_name(save.target.location, save.name, self._token)
         self._enter("staged")
         if self._rank == 0:
-            self._writer.start(Prepare(part, self.needed_bytes))
+            self._writer.start(Prepare(save.part, self.needed_bytes), save.target.location)
+
+    def _leave_target(self, save: _Save) -> None:
+        """Go on with the next target, if there is one."""
+        save.targets.pop(0)
+        if save.targets:
+            self._prepare(save)
+        else:
+            self._save = None
+            self._enter("idle")
 
     def order_updates(self) -> None:
         """See `Staging.order_updates`."""
@@ -261,11 +288,11 @@ class Saver:
         self._advance(notes.num_done, notes.num_failed)
 
     def finish(self, *, is_verified: bool = False) -> Path | None:
-        """Wait until the save that has begun is published, or has failed; return its path then.
+        """Wait until the save that has begun is published, or has failed; return its path then, None if there is none.
 
         Args:
             is_verified: a finite loss was computed with its parameters; False: it becomes a pending one, unless a step
-                has shown that.
+                has shown that. A copy for the peers is given up then: it takes memory, and nobody would verify it.
 
         Raises:
             ConfigError: too many saves have failed.
@@ -277,6 +304,12 @@ class Saver:
         if not save.is_verified:
             self._check_finite(save)
         save.is_verified = save.is_verified or is_verified
+        if not save.is_verified and save.target.is_peers:  # of which nothing is written yet
+            if self._rank == 0:
+                self._writer.reply(waits=True)
+            self._leave_target(save)
+            if self._save is None:
+                return None
         while self._save is save:
             is_done, is_failed = self._poll(waits=True)
             ranks = self._model.world.all_gather_ints([int(is_done), int(is_failed)], "checkpoint")
@@ -290,7 +323,7 @@ class Saver:
         Raises:
             As `save`.
         """
-        if self._save is None or self._save.step != step:
+        if self._save is None or self._save.step != step or self.is_copying:
             self.finish()
             self.begin(step, seed, data)
         path = self.finish()
@@ -314,7 +347,7 @@ class Saver:
             self._writer.reply(waits=True)
         self._model.wait_for_all()  # nobody writes there any more
         if self._rank == 0:
-            self._call(Discard(save.part))
+            self._call(Discard(save.part), save.target.location)
         self._save = None
         self._enter("idle")
 
@@ -359,22 +392,22 @@ class Saver:
         elif self.stage == "staged":
             self._enter("writing")
             further = list(self._settings(save.step)) if self._rank == 0 else []
-            self._writer.start(Write(save.part, self._plan.file, further))
+            self._writer.start(Write(save.part, self._plan.file, further), save.target.location)
         elif self.stage == "writing":
             self._enter("publishing")
             if self._rank == 0:
-                self._writer.start(self._publish(save))
+                self._writer.start(self._publish(save), save.target.location)
         else:
             self._end(save)
 
     def _end(self, save: _Save) -> None:
-        self._failures = 0
+        target = save.target
+        self._failures = self._failures if target.is_peers else 0
         name = save.name if save.is_verified else f"{save.name}{PENDING}"
         num_bytes = self._own.num_bytes if self._own else 0
-        seconds = time.monotonic() - save.begun_s
-        self.outcomes.append(Published(save.step, self._path(name), seconds, num_bytes))
-        self._save = None
-        self._enter("idle")
+        seconds, path = time.monotonic() - save.begun_s, as_location(target.location) / name
+        self.outcomes.append(Published(save.step, path, seconds, num_bytes, target.is_peers))
+        self._leave_target(save)
 
     def _fail(self, save: _Save) -> None:
         """Have all ranks know why one of them has failed, and remove what was written.
@@ -393,18 +426,22 @@ class Saver:
         room = next((rank for rank, (code, _) in enumerate(replies) if code in FULL_DISK), None)
         rank = rank if room is None else room
         reply = Reply(0, errno=replies[rank][0], text=texts[rank], free_bytes=replies[rank][1])
+        target = save.target
         if self._rank == 0:
-            self._call(Discard(save.part))
-        error = self._error(save.name, reply, rank)
-        self._failures = 0 if isinstance(error, NoRoom) else self._failures + 1
-        self._save = None
-        self._enter("idle")
-        self.outcomes.append(Failed(save.step, error))
+            self._call(Discard(save.part), target.location)
+        error = self._error(save, reply, rank)
+        if not target.is_peers:
+            self._failures = 0 if isinstance(error, NoRoom) else self._failures + 1
+        self._leave_target(save)
+        self.outcomes.append(Failed(save.step, error, target.is_peers))
         if self._failures >= _MOST_FAILURES:
             raise error
 
-    def _error(self, name: str, reply: Reply, rank: int = 0) -> ConfigError:
-        path = self._path(name)
+    def _error(self, save: _Save, reply: Reply, rank: int) -> ConfigError:
+        if save.target.is_peers:
+            copies, rule = self._model.job.checkpoint.peer_copies, f"cannot be kept: {reply.text} (rank {rank})"
+            return ConfigError("job.checkpoint.peer_copies", copies, rule, "see the stores' logs in --out")
+        path = as_location(save.target.location) / save.name
         if reply.errno in FULL_DISK:
             free = f", {format_size(reply.free_bytes)} were free" if reply.free_bytes >= 0 else ""
             rule = f"cannot be written ({os.strerror(reply.errno)}): it needs {format_size(self.needed_bytes)}{free}"
@@ -419,11 +456,8 @@ class Saver:
             self._give_up(save)
             raise StateLost(save.step, lost)
 
-    def _path(self, name: str) -> Path:
-        return as_location(self._location) / name
-
-    def _call(self, command: Command) -> Reply:
-        self._writer.start(command)
+    def _call(self, command: Command, location: str) -> Reply:
+        self._writer.start(command, location)
         reply = self._writer.reply(waits=True)
         assert reply is not None
         return reply
@@ -494,8 +528,8 @@ class Saver:
             None if self._text is None else self._text.tokenizer,
             facts,
             not save.is_verified,
-            self._config.keep,
-            self._config.keep_every_steps,
+            save.target.keep,
+            save.target.keep_every,
         )
 
 
@@ -505,107 +539,6 @@ class StateLost(CheckFailed):
     def __init__(self, step: int, ranks: list[int]) -> None:
         super().__init__(f"step {step}: parameters or moments of the optimiser are not finite")
         self.step, self.ranks = step, ranks
-
-
-class _Inline:
-    """Runs each command at once, in this process; elements come straight from the device."""
-
-    def __init__(self, location: str, pieces: Callable[[], Iterator[Pieces]]) -> None:
-        self._storage, self._pieces = open_storage(location), pieces
-        self._reply: Reply | None = None
-
-    def start(self, command: Command) -> None:
-        run = lambda: run_command(self._storage, command, self._pieces, lambda _phase: None)  # noqa: E731
-        self._reply = reply_of(0, self._storage, run)
-
-    def reply(self, *, waits: bool) -> Reply | None:  # noqa: ARG002  (as _Process)
-        return self._reply
-
-    def abort(self) -> None:
-        """Nothing runs."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _Process:
-    """A process that runs commands: `trainer.checkpoint.writer`. One that has ended is started again."""
-
-    def __init__(self, location: str, plan: ShardPlan, staging: Staging) -> None:
-        self._location, self._plan, self._staging = location, plan, staging
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
-        self._number = 0
-        self._reply: Reply | None = None
-        self._launch()
-
-    def start(self, command: Command) -> None:
-        self._number, self._reply = self._number + 1, None
-        try:
-            if self._process is None or self._process.poll() is not None:
-                self.close()
-                self._launch()
-            assert self._pipe is not None
-            self._pipe.send((self._number, command))
-        except OSError as exc:
-            self._reply = Reply(self._number, errno=-1, text=f"its writer cannot be started: {exc}")
-
-    def reply(self, *, waits: bool) -> Reply | None:
-        while self._reply is None:
-            assert self._pipe is not None
-            try:
-                if not waits and not self._pipe.poll():
-                    return None
-                reply = self._pipe.recv()
-            except (EOFError, OSError):
-                code = self._process.wait() if self._process else 0
-                end = f"signal {-code}" if code < 0 else f"exit code {code}"
-                self._reply = Reply(self._number, errno=-1, text=f"its writer has ended with {end}")
-            else:
-                self._reply = reply if reply.number == self._number else None
-        return self._reply
-
-    def abort(self) -> None:
-        if self._pipe is not None:
-            with contextlib.suppress(OSError):
-                self._pipe.send(self._number)
-
-    def close(self) -> None:
-        self._pipe = self._process = None
-        self._end()
-
-    def _launch(self) -> None:
-        """Start the process, and send it what stays the same from save to save."""
-        ours, theirs = Pipe()
-        settings = {
-            "pipe": theirs.fileno(),
-            "buffer": self._staging.file,
-            "num_bytes": self._staging.num_bytes,
-            "location": self._location,
-            "parent": os.getpid(),
-        }
-        # It inherits what is held back: these signals are the rank's to answer.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps(settings)],
-                pass_fds=(theirs.fileno(), self._staging.file),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
-        self._pipe = ours
-        # Also where nobody closes this: a writer whose pipe ends is gone in a moment.
-        self._end = weakref.finalize(self, _end_process, self._process, ours)
-        ours.send(self._plan.framed)
-
-
-def _end_process(process: subprocess.Popen[bytes], pipe: Connection) -> None:
-    pipe.close()
-    process.wait()
 
 
 def open_saver(

@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 
 from netlayer.results import sync_folder
 from trainer.checkpoint.distcp import Read, file_reader, object_reader
-from trainer.checkpoint.names import META, PENDING, checkpoints_in, halves_in, step_of
+from trainer.checkpoint.names import META, PENDING, checkpoints_in, halves_in, know_protocol, step_of
 
 PART = ".part"
 _SYNC_BYTES = 256 << 20
@@ -183,6 +183,7 @@ class ObjectStorage:
     def __init__(self, location: str) -> None:
         from fsspec.core import url_to_fs
 
+        know_protocol(location)
         # Without a listing that is kept: other ranks, in other processes, write there too.
         self._fs, self._root = url_to_fs(location, use_listings_cache=False, skip_instance_cache=True)
 

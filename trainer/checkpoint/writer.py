@@ -242,11 +242,11 @@ def reply_of(number: int, storage: Storage, run: Callable[[], int]) -> Reply:
 class _Process:
     """The commands of one rank, one after the other."""
 
-    def __init__(self, connection: Connection, buffer: memoryview, location: str) -> None:
-        self._connection, self._buffer, self._location = connection, buffer, location
-        self._storage: Storage | None = None
+    def __init__(self, connection: Connection, buffer: memoryview) -> None:
+        self._connection, self._buffer = connection, buffer
+        self._storages: dict[str, Storage] = {}
         self._items: list[Framed] = []
-        self._commands: queue.Queue[tuple[int, Command]] = queue.Queue()
+        self._commands: queue.Queue[tuple[int, Command, str]] = queue.Queue()
         self._number = self._aborted = 0  # of commands
         self._kill, self._slow_s = _kill_of(os.environ.get(KILL, "")), float(os.environ.get(SLOW, 0))
 
@@ -266,14 +266,15 @@ class _Process:
 
     def work(self) -> None:
         while True:
-            number, command = self._commands.get()
+            number, command, location = self._commands.get()
             self._number = number
             try:
-                self._storage = self._storage or open_storage(self._location)
+                if location not in self._storages:
+                    self._storages[location] = open_storage(location)
             except Exception as exc:  # noqa: BLE001  a missing package, or what a client says of its settings
                 self._connection.send(Reply(number, errno=-1, text=f"{exc}"))
                 continue
-            storage = self._storage
+            storage = self._storages[location]
             run = lambda: run_command(storage, command, self._pieces, self._check)  # noqa: B023, E731
             reply = reply_of(number, storage, run)
             self._connection.send(reply)
@@ -313,6 +314,6 @@ def main(arguments: Sequence[str]) -> None:
         os.nice(5)
     size = settings["num_bytes"]
     buffer = memoryview(mmap.mmap(settings["buffer"], size, prot=mmap.PROT_READ)) if size else memoryview(b"")
-    process = _Process(Connection(settings["pipe"]), buffer, settings["location"])
+    process = _Process(Connection(settings["pipe"]), buffer)
     threading.Thread(target=process.work, name="writes", daemon=True).start()
     process.listen()
