@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from netlayer.config.tree import Config, build_config
 from trainer.checkpoint.names import checkpoints_in
 from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.journal import last_entry
+from trainer.resilience.store_host import directory_of
 
 Row = dict[str, Any]
 
@@ -166,6 +168,7 @@ class FaultyJob:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         self.folder.ended.touch()
+        shutil.rmtree(directory_of(self.folder), ignore_errors=True)
 
     # ---- faults ----
 

@@ -85,9 +85,12 @@ def closed_form(life: Life, fixed: Mapping[str, float] | None = None) -> float:
 
 
 def best_interval_s(life: Life) -> float:
-    """Return Young's interval between saves: the root of twice the save's cost times the time between failures."""
+    """Return Young's interval between saves: the root of twice the save's cost times the time between failures.
+
+    Where nothing fails within the run, the run is that time.
+    """
     a = averages(life)
-    return math.sqrt(2 * a.save_s * a.every_s)
+    return math.sqrt(2 * a.save_s * min(a.every_s, life.days * DAY_S))
 
 
 def _stalls(middle: Mapping[str, float]) -> float:

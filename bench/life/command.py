@@ -27,6 +27,7 @@ else:
 
 _PATH = click.Path(path_type=Path)
 _CHECKPOINTS = (300.0, 900.0, 1800.0, 3600.0)
+_STANDBYS = (0, 2, 4)
 _NEAR = 0.2  # Young's interval is one more only where none of these is about the same
 
 
@@ -67,9 +68,7 @@ class _Numbers(_ParamType):
     "--standbys",
     type=_Numbers(0, is_whole=True),
     metavar="N[,N...]",
-    default="0,2,4",
-    show_default=True,
-    help="Servers that wait, checked.",
+    help="Servers that wait, checked [default: 0, 2, 4].",
 )
 @click.option(
     "--detect",
@@ -106,7 +105,7 @@ def whatif(
     life_file: Path | None,
     days: float | None,
     checkpoints: tuple[float, ...] | None,
-    standbys: tuple[float, ...],
+    standbys: tuple[float, ...] | None,
     detects: tuple[float, ...] | None,
     restarts: tuple[str, ...],
     replicas: tuple[float, ...],
@@ -121,7 +120,8 @@ def whatif(
     Effective training time (ETTR) is the training that counts over all time. Inputs that are not known are ranges; the
     interval is the middle 90% of the runs, and the closed form (Daly) stands beside it. Policies are ranked by what all
     servers do, standbys among them; a last table says which input moves the result most. --life takes your rates; the
-    default ones are published, each with its source in the file. Nothing here is measured.
+    default ones are published, each with its source in the file. What a policy sets (checkpoints.every_s,
+    recovery.standbys, replicas.number) is not read from it. Nothing here is measured.
 
     \b
     Examples:
@@ -178,7 +178,7 @@ def _policies(
     options: RunOptions,
     life: Life,
     checkpoints: Sequence[float] | None,
-    standbys: Sequence[float],
+    standbys: Sequence[float] | None,
     detects: Sequence[float] | None,
     restarts: Sequence[str],
     replicas: Sequence[float],
@@ -190,6 +190,7 @@ def _policies(
     """
     from bench.life.policies import MOST_POLICIES, Restart, all_policies, young_s
 
+    standbys = standbys or [number for number in _STANDBYS if number <= life.servers]
     if max(standbys) > life.servers:
         rule = f"is above cluster.servers = {life.servers}"
         raise ConfigError("--standbys", f"{max(standbys):g}", rule, "give fewer standbys")

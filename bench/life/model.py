@@ -8,7 +8,8 @@ are drawn: of the run once a run, of the event at each failure. With several rep
 and the others go on at their share of the speed.
 
 All runs advance together by one failure an iteration, so the work is numpy's. Not covered: failures that come in bursts
-other than by switch, servers that fail again after their repair, storage that is down.
+other than by switch, servers that fail again after their repair, storage that is down, failures while all replicas wait
+for each other; saves that are closer to each other than `durable_s` overlap.
 """
 
 from __future__ import annotations

@@ -334,12 +334,12 @@ def in_flight_reductions(job: JobConfig) -> int:
 def _sizes_of_buckets(job: JobConfig, stage: int, chunk: int) -> list[int]:
     """Return the elements of every bucket of a chunk, without padding."""
     width, limit = DTYPE_BYTES[job.model.dtype], round(job.overlap.bucket_mib * 2**20) or None
-    found = []
+    of_chunk: list[int] = []
     for unit in chunk_units(job, stage, chunk):
         sizes = [parameter.numel for parameter in unit.parameters]
         runs = cut([size * width for size in sizes], [unit.name] * len(sizes), limit)
-        found += [sum(sizes[run.start : run.stop]) for run in runs] * unit.count
-    return found
+        of_chunk += [sum(sizes[run.start : run.stop]) for run in runs] * unit.count
+    return of_chunk
 
 
 def _block_bucket_elements(job: JobConfig, part: BlockPart = "whole") -> int:

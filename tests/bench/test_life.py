@@ -298,6 +298,17 @@ def test_the_command_ranks_and_writes_record_and_page(tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "plots").iterdir()} == pictures
 
 
+def test_a_small_cluster_without_failures(tmp_path: Path) -> None:
+    file = tmp_path / "life.toml"
+    file.write_text("[checkpoints]\nevery_s = 1.0\nstall_s = 9.0\n[recovery]\nrestart_s = 300.0\n", encoding="utf-8")
+    result = call("--life", str(file), "--days", "2", "--runs", "20", "--json", "-", "--html", str(tmp_path / "a.html"))
+    assert result.exit_code == 0, result.output
+    best, *_ = json.loads(result.stdout)["rows"]
+    assert best["ettr_share"] == pytest.approx(best["closed_form_share"], abs=0.02)
+    assert best["standbys"] == 0
+    assert best["interruptions"] == 0
+
+
 def test_the_table_of_published_runs(tmp_path: Path) -> None:
     page = tmp_path / "published.html"
     result = call("--published", "--check", "--runs", "200", "--html", str(page))

@@ -200,9 +200,11 @@ def stop(out: Path) -> None:
 
 
 def _check(config: Config, hosts: str | None) -> None:
+    from netlayer import environ
     from netlayer.errors import ConfigError, HardwareMissing
     from netlayer.remote.hosts import read_hosts
     from netlayer.store.redis_server import find_redis_binary
+    from trainer.plan import check_memory
     from trainer.resilience.rules import load_rules
 
     load_rules(config.job.resilience.rules)
@@ -216,6 +218,10 @@ def _check(config: Config, hosts: str | None) -> None:
     if not config.job.checkpoint.every_steps:
         remedy = "set job.checkpoint.every_steps"
         raise ConfigError("job.checkpoint.every_steps", 0, "leaves nothing to resume from after a fault", remedy)
+    ranks = config.cluster.gpus_per_server if hosts else config.cluster.num_gpus
+    backend = environ.choose_backend(config.job.launch.backend, ranks)
+    if not hosts:
+        check_memory(config.job, ranks, backend)  # of all nodes of this machine together, which no executor knows of
     if hosts:
         num = len(read_hosts(hosts))
         if num < config.cluster.servers:

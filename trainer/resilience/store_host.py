@@ -48,6 +48,8 @@ def main(out: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = RunFolder(Path(out))
     spec, directory = folder.spec(), directory_of(folder)
+    if directory.is_symlink():  # made by somebody else, in a folder where all may write
+        sys.exit(f"error: {directory} is a symbolic link: remove it, or set TMPDIR to a folder of yours")
     try:
         while _is_wanted(folder, spec.resilience.orphan_s):
             try:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from trainer.resilience.bus import Bus
 from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.journal import entries, last_entry
 from trainer.resilience.status import log_lines
+from trainer.resilience.store_host import directory_of
 
 pytestmark = pytest.mark.skipif(find_redis_binary() is None, reason="needs a redis-server")
 LIMIT_S = 60.0
@@ -41,6 +43,8 @@ class Run:
     def __init__(self, out: Path, steps: int, orphan_s: float = 20.0) -> None:
         self.folder = RunFolder(out)
         resilience = {"checks": "off", "heartbeat_s": 0.5, "orphan_s": orphan_s, "stop_s": 20.0, "kernel_log": "off"}
+        # A machine that is busy with other tests is slow, and no node of it is lost.
+        resilience |= {"missed": 40, "silence_floor_s": 600.0}
         config = build_config(
             {
                 "cluster": {"servers": 2, "gpus_per_server": 1},
@@ -120,6 +124,7 @@ def _clear(made: Run) -> None:
             process.kill()
     for process in made.ranks():
         process.kill()
+    shutil.rmtree(directory_of(made.folder), ignore_errors=True)
 
 
 def test_a_killed_rank_a_killed_driver_and_a_lost_store_in_one_run(run: Run) -> None:
