@@ -217,7 +217,7 @@ class Driver:
             self._store_down_s = None
             self._sent.clear()
             self._beacon_s = -1e9
-            if away_s > 1 and self._bus is not None:
+            if away_s > 1 and self.view.nodes:  # else it was not there yet
                 self._say(f"the run's store was away for {away_s:.1f} s; no node is blamed for that")
                 self.journal.note("store away", seconds=round(away_s, 3))
 
