@@ -2,7 +2,8 @@
 
 DDP launches its all-reduces in C++; a communication hook that does what DDP would do sees them. What a program calls
 by `torch.distributed.all_reduce` and the like is seen by functions in their place. Not covered: names that a program
-imported before (`from torch.distributed import all_reduce`), functional collectives (DTensor), sends and receives.
+imported before (`from torch.distributed import all_reduce`), functional collectives (DTensor), sends and receives, and
+what a program coalesces: torch launches that when the block ends.
 
 [Note: ends] A synchronous call ends when the host (CPU) or the current stream (CUDA) has waited for it, so it is a wait
 as well. An asynchronous one ends when its future does: gloo calls back at that moment, and with NCCL the callback runs
@@ -138,7 +139,8 @@ class TimedCollectives:
             whole = arguments.get(buffer)
             group = arguments.get("group") or dist.group.WORLD
             # No group: one that this rank is not in, or none yet, of which torch has its own to say.
-            if getattr(self._local, "depth", 0) or not isinstance(group, dist.ProcessGroup) or _is_capturing(whole):
+            is_seen = isinstance(group, dist.ProcessGroup) and not _is_coalescing(group) and not _is_capturing(whole)
+            if getattr(self._local, "depth", 0) or not is_seen:
                 return plain(*args, **kwargs)
             role, num_bytes = self._role(group), _num_bytes(whole)
             with self._inside():
@@ -183,6 +185,11 @@ def _num_bytes(buffer: object) -> int:
 def _tensors(buffer: object) -> list[Tensor]:
     each: Sequence[object] = buffer if isinstance(buffer, list | tuple) else [buffer]
     return [one for one in each if isinstance(one, Tensor)]
+
+
+def _is_coalescing(group: dist.ProcessGroup) -> bool:
+    """Whether the group only collects calls now, to launch them together: what they return is no work to follow."""
+    return group in dist.distributed_c10d._world.pg_coalesce_state
 
 
 def _is_capturing(buffer: object) -> bool:

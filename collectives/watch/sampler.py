@@ -9,6 +9,7 @@ costs nothing from then on. Not covered: rates above a few readings a second (`n
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -68,6 +69,8 @@ class Sampler:
             for source in list(sources):
                 if not self._read(source):
                     sources.remove(source)
+                    with contextlib.suppress(Exception):  # it has just failed
+                        source.close()
         for source in sources:
             source.close()
 

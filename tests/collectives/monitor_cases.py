@@ -98,6 +98,12 @@ def ddp_and_plain_collectives_are_seen_when_asked(rank: int, world_size: int) ->
     assert work is not None
     work.wait()
     dist.barrier()
+    coalesced = [torch.ones(2), torch.ones(2)]
+    with dist._coalescing_manager(async_ops=True) as later:  # type: ignore[attr-defined]
+        for tensor in coalesced:
+            dist.all_reduce(tensor, async_op=True)  # returns no work yet
+    later.wait()
+    assert [tensor[0] for tensor in coalesced] == [world_size] * 2
     monitor.end_step()
     attached.remove()
     assert [dist.all_reduce, dist.all_gather, dist.barrier] == functions
