@@ -94,6 +94,23 @@ def claimed(file: Path) -> Iterator[LockHandle]:
         yield lock
 
 
+def is_held(file: Path) -> bool:
+    """Return whether a process holds the lock, without taking it: others may look at the same time."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 @contextlib.contextmanager
 def exclusive(file: Path, on_wait: OnWait | None = None) -> Iterator[LockHandle]:
     """Hold the lock in the block, after waiting for its holder. Re-entrant within one thread.

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from netlayer import lock
-from netlayer.lock import LockBusy, claimed, exclusive
+from netlayer.lock import LockBusy, claimed, exclusive, is_held
 
 _HOLD = """
 import sys, time
@@ -68,6 +68,17 @@ def test_a_wait_names_process_time_and_progress_and_ends_with_the_holder(
 def test_a_claim_does_not_wait(file: Path, holder: subprocess.Popen[str]) -> None:
     with pytest.raises(LockBusy, match=rf"process {holder.pid}, since .* UTC, 3 of 7"), claimed(file):
         raise AssertionError("unreachable: the block does not begin")
+
+
+def test_a_look_says_who_holds_it_and_takes_nothing(file: Path, holder: subprocess.Popen[str]) -> None:
+    assert is_held(file)
+    holder.communicate("\n")
+    assert not is_held(file)
+    file.touch()
+    with file.open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # somebody else who looks
+        assert not is_held(file)
+    assert file.exists()
 
 
 def test_a_holder_that_was_stopped_is_not_waited_for_without_end(

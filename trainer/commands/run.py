@@ -84,7 +84,9 @@ def start(options: RunOptions, file: Path | None, hosts: str | None, ssh_command
     config = options.load_config()
     _check(config, hosts)
     with _driving(folder):
-        if not folder.exists:
+        if folder.exists:
+            config = _as_started(folder, config)
+        else:
             _create(folder, config, options.seed, hosts)
         _drive(folder, config, hosts, ssh_command, options)
 
@@ -265,6 +267,16 @@ def _create(folder: RunFolder, config: Config, seed: int, hosts: str | None) -> 
         folder.set_store_url(job.store.url)
 
 
+def _as_started(folder: RunFolder, config: Config) -> Config:
+    """Return the job that the executors of a run go on with: that of its start, whatever is given now."""
+    from netlayer.config.file import to_toml
+
+    started = RunOptions(folder.job, (), 0, folder.out, None).load_config()
+    if to_toml(started) != to_toml(config):
+        _say(f"the run keeps the job and settings of its start ({folder.job}): those given now differ, and do nothing")
+    return started
+
+
 def _drive(
     folder: RunFolder, config: Config, hosts: str | None, ssh: str, options: RunOptions, *, resumes: bool = False
 ) -> None:
@@ -356,7 +368,7 @@ def _driving(folder: RunFolder) -> Iterator[None]:
     from netlayer.lock import LockBusy, claimed
 
     try:
-        folder.run.mkdir(parents=True, exist_ok=True)
+        folder.run.mkdir(parents=True, exist_ok=True, mode=0o700)
         stack = contextlib.ExitStack()
         stack.enter_context(claimed(folder.lock))
     except LockBusy as exc:
@@ -369,15 +381,9 @@ def _driving(folder: RunFolder) -> Iterator[None]:
 
 
 def _has_driver(folder: RunFolder) -> bool:
-    from netlayer.lock import LockBusy, claimed
+    from netlayer.lock import is_held
 
-    if not folder.lock.exists():
-        return False
-    try:
-        with claimed(folder.lock):
-            return False
-    except LockBusy:
-        return True
+    return is_held(folder.lock)
 
 
 def _existing(out: Path, verbosity: int = 0) -> RunFolder:

@@ -15,7 +15,8 @@ from netlayer.store.redis_link import RedisLinks
 from trainer.resilience.messages import MAX_BYTES
 
 _MAX_WAITING = 1 << 14  # heartbeats; older ones go
-_TAKE = 512
+TAKE = 512
+"""Most messages that one call takes."""
 _ANSWER_S = 5.0
 _LIFE_MS = 24 * 3600 * 1000  # of what nobody refreshes: a run that is gone leaves nothing for ever
 
@@ -65,7 +66,7 @@ class Bus:
 
     def take_heartbeats(self) -> tuple[list[bytes], int]:
         """Return what came since the last call, up to a bound, and how many messages were too large to be read."""
-        [replies] = self._ask([("EVAL", _TAKE_SCRIPT, 1, self._prefix + "heartbeats", _TAKE, MAX_BYTES)])
+        [replies] = self._ask([("EVAL", _TAKE_SCRIPT, 1, self._prefix + "heartbeats", TAKE, MAX_BYTES)])
         messages = [each for each in replies if isinstance(each, bytes)]
         return messages, len(replies) - len(messages)
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from netlayer.errors import NetlayerError
 from trainer.resilience import detect, policy, record, store_host
 from trainer.resilience.backends import Backend
-from trainer.resilience.bus import Bus
+from trainer.resilience.bus import TAKE, Bus
 from trainer.resilience.folder import RunFolder
 from trainer.resilience.journal import Journal
 from trainer.resilience.machine import TERMINAL, Event, State
@@ -38,6 +38,7 @@ _LEAVE_S = 10.0
 _STORE_S = 5.0  # before the store's host is started again
 _MAX_INCIDENTS = 100
 _MAX_REFUSED_SHOWN = 5
+_MAX_READS = 64  # of the store in a round: whoever fills it must not keep the driver from its nodes
 
 Outcome = tuple[Event, dict[str, Any]] | None
 
@@ -197,12 +198,12 @@ class Driver:
     def _receive(self, now_s: float) -> None:
         """Take heartbeats in; where the store does not answer, have it started, and give the time back."""
         try:
-            while True:
+            for _ in range(_MAX_READS):
                 messages, num_large = self._reach().take_heartbeats()
                 self.refused += num_large
                 for data in messages:
                     self._take(data, now_s)
-                if len(messages) < 500:
+                if len(messages) + num_large < TAKE:
                     break
         except (NetlayerError, OSError) as exc:
             self._drop_bus()

@@ -89,7 +89,12 @@ class SelfCheck:
             if code:
                 last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
                 return [_result("self_check", False, f"exit code {code}: {last}", seconds)]
-            rows = json.loads(self._output.read())[:_MAX_RESULTS]
+            # The last line: libraries print before it (NCCL with NCCL_DEBUG, a sitecustomize).
+            lines = self._output.read().strip().splitlines()
+            try:
+                rows = json.loads(lines[-1])[:_MAX_RESULTS]
+            except (ValueError, LookupError):
+                return [_result("self_check", False, "it ended well, and printed no results", seconds)]
         return [_result(row["name"], row["passed"], row["detail"], row["seconds"]) for row in rows]
 
     def end(self) -> None:

@@ -2,7 +2,7 @@
 
     OUT/                     output of the training: metrics.jsonl, checkpoints/, events/, as of `netlayer train`
     OUT/run/spec.json        what executors run, how often they tell of it, and the settings of job.resilience
-    OUT/run/job.toml         the job, resolved when the run was started
+    OUT/run/job.toml         the job, resolved when the run was started; its store's URL may hold a password (0600)
     OUT/run/token            key of all messages; for its user alone (0600)
     OUT/run/store.url        address of the run's Redis, which may hold a password (0600)
     OUT/run/journal.jsonl    every transition, with its evidence
@@ -101,7 +101,7 @@ class RunFolder:
         """Write what executors read; a run that is there already stays as it is."""
         for folder in (self.run, self.requests, self.run / "nodes"):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_text(self.job, job)
+        _write_private(self.job, job)
         _write_private(self._token, secrets.token_hex(32))
         tree = asdict(spec) | {"resilience": spec.resilience.model_dump(mode="json")}
         write_text(self._spec, json.dumps(tree, indent=1) + "\n")  # last: then the run exists

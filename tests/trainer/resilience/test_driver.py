@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from trainer.resilience.bus import TAKE
+from trainer.resilience.driver import _MAX_READS
 from trainer.resilience.executor import Executor
 from trainer.resilience.journal import Journal, entries
 from trainer.resilience.machine import TERMINAL, Event, State
@@ -463,6 +465,16 @@ def test_forged_and_replayed_heartbeats_change_nothing(tmp_path: Path) -> None:
     assert fleet.finish() is State.COMPLETED
     assert fleet.decisions == []
     assert Event.FAULT not in {entry["event"] for entry in entries(fleet.folder.journal)}
+
+
+def test_who_fills_the_store_does_not_keep_the_driver_from_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    monkeypatch.setattr(fleet.bus, "take_heartbeats", lambda: ([b"forged"] * TAKE, 0))  # for ever
+    fleet.driver.round()
+    assert fleet.driver.refused == TAKE * _MAX_READS
 
 
 def test_jitter_of_a_healthy_run_raises_no_alarm(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from netlayer.config.tree import build_config
 from netlayer.errors import ConfigError
 from netlayer.results import load_record
 from netlayer.store.redis_server import find_redis_binary
+from trainer.commands.run import _as_started, _driving
 from trainer.commands.run import run as command
 from trainer.resilience.bus import Bus
 from trainer.resilience.folder import RunFolder, Spec
@@ -267,6 +269,26 @@ def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> No
         assert isinstance(result.exception, ConfigError), words
         assert message in str(result.exception)
     assert not out.exists()
+
+
+def test_a_run_keeps_the_job_of_its_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Run(tmp_path / "run", 60).folder
+    same = build_config(tomllib.loads(folder.job.read_text()))
+    assert _as_started(folder, same) == same
+    assert capsys.readouterr().err == ""
+    tree = same.model_dump()
+    tree["job"]["optimizer"]["steps"] = 70
+    assert _as_started(folder, build_config(tree)).job.optimizer.steps == 60
+    assert "keeps the job and settings of its start" in capsys.readouterr().err
+
+
+def test_what_may_hold_a_password_is_for_its_user_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with _driving(folder):
+        folder.create(Spec("1", "job", ("x",), 1, 1, 1, 1.0), "")
+        folder.set_store_url("redis://user:password@host")
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (folder.run, folder.job)}
+    assert modes == {"run": "0o700", "job.toml": "0o600"}
 
 
 def test_the_driver_and_the_executor_load_no_torch() -> None:

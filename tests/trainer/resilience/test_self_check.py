@@ -32,6 +32,21 @@ def test_a_check_that_fails_to_run_has_failed(tmp_path: Path) -> None:
     assert [(each.name, each.passed) for each in results] == [("self_check", False)]
 
 
+def test_results_are_read_behind_what_a_library_prints(tmp_path: Path) -> None:
+    for output, passed in ((b"NCCL version 2.27\n", [True]), (b"[]\nnot ours", [False]), (b"", [False])):
+        check = SelfCheck(1, tmp_path, "host", -1, "gloo", 60.0)
+        check._process.kill()
+        check._process.wait()
+        check._process.returncode = 0
+        check._output.seek(0)
+        check._output.truncate()
+        row = b'[{"name": "disk", "passed": true, "detail": "", "seconds": 1.0}]\n'
+        check._output.write(output + row if passed == [True] else output)
+        results = check.results()
+        assert results is not None
+        assert [each.passed for each in results] == passed
+
+
 def test_wrong_numbers_of_a_device_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     good = self_check.device_checks(1, "gloo")
     assert [(each.name, each.passed) for each in good] == [("gemm", True), ("copy", True)]
