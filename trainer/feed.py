@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +51,7 @@ from trainer.data.ring import Ring, RingShape, raise_failure
 from trainer.data.sampler import Rows, Sampler
 from trainer.model.packed import NO_TARGET, Packed
 from trainer.parallel import Batches, MicroBatch, ParallelModel
+from trainer.peer_copy.hosts import boot_id, pid_namespace
 from trainer.ramps import batch_size
 
 _DTYPES = {"int32": torch.int32, "uint8": torch.uint8}  # of `Rows`
@@ -515,23 +515,11 @@ def _joined(batches: Sequence[_Batch]) -> _Batch:
 
 def machine_key(ring_folder: str) -> str:
     """Return what ranks have alike that can share memory: the machine, and unless a folder joins them the container."""
-    parts = [_read("/proc/sys/kernel/random/boot_id") or os.uname().nodename]
+    parts = [boot_id()]
     if not ring_folder:
         # A process of another container is not seen in /proc.
-        parts.append(_link("/proc/self/ns/pid"))
+        parts.append(pid_namespace())
     return "/".join(parts)
-
-
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text(encoding="ascii").strip()
-    return ""
-
-
-def _link(path: str) -> str:
-    with contextlib.suppress(OSError):
-        return str(Path(path).readlink())
-    return ""
 
 
 def _gather(value: Any) -> list[Any]:

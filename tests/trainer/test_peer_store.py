@@ -153,6 +153,20 @@ def test_damage_is_found_and_the_file_removed(store: StoreClient) -> None:
     assert list(store.listing()["files"]) == ["step-000001/good"]
 
 
+def test_a_file_that_comes_while_the_one_before_is_compared_stays(
+    server: StoreServer, store: StoreClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "step-000001/f", b"first")
+
+    def replaced(_file: object) -> int:
+        put(store, "step-000001/f", b"second")
+        return -1
+
+    monkeypatch.setattr("trainer.peer_copy.store._crc_of", replaced)
+    assert server.contents.check("step-000001") == ["step-000001/f"]
+    assert store.read("step-000001/f", 0, 6) == b"second"
+
+
 def greeted(url: str) -> tuple[http.client.HTTPConnection, str]:
     """Return a connection after the greeting, and the nonces of both sides."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)

@@ -67,7 +67,7 @@ def machine_name() -> str:
     """Return the name of this machine among those of a run."""
     if node := os.environ.get(NODE):
         return node if _NAME.fullmatch(node) else f"node-{hashlib.sha256(node.encode()).hexdigest()[:16]}"
-    mark = hashlib.sha256(f"{boot_id()}/{_link('/proc/self/ns/pid')}".encode()).hexdigest()[:8]
+    mark = hashlib.sha256(f"{boot_id()}/{pid_namespace()}".encode()).hexdigest()[:8]
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40].strip("-") or "host"
     return f"{host}-{mark}"
 
@@ -79,9 +79,10 @@ def boot_id() -> str:
     return os.uname().nodename
 
 
-def _link(path: str) -> str:
+def pid_namespace() -> str:
+    """Return what processes of one container have alike; empty where the kernel does not say."""
     with contextlib.suppress(OSError):
-        return str(Path(path).readlink())
+        return str(Path("/proc/self/ns/pid").readlink())
     return ""
 
 

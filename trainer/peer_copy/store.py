@@ -132,12 +132,16 @@ class Contents:
     def remove(self, name: str) -> int:
         """Remove a file, or all of a folder; return how many that were."""
         there = self.below(name)
-        with self._lock:
-            for each, file in there.items():
-                if self._files.get(each) is file:
-                    del self._files[each]
-                    self._used -= file.size
+        for each, file in there.items():
+            self._drop(each, file)
         return len(there)
+
+    def _drop(self, name: str, file: _File) -> None:
+        """Remove a file, unless another one has taken its name meanwhile."""
+        with self._lock:
+            if self._files.get(name) is file:
+                del self._files[name]
+                self._used -= file.size
 
     def check(self, name: str) -> list[str]:
         """Compare a file, or all of a folder, with what was sent; remove those that differ, and return their names."""
@@ -151,7 +155,7 @@ class Contents:
                     continue
             logger.warning("%s is not as it was sent: removed", each)
             damaged.append(each)
-            self.remove(each)
+            self._drop(each, file)
         return damaged
 
 
@@ -446,7 +450,11 @@ class StoreServer(ThreadingHTTPServer):
         if not self._connections.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started: nobody else gives the place back
+            self._connections.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
