@@ -303,9 +303,8 @@ def _drive(
         driver.resume()
     _stop_on_signals(driver)
     collect_seldom()
-    begin_s = time.time()
     final = driver.run()
-    record = _record(driver, spec, config, options, started, begin_s)
+    record = _record(driver, spec, config, options, started)
     record.save(folder.out / "records")
     if options.json_file:
         write_text(options.json_file, record.to_json())
@@ -328,20 +327,22 @@ def _stop_on_signals(driver: Driver) -> None:
         signal.signal(signum, stop)
 
 
-def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, started: str, begin_s: float) -> Any:
+def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, started: str) -> Any:
     """Record of the run: a row an incident, with the times of its stages."""
     from netlayer import environ
     from netlayer.results import RunRecord, utc_now
     from trainer.resilience.record import effective_share, times_of
 
-    facts = driver.facts
+    facts, now_s = driver.facts, time.time()
+    # All of the run's steps over all of its time: this driver may have taken it over a minute ago.
+    begin_s = driver.journal.started_s() or now_s
     times = {
         f"{stage}_s": {"median": middle, "max": most} for stage, (middle, most) in times_of(facts.incidents).items()
     }
     summary = {
         "state": facts.state, "step": facts.furthest_step, "restarts": facts.restarts, "evicted": dict(facts.evicted),
         "refused_messages": driver.refused, "effective_share": effective_share(
-            facts, driver.view.typical_ms(), begin_s, time.time()
+            facts, driver.view.typical_ms(), begin_s, now_s
         ), **times,
     }  # fmt: skip
     return RunRecord(

@@ -651,7 +651,7 @@ class Driver:
 
     def _set_aside_checkpoint(self) -> None:
         """Take the newest checkpoint, which could not be loaded, out of the way of the next start."""
-        for path in record.set_aside_newest(self.folder.out / "checkpoints"):
+        for path in record.set_aside_newest(self.folder.checkpoints):
             self.journal.note("checkpoint set aside", path=str(path))
             self._say(f"a checkpoint cannot be loaded: it is {path} now, and the one before it is taken")
 

@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import time
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import Any
 from netlayer.config.resilience import ResilienceConfig
 from netlayer.errors import ConfigError
 from netlayer.results import write_text
+from trainer.checkpoint.resume import own_folder
 from trainer.resilience.messages import is_node_name
 
 REQUESTS = ("evict", "pause", "resume", "stop")
@@ -131,6 +133,12 @@ class RunFolder:
             return self._url.read_text(encoding="utf-8")
         except FileNotFoundError:
             return ""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder in which the job saves: job.checkpoint.folder, or one in its output."""
+        job = tomllib.loads(self.job.read_text(encoding="utf-8")).get("job", {})
+        return own_folder(self.out, job.get("checkpoint", {}).get("folder", ""))
 
     def set_store_url(self, url: str) -> None:
         _write_private(self._url, url)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,12 @@ class Journal:
     def note(self, what: str, **evidence: Any) -> None:
         """Write facts that have changed without a transition."""
         self._append({"from": self.facts.state, "event": what, "to": self.facts.state, "evidence": evidence})
+
+    def started_s(self) -> float | None:
+        """Return when the run's first driver started, seconds since 1970; None: nothing is written yet."""
+        with self.path.open("rb") as file:
+            line = file.readline()
+        return datetime.fromisoformat(_parse(self.path, line, "line 1")["at"]).timestamp() if line else None
 
     def close(self) -> None:
         """Close the file; twice is once."""

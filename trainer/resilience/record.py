@@ -82,10 +82,17 @@ def write_status(
 
 
 def set_aside_newest(folder: Path) -> list[Path]:
-    """Rename the newest good checkpoint of a folder, and return its new path; nothing where there is none."""
+    """Rename the newest good checkpoint of a folder, and return its new path; nothing where there is none.
+
+    Not those of object stores, which have no folders to rename.
+    """
     renamed = []
-    for path in checkpoints_in(folder)[-1:]:
-        renamed.append(path.rename(path.with_name(path.name + DAMAGED)))
+    for path in checkpoints_in(folder)[-1:] if isinstance(folder, Path) else []:
+        target, number = path.with_name(path.name + DAMAGED), 1
+        while target.exists():  # one of the same step was damaged before
+            number += 1
+            target = path.with_name(f"{path.name}{DAMAGED}{number}")
+        renamed.append(path.rename(target))
     return renamed
 
 

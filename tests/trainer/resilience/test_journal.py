@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ def test_another_driver_goes_on_from_the_last_whole_line(tmp_path: Path) -> None
         again.close()
         assert [entry["to"] for entry in entries(file)] == ["verify", "start"]
     assert oct(file.stat().st_mode & 0o777) == "0o600"
+
+
+def test_the_run_started_with_its_first_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    for hour in (10, 12):
+        monkeypatch.setattr("trainer.resilience.journal.utc_now", lambda hour=hour: f"2026-11-27T{hour}:00:00.5+00:00")
+        journal = Journal(path)
+        journal.note("driver")
+        assert journal.started_s() == datetime(2026, 11, 27, 10, 0, 0, 500_000, UTC).timestamp()
+        journal.close()
 
 
 def test_of_a_long_journal_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from trainer.commands.run import run as command
 from trainer.resilience.bus import Bus
 from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.journal import entries, last_entry
+from trainer.resilience.record import set_aside_newest
 from trainer.resilience.status import log_lines
 from trainer.resilience.store_host import directory_of
 
@@ -280,6 +281,22 @@ def test_a_run_keeps_the_job_of_its_start(tmp_path: Path, capsys: pytest.Capture
     tree["job"]["optimizer"]["steps"] = 70
     assert _as_started(folder, build_config(tree)).job.optimizer.steps == 60
     assert "keeps the job and settings of its start" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["", "elsewhere"])
+def test_a_damaged_checkpoint_is_set_aside_where_the_job_saves(folder: str, tmp_path: Path) -> None:
+    there = tmp_path / (folder or "run/checkpoints")
+    for step in (5, 10):
+        (there / f"step-{step:06d}").mkdir(parents=True)
+    made = RunFolder(tmp_path / "run")
+    job = build_config({"job": {"checkpoint": {"folder": str(there) if folder else ""}}})
+    made.create(Spec("1", "job", ("x",), 1, 1, 1, 1.0), to_toml(job))
+    assert set_aside_newest(made.checkpoints) == [there / "step-000010.damaged"]
+    (there / "step-000010").mkdir()  # the step was taken again, and its checkpoint is damaged again
+    (there / "step-000010.damaged/rank").touch()
+    assert set_aside_newest(made.checkpoints) == [there / "step-000010.damaged2"]
+    names = ["step-000005", "step-000010.damaged", "step-000010.damaged2"]
+    assert sorted(path.name for path in there.iterdir()) == names
 
 
 def test_what_may_hold_a_password_is_for_its_user_alone(tmp_path: Path) -> None:
