@@ -162,7 +162,7 @@ class Executor:
         """Take the newest assignment, and note that a driver is there; what is not of this run's driver is dropped."""
         try:
             beacon_data, data = self._reach().orders(self.node)
-        except NetlayerError as exc:
+        except (NetlayerError, OSError) as exc:  # a shared folder fails for a moment, too
             logger.info("no orders: %s", exc)
             self._drop_bus()
             return
@@ -308,7 +308,7 @@ class Executor:
             return
         try:
             self._reach().send_heartbeat(self._heartbeat(ranks))
-        except NetlayerError as exc:
+        except (NetlayerError, OSError) as exc:
             logger.info("no heartbeat: %s", exc)
             self._drop_bus()
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import random
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from trainer.resilience.bus import TAKE
 from trainer.resilience.driver import _MAX_READS
 from trainer.resilience.executor import Executor
+from trainer.resilience.folder import RunFolder
 from trainer.resilience.journal import Journal, entries
 from trainer.resilience.machine import TERMINAL, Event, State
 from trainer.resilience.messages import Beacon, seal
@@ -411,6 +413,20 @@ def test_an_executor_does_not_go_back_to_an_earlier_driver(tmp_path: Path) -> No
     fleet.tick()
     assert fleet.node(0).assignment.epoch == 2
     assert fleet.finish() is State.COMPLETED
+
+
+def test_a_shared_folder_that_fails_for_a_moment_ends_no_executor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = Executor(Fleet(tmp_path).folder, "node-0", "127.0.0.1")
+
+    def stale(_folder: object) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(RunFolder, "store_url", stale)
+    executor._hear()
+    executor._tell()
+    assert executor._sent_s == 0.0
 
 
 def test_random_faults_in_a_row_end_well_and_accuse_nobody_else(tmp_path: Path) -> None:
