@@ -24,7 +24,10 @@ _MODULE = "trainer.resilience.executor"
 
 
 class Backend(Protocol):
-    """Nodes of a run."""
+    """Nodes of a run; none of its calls waits for a machine that does not answer."""
+
+    comes_s: float
+    """Longest time from the launch of a node to its first heartbeat, seconds."""
 
     def name(self, number: int) -> str:
         """Name of the node with this number; empty: there is none any more."""
@@ -46,8 +49,28 @@ class Backend(Protocol):
         """Whether the executor is known to have ended; False where nobody knows."""
         ...
 
+    def block(self, node: str, reason: str, *, was_heard: bool) -> None:
+        """Keep later nodes off the machine of an evicted one; `was_heard`: its executor has once told of itself."""
+        ...
 
-class LocalBackend:
+    def close(self) -> None:
+        """End what the backend itself runs, once what was asked for is done, or after a bounded wait."""
+        ...
+
+
+class _Fixed:
+    """Base of backends whose nodes are given: a name that was evicted is not asked for again."""
+
+    comes_s = 120.0
+
+    def block(self, node: str, reason: str, *, was_heard: bool) -> None:
+        """Do nothing: no other node comes to the same place (ssh), or all are in one (local)."""
+
+    def close(self) -> None:
+        """Do nothing: nodes outlive the driver."""
+
+
+class LocalBackend(_Fixed):
     """Nodes that are sessions of processes on this machine.
 
     Args:
@@ -107,7 +130,7 @@ class LocalBackend:
         )
 
 
-class SshBackend:
+class SshBackend(_Fixed):
     """Nodes that are hosts: the first ones train, the others stand by. The run's folder is one that all of them see.
 
     Args:

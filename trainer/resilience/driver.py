@@ -145,6 +145,7 @@ class Driver:
             time.sleep(0.05)
         for name in self.roster.names:
             self.roster.remove(name)
+        self._backend.close()
         self.write_status()
         with contextlib.suppress(NetlayerError):
             self._reach().forget(self.roster.names)

@@ -10,7 +10,6 @@ from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.journal import Journal
 from trainer.resilience.messages import CheckResult, plain
 
-_COMES_S = 120.0  # from the launch of a node to its first heartbeat
 _MAX_REASON = 600
 
 
@@ -84,7 +83,7 @@ class Roster:
             for name, since_s in self.expected.items()
             if name not in self._view.nodes
             and name not in facts.evicted
-            and (now_s - since_s > _COMES_S or self._backend.has_died(name))
+            and (now_s - since_s > self._backend.comes_s or self._backend.has_died(name))
         ]
         for name in late:
             self.evict([name], f"no heartbeat since its start; see {self._folder.node(name) / 'executor.log'}")
@@ -111,6 +110,7 @@ class Roster:
         for name in names:
             self._facts.evicted[name] = plain(reason, _MAX_REASON)
             self._facts.checked = [each for each in self._facts.checked if each != name]
+            self._backend.block(name, self._facts.evicted[name], was_heard=name in self._view.nodes)
             self._on_evict(name, self._facts.evicted[name])
 
     def drop_dead_standbys(self, now_s: float) -> None:

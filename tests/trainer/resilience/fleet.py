@@ -204,6 +204,7 @@ class Fleet:
     def __init__(self, out: Path, nodes: int = 4, steps: int = 60, seed: int = 0, **settings: object) -> None:
         self.clock, self.bus, self.random = Clock(), FakeBus(), random.Random(seed)
         self.nodes: dict[str, FakeNode] = {}
+        self.blocked: dict[str, bool] = {}
         self.steps, self.saved, self.step_ms = steps, 0, 500.0
         self.furthest: dict[int, int] = {}
         self.starts: list[tuple[int, str]] = []
@@ -229,6 +230,14 @@ class Fleet:
         )
 
     # ---- the backend ----
+
+    comes_s = 120.0
+
+    def block(self, node: str, reason: str, *, was_heard: bool) -> None:
+        self.blocked[node] = was_heard
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def name(self, number: int) -> str:
         return f"node-{number}"
