@@ -276,6 +276,13 @@ def _check(config: Config, hosts: str | None, out: Path) -> None:
     if not config.job.checkpoint.every_steps:
         remedy = "set job.checkpoint.every_steps"
         raise ConfigError("job.checkpoint.every_steps", 0, "leaves nothing to resume from after a fault", remedy)
+    if settings.backend == "slurm":
+        from trainer.resilience import slurm
+
+        slurm.allocation()
+        if not config.job.store.url.startswith(("redis://", "rediss://")):
+            remedy = "give its address, such as redis://login-1:6379"
+            raise ConfigError("job.store.url", config.job.store.url, "is no Redis that all hosts reach", remedy)
     if settings.backend == "kubernetes":
         from trainer.resilience.kubernetes import manifests, pods
 
@@ -284,9 +291,10 @@ def _check(config: Config, hosts: str | None, out: Path) -> None:
         pods.client()  # or it says that it is not installed
         pods.load_template(settings.kubernetes.template)
         return  # the driver's machine has none of the GPUs
-    ranks = config.cluster.gpus_per_server if hosts else config.cluster.num_gpus
+    is_local = settings.backend == "local"
+    ranks = config.cluster.num_gpus if is_local else config.cluster.gpus_per_server
     backend = environ.choose_backend(config.job.launch.backend, ranks)
-    if not hosts:
+    if is_local:
         check_memory(config.job, ranks, backend)  # of all nodes of this machine together, which no executor knows of
     if hosts:
         num = len(read_hosts(hosts))
@@ -343,13 +351,15 @@ def _drive(
     leaves: bool = False,
 ) -> None:
     """Be the driver until the run is over; exit code 1 where it was given up."""
-    from netlayer.errors import CheckFailed, ConfigError
+    from netlayer.errors import CheckFailed, ConfigError, NetlayerError
     from netlayer.results import utc_now, write_text
     from trainer.resilience.driver import Driver
     from trainer.resilience.machine import TERMINAL, State
     from trainer.resilience.messages import collect_seldom
 
     spec, started = folder.spec(), utc_now()
+    is_slurm = spec.resilience.backend == "slurm"
+    resumes = resumes or (is_slurm and _was_requeued(folder))
     backend = _backend(folder, hosts, ssh)
     driver = Driver(folder, backend, config.job.optimizer.steps, owns_store=not config.job.store.url, on_line=_say)
     if driver.facts.state in TERMINAL and not (resumes and driver.facts.state is not State.COMPLETED):
@@ -361,7 +371,7 @@ def _drive(
         raise ConfigError("--out", folder.out, f"holds a run that is {state}", remedy)
     if resumes:
         driver.resume()
-    _stop_on_signals(driver, leaves=leaves)
+    ending = _stop_on_signals(driver, leaves=leaves, is_slurm=is_slurm)
     collect_seldom()
     begin_s = time.time()
     final = driver.run()
@@ -374,6 +384,26 @@ def _drive(
     facts = driver.facts
     line = f"{final} after step {facts.furthest_step}: {facts.restarts} restarts, {len(facts.evicted)} nodes evicted"
     click.echo(line, err=str(options.json_file) == "-")
+    if ending and final is State.STOPPED:
+        from trainer.resilience import slurm
+
+        (folder.run / "requeued").touch()  # first: Slurm ends this process at once
+        _say("the allocation ends: the job is requeued")
+        try:
+            slurm.requeue()
+        except NetlayerError:
+            (folder.run / "requeued").unlink()
+            raise
+
+
+def _was_requeued(folder: RunFolder) -> bool:
+    """Whether the run was stopped by the end of an allocation, of which this one is the sequel; once."""
+    from trainer.resilience.slurm import was_requeued
+
+    mark = folder.run / "requeued"
+    is_so = bool(was_requeued()) and mark.exists()
+    mark.unlink(missing_ok=True)
+    return is_so
 
 
 def _backend(folder: RunFolder, hosts: str | None, ssh: str) -> Backend:
@@ -389,12 +419,25 @@ def _backend(folder: RunFolder, hosts: str | None, ssh: str) -> Backend:
         if not folder.journal.exists():
             backend.check()  # a run that is under way is taken over by a driver that hears its nodes, if nothing else
         return backend
+    if kind == "slurm":
+        from trainer.resilience.slurm import SlurmBackend
+
+        return SlurmBackend(folder)
     return SshBackend(folder, [host.name for host in read_hosts(hosts)], ssh) if hosts else LocalBackend(folder)
 
 
-def _stop_on_signals(driver: Driver, *, leaves: bool = False) -> None:
-    """SIGINT and SIGTERM stop the run after a step; a second one at once. `leaves`: SIGTERM ends the driver alone."""
+def _stop_on_signals(driver: Driver, *, leaves: bool = False, is_slurm: bool = False) -> list[int]:
+    """SIGINT and SIGTERM stop the run after a step; a second one at once.
+
+    Args:
+        leaves: SIGTERM ends the driver alone.
+        is_slurm: SIGUSR1, which Slurm sends ahead of an allocation's end, stops the run as well.
+
+    Returns:
+        List that is not empty once SIGUSR1 has come.
+    """
     seen: list[int] = []
+    ending: list[int] = []
 
     def stop(signum: int, _frame: object) -> None:
         if leaves and signum == signal.SIGTERM:
@@ -405,6 +448,14 @@ def _stop_on_signals(driver: Driver, *, leaves: bool = False) -> None:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, stop)
+
+    def end(signum: int, _frame: object) -> None:
+        ending.append(signum)
+        driver.ask_to_stop()
+
+    if is_slurm:
+        signal.signal(signal.SIGUSR1, end)
+    return ending
 
 
 def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, started: str, begin_s: float) -> Any:
