@@ -35,9 +35,10 @@ class KubernetesConfig(Section):
 class ResilienceConfig(Section):
     """Driver and executors of `netlayer run`; no effect on `netlayer train`."""
 
-    backend: Literal["local", "ssh", "kubernetes"] = Field(
+    backend: Literal["local", "ssh", "slurm", "kubernetes"] = Field(
         "local",
-        description="where nodes are: local: process groups of this machine; ssh: hosts of --hosts; kubernetes: pods",
+        description="where nodes are: local: process groups of this machine; ssh: hosts of --hosts; slurm: those "
+        "of this allocation; kubernetes: pods",
     )
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
     spares: int = Field(0, ge=0, le=1024, description="standby nodes beyond cluster.servers, checked and waiting")

@@ -37,7 +37,8 @@ class Roster:
         self._journal, self._facts, self._view, self._backend = journal, journal.facts, view, backend
         self._on_evict = on_evict
         self.never_came = 0
-        """Nodes that were started and never heard of, since this driver began."""
+        """Nodes that this driver has started and never heard of."""
+        self._launched: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -88,7 +89,7 @@ class Roster:
         for name in late:
             self.evict([name], f"no heartbeat since its start; see {self._folder.node(name) / 'executor.log'}")
             self.remove(name)
-            self.never_came += 1
+            self.never_came += name in self._launched  # of an earlier driver, they may have come and gone
         target = self._spec.nodes + self._settings.spares
         most = None if self._settings.replace else target
         num_there = sum(name not in facts.evicted for name in self.expected)
@@ -103,6 +104,7 @@ class Roster:
             self._journal.note("nodes asked for", nodes=new)  # first: a driver that dies here knows of them
         for name in new:
             self._view.expected[name] = now_s
+            self._launched.add(name)
             self._backend.launch(name)
 
     def evict(self, names: Iterable[str], reason: str) -> None:

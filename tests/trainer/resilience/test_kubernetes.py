@@ -98,6 +98,19 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     assert server.violations == []
 
 
+@pytest.mark.parametrize("text", [None, "a: [", "7", "clusters: 3", "{}"])
+def test_a_kubeconfig_that_is_none_is_refused_in_one_line(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kubeconfig"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(file))
+    with pytest.raises(ConfigError, match="no cluster is known") as error:
+        connect(config_of().job.resilience.kubernetes)
+    assert "\n" not in str(error.value)
+
+
 def test_a_pod_has_the_run_s_labels_and_no_secret(cluster: Cluster) -> None:
     backend = cluster.backend(claim="shared", mount=str(cluster.path), node_selector={})
     backend.launch("node-0")

@@ -59,6 +59,7 @@ def connect(settings: KubernetesConfig) -> tuple[Any, str]:
         ConfigError: neither a pod's service account nor a kubeconfig is there.
     """
     module = client()
+    import yaml
     from kubernetes import config
 
     configuration = module.Configuration()
@@ -75,7 +76,8 @@ def connect(settings: KubernetesConfig) -> tuple[Any, str]:
             known, current = config.list_kube_config_contexts(file)
             chosen = next((each for each in known if each["name"] == context), current)
             namespace = chosen["context"].get("namespace", "default")
-    except (config.ConfigException, OSError) as exc:
+    # A kubeconfig that is no YAML, or has no such parts, fails in the client as it may.
+    except (config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, LookupError) as exc:
         text = " ".join(str(exc).split())[:300]
         raise ConfigError("job.resilience.backend", "kubernetes", f"no cluster is known: {text}", remedy) from exc
     configuration.retries = False  # a failure is told at once, and tried again here
@@ -290,6 +292,7 @@ class KubernetesBackend:
     def _create(self, node: str) -> None:
         self._folder.node(node).mkdir(parents=True, exist_ok=True)
         tree = pod_of(self._spec, self._folder.out, node, self._template, dict(self._blocked), self._owner)
+        tree["metadata"]["namespace"] = self.namespace
         body = client().V1Pod.from_dict(checked(tree, "V1Pod", f"pod of {node}"))
         try:
             made = self._core.create_namespaced_pod(self.namespace, body, _request_timeout=_REQUEST_S)
@@ -397,7 +400,7 @@ class KubernetesBackend:
         with self._lock:
             known.is_gone, known.seen_s = is_gone, time.monotonic()
             before = self._pods.get(node)
-            is_same = before is not None and before.uid == known.uid
+            is_same = before is not None and known.uid != "" and before.uid == known.uid
             if before is not None and (known.version < before.version or (is_same and before.is_gone)):
                 return
             known.disruption = known.disruption or (before.disruption if before else "")
