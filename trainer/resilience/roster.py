@@ -87,7 +87,11 @@ class Roster:
             and (now_s - since_s > self._backend.comes_s or self._backend.has_died(name))
         ]
         for name in late:
-            self.evict([name], f"no heartbeat since its start; see {self._folder.node(name) / 'executor.log'}")
+            log = self._folder.node(name) / "executor.log"
+            is_old = name not in self._launched and self._backend.has_died(name)
+            self.evict(
+                [name], f"{'gone with an earlier driver' if is_old else 'no heartbeat since its start'}; see {log}"
+            )
             self.remove(name)
             self.never_came += name in self._launched  # of an earlier driver, they may have come and gone
         target = self._spec.nodes + self._settings.spares

@@ -171,6 +171,8 @@ def test_a_run_goes_on_in_another_allocation(is_asked: bool, tmp_path: Path) -> 
     assert fleet.finish() is State.COMPLETED
     assert fleet.driver.facts.members == ["node-6", "node-7", "node-8"]
     assert len(fleet.decisions) == (0 if is_asked else 1)
+    standby = fleet.driver.facts.evicted["node-3"]
+    assert standby.startswith("gone with an earlier driver")
 
 
 @pytest.mark.skipif(find_redis_binary() is None, reason="needs a redis-server")
