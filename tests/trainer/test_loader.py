@@ -24,7 +24,7 @@ from trainer.data import ring as rings
 from trainer.data.loader import EvaluationPlan, Loader, LoaderPlan
 from trainer.data.ring import LOADER_SLEEP_S, PREFIX, SHARED_MEMORY, Ring, RingShape, choose_folder, raise_failure
 from trainer.data.sampler import BatchPlan, SamplerSpec
-from trainer.feed import _EvaluationReader
+from trainer.feed import _Batch, _batch, _EvaluationReader
 
 from . import loader_ranks
 from .loader_ranks import (
@@ -211,21 +211,28 @@ def test_held_out_batches_are_read_once_a_machine_and_are_those_of_a_rank_alone(
     ]
     rings[1].share_wakeup(rings[0])
     loader = Loader(plan, *rings)
-    readers = [_EvaluationReader(rings[1], 0, plan, dp, torch.device("cpu"), loader) for dp in (1, 2)]
+    prepare = partial(_batch, micro_batch_size=1, counts=None, device=torch.device("cpu"))
+    readers = [_EvaluationReader(rings[1], 0, plan, dp, prepare, loader) for dp in (1, 2)]
+
+    def windows(batch: _Batch) -> list[list[int]]:
+        return [
+            row for each, targets, _ in batch.micro_batches for row in torch.cat([each, targets[:, -1:]], 1).tolist()
+        ]
+
     expected = {
         name: [each.read_evenly(range(dp * 6, dp * 6 + 6), 24).tokens.tolist() for dp in (1, 2)]
         for name, each in ((name, of.open()) for name, of in sets.items())
     }
     # One reader takes for both: the other has its rows from the same slots.
     for number in range(4):
-        seen = [(name, batch.tokens.tolist()) for name, batch in readers[0].sets()]
+        seen = [(name, windows(batch)) for name, batch in readers[0].sets()]
         assert seen == [(name, rows[0]) for name, rows in expected.items()]
         if number == 1:
             next(iter(readers[0].sets()))  # interrupted after the first set
         if number == 2 and loader.pid:
             os.kill(loader.pid, signal.SIGKILL)
     readers[1]._next = readers[0]._next
-    assert [batch.tokens.tolist() for _, batch in readers[1].sets()] == [rows[1] for rows in expected.values()]
+    assert [windows(batch) for _, batch in readers[1].sets()] == [rows[1] for rows in expected.values()]
     loader.close()
     # Six evaluations, at most four items of a seventh ahead, and one read again: two ranks' two rows each.
     assert rings[1].bytes_read <= (6 * 6 + 4 + 1) * 2 * 2 * 9 * 4

@@ -96,7 +96,7 @@ def test_names_follow_the_conventions_of_prometheus(tmp_path: Path) -> None:
     helped = set(re.findall(r"^# HELP (\S+) \S.*$", text, re.MULTILINE))
     samples = re.findall(r"^([^#{\s]+)\{", text, re.MULTILINE)
     assert helped == kinds.keys() == set(samples)
-    assert len(samples) == len(kinds) == 20
+    assert len(samples) == len(kinds) == 23
     for name, kind in kinds.items():
         assert re.fullmatch(r"netlayer_train(_[a-z]+)+", name), name
         assert name.endswith("_total") == (kind == "counter"), name

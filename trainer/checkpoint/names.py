@@ -52,6 +52,11 @@ def know_protocol(location: str) -> None:
         import trainer.peer_copy.filesystem  # noqa: F401  only here: most runs have no such URL
 
 
+def is_name_of_run(path: Path) -> bool:
+    """Whether a folder is named as the checkpoints of a run are, verified or not."""
+    return _NAME.fullmatch(path.name.removesuffix(PENDING)) is not None
+
+
 def sealed(facts: Mapping[str, Any]) -> str:
     """The text of `meta.json`, with its own digest."""
     return json.dumps({**facts, OWN_DIGEST: digest(json.dumps(facts).encode())}, indent=1) + "\n"

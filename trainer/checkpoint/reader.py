@@ -45,7 +45,7 @@ from trainer.checkpoint.digest import digest
 from trainer.checkpoint.distcp import SUFFIX, Extent, ItemWriter, Read, file_of, file_reader, has_trailer, read_trailer
 from trainer.checkpoint.file import TensorFile
 from trainer.checkpoint.meta import ALTERED, Meta, file_name, find, undamaged
-from trainer.checkpoint.names import FORMAT, META, OLD_FORMAT, TOKENIZER, as_location, sealed
+from trainer.checkpoint.names import FORMAT, META, OLD_FORMAT, TOKENIZER, as_location, is_name_of_run, sealed
 from trainer.model.linears import Part
 from trainer.ramps import learning_rate
 
@@ -69,7 +69,8 @@ def open_checkpoint(path: Path, field: str = "--resume") -> Checkpoint:
     """
     path = as_location(path)
     if (path / METADATA).is_file() and not (path / META).is_file():
-        if any(has_trailer(file) for file in path.glob(f"*{SUFFIX}")):
+        # Named as those of a run are: `netlayer checkpoint export` writes such files too, into a folder of any name.
+        if is_name_of_run(path) and any(has_trailer(file) for file in path.glob(f"*{SUFFIX}")):
             # Without the digests nobody knows whether it was ever finished, or is as it was written.
             remedy = "take another checkpoint of its run; torch's own dcp.load reads it unchecked"
             raise ConfigError(field, path, f"lacks {META}, which its run has written last", remedy)

@@ -45,8 +45,10 @@ def facts(folder: RunFolder, *, has_driver: bool) -> dict[str, Any]:
 def lines(tree: dict[str, Any]) -> Iterator[str]:
     """The facts as text; whatever came from a log is one line without control characters."""
     state = State(tree["state"])
-    driver = f"driver seen {tree['seen_s_ago']} s ago" if tree["has_driver"] else "no driver: netlayer run resume"
-    yield f"{tree['out']}: {state} ({MEANINGS[state]}); {driver}"
+    driver = f"; driver seen {tree['seen_s_ago']} s ago" if tree["has_driver"] else "; no driver: netlayer run resume"
+    if state is State.COMPLETED:  # there is nothing to go on with
+        driver = ""
+    yield f"{tree['out']}: {state} ({MEANINGS[state]}){driver}"
     step = f"step {tree['step']}" + (f"/{tree['total_steps']}" if tree["total_steps"] else "")
     speed = f", {tree['step_ms']:.0f} ms a step" if tree["step_ms"] else ""
     yield f"{step}{speed}; incarnation {tree['incarnation']}, {tree['restarts']} restarts"
