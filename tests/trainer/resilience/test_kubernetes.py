@@ -288,6 +288,28 @@ def test_rights_that_are_missing_end_the_node_with_the_reason_in_its_log(cluster
         backend.check()
 
 
+def test_a_start_without_rights_ends_before_anything_runs(cluster: Cluster) -> None:
+    cluster.server.rules = []
+    file = cluster.path / "job.toml"
+    file.write_text(to_toml(config_of()))
+    result = CliRunner().invoke(command, ["start", str(file), "--out", str(cluster.path / "a")])
+    assert isinstance(result.exception, ConfigError)
+    assert 'cannot list resource "pods"' in str(result.exception)
+    assert cluster.server.requests == [("list", "pods")]
+    assert not (cluster.path / "a" / "run" / "journal.jsonl").exists()
+
+
+def test_a_pod_that_an_earlier_request_has_made_is_taken_over(cluster: Cluster) -> None:
+    cluster.backend().launch("node-0")
+    cluster.until_there("node-0")
+    uid = cluster.pod("node-0")["metadata"]["uid"]
+    later = cluster.backend()
+    later.launch("node-0")
+    cluster.server.until(lambda: "node-0" in later._pods and not later._tasks)
+    assert cluster.pod("node-0")["metadata"]["uid"] == uid
+    assert not later.has_died("node-0")
+
+
 def test_a_cordon_that_is_refused_is_said_and_the_run_goes_on(cluster: Cluster) -> None:
     cluster.server.rules = [{"resources": ["pods"], "verbs": list(manifests.POD_VERBS)}]
     backend = cluster.backend(cordon=True)

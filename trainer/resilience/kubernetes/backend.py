@@ -43,7 +43,7 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _REQUEST_S = (5.0, 20.0)  # to connect, to be answered
 _WATCH_S = 60  # of one watch; then the pods are listed again, so that an event that was missed is missed no longer
 _BACKOFF_S, _BACKOFF_MOST_S = 0.5, 30.0
-_CLOSE_S = 10.0
+_CLOSE_S, _JOIN_S = 10.0, 2.0
 _GRACE_S = 1  # 0 would drop the pod before its processes have ended
 # The cluster's own decisions, which are no fault of the machine's (reasons of the condition DisruptionTarget).
 _TAKEN = ("PreemptionByScheduler", "EvictionByEvictionAPI")
@@ -214,10 +214,12 @@ class KubernetesBackend:
         if left:
             remedy = f"kubectl delete pods -n {self.namespace} -l {RUN_LABEL}={self._spec.run}"
             self._say("close", f"not done: {', '.join(left[:5])}{' ...' * (len(left) > 5)}; {remedy}")
-        if self._stream is not None:
-            self._stream.stop()
-        for thread in self._threads:
-            thread.join(2)
+        until_s = time.monotonic() + _JOIN_S
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < until_s:
+            if self._stream is not None:
+                self._stream.stop()  # again and again: one that is being opened does not know of it
+            for thread in self._threads:
+                thread.join(0.05)
         self._client.rest_client.close()
 
     # ---- what is asked for ----
@@ -300,7 +302,9 @@ class KubernetesBackend:
             if exc.status != 409:
                 raise
             # Of a driver before this one, or of a request whose answer was lost.
-            made = self._core.read_namespaced_pod(pod_name(self._spec.run, node), self.namespace)
+            made = self._core.read_namespaced_pod(
+                pod_name(self._spec.run, node), self.namespace, _request_timeout=_REQUEST_S
+            )
         self._take(node, made)
 
     def _restart(self, node: str) -> None:
