@@ -62,18 +62,18 @@ def requeue() -> None:
     _scontrol("requeue", os.environ.get("SLURM_JOB_ID", ""))
 
 
-def _scontrol(*words: str) -> str:
-    command = ["scontrol", *words]
+def _scontrol(*arguments: str) -> str:
+    command = ["scontrol", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     except FileNotFoundError as exc:
         raise HardwareMissing("job.resilience.backend = slurm: there is no scontrol on the PATH") from exc
     except subprocess.TimeoutExpired as exc:
         remedy = "see whether the controller is up (scontrol ping)"
-        raise ConfigError("scontrol", words[0], f"does not answer within {_COMMAND_S:g} s", remedy) from exc
+        raise ConfigError("scontrol", arguments[0], f"does not answer within {_COMMAND_S:g} s", remedy) from exc
     if done.returncode:
         text = done.stderr.strip().rpartition("\n")[2][:300]
-        raise ConfigError("scontrol", words[0], f"has failed: {text or done.returncode}", "see its manual page")
+        raise ConfigError("scontrol", arguments[0], f"has failed: {text or done.returncode}", "see its manual page")
     return done.stdout
 
 
@@ -108,15 +108,15 @@ class SlurmBackend(FixedNodes):
         if not self._is_here(node):
             return
         host = self._rows[node][1]
-        words = [sys.executable, "-m", MODULE, str(self._folder.out.resolve()), node, host]
-        self._steps[node] = self._srun(node, "executor.log", words)
+        arguments = [sys.executable, "-m", MODULE, str(self._folder.out.resolve()), node, host]
+        self._steps[node] = self._srun(node, "executor.log", arguments)
 
     def ensure(self, node: str) -> None:
         if self._is_here(node):
             host = self._rows[node][1]
-            words = [sys.executable, "-m", MODULE, str(self._folder.out.resolve()), node, host]
+            arguments = [sys.executable, "-m", MODULE, str(self._folder.out.resolve()), node, host]
             # A second executor of a node ends at once; so this step's end says nothing about the node.
-            self._others.append(self._srun(node, "executor.log", words))
+            self._others.append(self._srun(node, "executor.log", arguments))
 
     def remove(self, node: str, pid: int) -> None:
         if pid and self._is_here(node):
@@ -143,7 +143,7 @@ class SlurmBackend(FixedNodes):
     def _is_here(self, node: str) -> bool:
         return node in self._rows and self._rows[node][0] == self._own
 
-    def _srun(self, node: str, log: str, words: list[str]) -> subprocess.Popen[bytes]:
+    def _srun(self, node: str, log: str, arguments: list[str]) -> subprocess.Popen[bytes]:
         """Run a command on a node's host, without waiting: a host that is gone holds up nobody."""
         cpus = os.environ.get("SLURM_CPUS_ON_NODE", "")
         options = [
@@ -156,7 +156,7 @@ class SlurmBackend(FixedNodes):
         own.mkdir(parents=True, exist_ok=True)
         with (own / log).open("ab") as output:
             return subprocess.Popen(
-                ["srun", *options, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                ["srun", *options, *arguments], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
 

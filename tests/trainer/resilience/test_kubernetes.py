@@ -26,6 +26,7 @@ from trainer.commands.run import run as command
 from trainer.resilience.driver import Driver
 from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.kubernetes import KubernetesBackend, connect, manifests, pods
+from trainer.resilience.kubernetes.backend import _pause_s
 from trainer.resilience.machine import State
 
 MACHINES = ["m0", "m1", "m2"]
@@ -271,6 +272,12 @@ def test_a_busy_server_and_a_full_quota_are_waited_for(cluster: Cluster) -> None
     assert sum("exceeded quota" in line for line in cluster.lines) == 1
     assert sum("answers 429: try later" in line for line in cluster.lines) == 1
     assert not backend.has_died("node-0")
+
+
+def test_a_server_that_is_away_for_days_is_asked_at_a_bounded_pace() -> None:
+    pauses = [_pause_s(attempts) for attempts in (0, 1, 10, 5000)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 30.0
 
 
 def test_rights_that_are_missing_end_the_node_with_the_reason_in_its_log(cluster: Cluster) -> None:

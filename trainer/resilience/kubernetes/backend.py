@@ -150,7 +150,7 @@ class KubernetesBackend:
         self._lines: dict[str, str] = {}
         self._file = folder.run / "kubernetes.json"
         self._blocked, self._placed = _load(self._file)
-        self._is_closed = False
+        self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._stream: Any = None
 
@@ -209,7 +209,7 @@ class KubernetesBackend:
             while self._tasks and self._threads and time.monotonic() < until_s:
                 self._lock.wait(until_s - time.monotonic())
             left = [f"{task.action} {task.target}" for task in self._tasks.values()]
-            self._is_closed = True
+            self._closed.set()
             self._lock.notify_all()
         if left:
             remedy = f"kubectl delete pods -n {self.namespace} -l {RUN_LABEL}={self._spec.run}"
@@ -232,7 +232,7 @@ class KubernetesBackend:
             self._lock.notify_all()
 
     def _begin(self) -> None:
-        if self._threads or self._is_closed:
+        if self._threads or self._closed.is_set():
             return
         for run in (self._work, self._follow):
             thread = threading.Thread(target=run, name=f"kubernetes {run.__name__}", daemon=True)
@@ -242,7 +242,7 @@ class KubernetesBackend:
     def _next(self) -> _Task | None:
         """Wait for the next task that is due; None: the backend is closed."""
         with self._lock:
-            while not self._is_closed:
+            while not self._closed.is_set():
                 now_s = time.monotonic()
                 task = min(self._tasks.values(), key=lambda each: each.due_s, default=None)
                 if task is not None and task.due_s <= now_s:
@@ -279,9 +279,9 @@ class KubernetesBackend:
                     self._fail(task.target, text)
                 self._drop(task)
                 return
-            pause_s = min(_BACKOFF_S * 2**task.attempts, _BACKOFF_MOST_S)
+            pause_s = max(_pause_s(task.attempts), min(_retry_after(exc), 60.0))
             task.attempts += 1
-            task.due_s = time.monotonic() + max(pause_s, min(_retry_after(exc), 60.0))
+            task.due_s = time.monotonic() + pause_s
 
     def _fail(self, node: str, text: str) -> None:
         """Take a node for dead whose pod cannot be made; the reason is where the driver's own line points at."""
@@ -349,7 +349,7 @@ class KubernetesBackend:
         from kubernetes import watch
 
         attempts = 0
-        while not self._is_closed:
+        while not self._closed.is_set():
             try:
                 version = self._list()
                 stream = self._stream = watch.Watch()
@@ -363,15 +363,12 @@ class KubernetesBackend:
                 attempts = 0
                 self._lines.pop("watch", None)
             except self._errors as exc:
-                if self._is_closed:
+                if self._closed.is_set():
                     return
-                is_old = getattr(exc, "status", 0) == 410  # the server has forgotten where we were: listed anew
-                if not is_old:
+                if getattr(exc, "status", 0) != 410:  # there the server has forgotten where we were: listed anew
                     self._say("watch", f"pods cannot be watched: {_text(exc)}")
-                pause_s = min(_BACKOFF_S * 2**attempts, _BACKOFF_MOST_S)
-                attempts = 0 if is_old and not attempts else attempts + 1
-                with self._lock:
-                    self._lock.wait_for(lambda: self._is_closed, 0.05 if is_old and not attempts else pause_s)
+                self._closed.wait(_pause_s(attempts))
+                attempts += 1
 
     @property
     def _selector(self) -> str:
@@ -465,6 +462,11 @@ def _is_final(exc: Exception, action: Action) -> bool:
     if action == "delete":
         return status in (400, 422)  # a pod that stays would train on: rights may be given meanwhile
     return status in (400, 404, 422) or (status == 403 and not is_quota)
+
+
+def _pause_s(attempts: int) -> float:
+    """Seconds before another attempt; there may be thousands of them while a server is away."""
+    return min(_BACKOFF_S * float(2 ** min(attempts, 20)), _BACKOFF_MOST_S)
 
 
 def _retry_after(exc: Exception) -> float:
