@@ -40,7 +40,7 @@ class ResilienceConfig(Section):
         description="where nodes are: local: process groups of this machine; ssh: hosts of --hosts; slurm: those "
         "of this allocation; kubernetes: pods",
     )
-    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="pods of the backend kubernetes")
     spares: int = Field(0, ge=0, le=1024, description="standby nodes beyond cluster.servers, checked and waiting")
     replace: bool = Field(
         True, description="ask the backend for a new node where one was evicted (local: another process group)"
