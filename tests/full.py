@@ -303,6 +303,12 @@ COMMANDS: tuple[Command, ...] = (
     Command(".venv/bin/netlayer run pause runs/kept"),
     Command(".venv/bin/netlayer run resume runs/kept"),
     Command(".venv/bin/netlayer run stop runs/kept"),
+    Command(
+        ".venv/bin/netlayer run manifests examples/laptop.toml --out runs/deploy --set job.checkpoint.every_steps=50 "
+        "--set job.store.url=redis://redis.train:6379 --set job.launch.backend=gloo "
+        "--set job.resilience.backend=kubernetes --set job.resilience.kubernetes.image=registry/netlayer:1 "
+        "--set job.resilience.kubernetes.claim=shared --set job.resilience.kubernetes.mount=/netlayer"
+    ),
     # Named in its text.
     Command("make help"),
     Command("make setup"),

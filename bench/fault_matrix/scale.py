@@ -45,6 +45,8 @@ _RAMP_S = 180.0
 class _Nothing:
     """Backend of executors that are simulated elsewhere."""
 
+    comes_s = 120.0
+
     def name(self, number: int) -> str:
         return f"node-{number}"
 
@@ -59,6 +61,12 @@ class _Nothing:
 
     def has_died(self, _node: str) -> bool:
         return False
+
+    def block(self, node: str, reason: str, *, was_heard: bool) -> None:
+        """There are no machines."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 @click.command()

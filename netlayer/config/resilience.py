@@ -9,17 +9,43 @@ from pydantic import Field
 from netlayer.config.section import Section
 
 
+class KubernetesConfig(Section):
+    """Nodes of `netlayer run` that are pods; no effect with another job.resilience.backend."""
+
+    namespace: str = Field("", description="where pods are made; empty: the driver pod's own, or the kubeconfig's")
+    context: str = Field("", description="of the kubeconfig; empty: the pod's service account, or the current context")
+    image: str = Field("", description="of the executor's container: one with netlayer; empty: the template's")
+    python: str = Field("python3", min_length=1, description="Python of the image that has netlayer")
+    template: str = Field("", description="YAML file of a pod that every node's pod starts from")
+    claim: str = Field("", description="PersistentVolumeClaim, of many writers, that --out lies on")
+    mount: str = Field("", description="where it is mounted, in the driver's pod too; --out must lie under it")
+    node_selector: dict[str, str] = Field({}, description="labels that a machine must have")
+    gpu_resource: str = Field("nvidia.com/gpu", description="resource that stands for a GPU, one a rank under NCCL")
+    exclusive: bool = Field(True, description="no two pods of a run on one machine")
+    cordon: bool = Field(
+        False,
+        description="mark the machine of an evicted node unschedulable for everybody, too; it needs a ClusterRole. "
+        "Pods of this run are kept off it in any case",
+    )
+    start_s: float = Field(
+        600.0, gt=0, description="from the making of a pod to its first heartbeat: queue, image, start; seconds"
+    )
+
+
 class ResilienceConfig(Section):
     """Driver and executors of `netlayer run`; no effect on `netlayer train`."""
 
-    backend: Literal["local", "ssh"] = Field(
-        "local", description="where nodes are: local: process groups of this machine; ssh: hosts of --hosts"
+    backend: Literal["local", "ssh", "slurm", "kubernetes"] = Field(
+        "local",
+        description="where nodes are: local: process groups of this machine; ssh: hosts of --hosts; slurm: those "
+        "of this allocation; kubernetes: pods",
     )
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="pods of the backend kubernetes")
     spares: int = Field(0, ge=0, le=1024, description="standby nodes beyond cluster.servers, checked and waiting")
     replace: bool = Field(
         True, description="ask the backend for a new node where one was evicted (local: another process group)"
     )
-    heartbeat_s: float = Field(0.0, ge=0, le=60, description="seconds between heartbeats; 0: 2 local, 10 over ssh")
+    heartbeat_s: float = Field(0.0, ge=0, le=60, description="seconds between heartbeats; 0: 2 local, 10 else")
     missed: int = Field(4, ge=2, le=100, description="heartbeats that may be missed before a node counts as lost")
     stopped_s: float = Field(3.0, gt=0, description="seconds for which a process may be stopped (SIGSTOP) in training")
     silence_factor: float = Field(10.0, ge=2, description="typical steps without a step before the job counts as hung")
@@ -50,7 +76,7 @@ class ResilienceConfig(Section):
     retries_in_place: int = Field(
         1, ge=0, le=100, description="faults of a node's processes that a restart answers before the node is evicted"
     )
-    max_restarts: int = Field(100, ge=0, description="restarts after which the run is given up")
+    max_restarts: int = Field(1000, ge=0, description="restarts after which the run is given up")
     max_fruitless: int = Field(5, ge=1, description="restarts in a row without a new step before the run is given up")
     backoff_s: float = Field(1.0, ge=0, description="pause after the second fruitless restart, doubled with each")
     backoff_most_s: float = Field(60.0, ge=0, description="longest pause")

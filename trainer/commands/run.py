@@ -20,6 +20,7 @@ from netlayer.lazy_group import LazyGroup
 
 if TYPE_CHECKING:
     from netlayer.config.tree import Config
+    from trainer.resilience.backends import Backend
     from trainer.resilience.driver import Driver
     from trainer.resilience.folder import RunFolder, Spec
 
@@ -55,12 +56,15 @@ def run() -> None:
     "--hosts", help="Host file, or node1,node2: run on these over ssh; those beyond cluster.servers stand by."
 )
 @click.option("--ssh-command", default="ssh", show_default=True, help="Program, with options, that reaches a host.")
-def start(options: RunOptions, file: Path | None, hosts: str | None, ssh_command: str) -> None:
+@click.option(
+    "--leave-on-sigterm", is_flag=True, help="SIGTERM ends this driver alone: the next one takes the run over."
+)
+def start(options: RunOptions, file: Path | None, hosts: str | None, ssh_command: str, leave_on_sigterm: bool) -> None:
     """Start the job of FILE on cluster.servers nodes, or take over a run in --out whose driver is gone.
 
     Ranks of a node: cluster.gpus_per_server. Settings: job.resilience. Without --hosts a node is a process group of
-    this machine. Ctrl-C or SIGTERM ends the run after a step, with a checkpoint; a second one at once. Exit code 0:
-    all steps are taken, or it was stopped; 1: given up, with the reason.
+    this machine, or a pod (job.resilience.backend=kubernetes). Ctrl-C or SIGTERM ends the run after a step, with a
+    checkpoint; a second one at once. Exit code 0: all steps are taken, or it was stopped; 1: given up, with the reason.
 
     \b
     Examples:
@@ -69,26 +73,22 @@ def start(options: RunOptions, file: Path | None, hosts: str | None, ssh_command
       netlayer run start job.toml --out runs/a --hosts hosts.txt
       netlayer run start job.toml --out runs/a           # again, after the driver was killed: takes the run over
     """
-    import dataclasses
-
     from netlayer.errors import ConfigError
     from trainer.resilience.folder import RunFolder
 
-    if file and options.config_path:
-        raise ConfigError("--config", options.config_path, f"is given beside {file}", "give one of them")
+    options = _with_file(options, file)
     if options.out is None:
         raise ConfigError("--out", None, "is needed: a folder that all nodes see", "give one, such as runs/a")
     out = options.out.absolute()
     folder = RunFolder(out)
-    options = dataclasses.replace(options, config_path=file or options.config_path)
     config = options.load_config()
-    _check(config, hosts)
+    _check(config, hosts, out)
     with _driving(folder):
         if folder.exists:
             config = _as_started(folder, config)
         else:
-            _create(folder, config, options.seed, hosts)
-        _drive(folder, config, hosts, ssh_command, options)
+            _create(folder, config, options.seed)
+        _drive(folder, config, hosts, ssh_command, options, leaves=leave_on_sigterm)
 
 
 @run.command()
@@ -116,7 +116,7 @@ def resume(out: Path, json_file: Path | None, verbose: int, hosts: str | None, s
         return
     options = RunOptions(folder.job, (), 0, folder.out, json_file)
     config = options.load_config()
-    _check(config, hosts)
+    _check(config, hosts, folder.out)
     with _driving(folder):
         _drive(folder, config, hosts, ssh_command, options, resumes=True)
 
@@ -160,7 +160,10 @@ def logs(out: Path, node: str | None, rank: int | None, num_lines: int) -> None:
     """
     from trainer.resilience import status as report
 
-    for line in report.log_lines(_existing(out), node, rank, num_lines):
+    folder = _existing(out)
+    if node:
+        _check_node(folder, node)
+    for line in report.log_lines(folder, node, rank, num_lines):
         click.echo(line)
 
 
@@ -174,7 +177,9 @@ def evict(out: Path, node: str) -> None:
     Example:
       netlayer run evict runs/a node-2
     """
-    _ask(_existing(out), "evict", node)
+    folder = _existing(out)
+    _check_node(folder, node)
+    _ask(folder, "evict", node)
 
 
 @run.command()
@@ -201,7 +206,65 @@ def stop(out: Path) -> None:
     _ask(_existing(out), "stop")
 
 
-def _check(config: Config, hosts: str | None) -> None:
+@run.command("manifests")
+@click.argument("file", type=_PATH, required=False)
+@run_options
+@click.option("--name", default="netlayer", show_default=True, help="Of the driver's objects.")
+@click.option("--run-out", type=_PATH, help="--out of the run, in the pods; default: MOUNT/runs/NAME.")
+@click.option("--jobset", "is_jobset", is_flag=True, help="The driver's Job in a JobSet.")
+def write_manifests(options: RunOptions, file: Path | None, name: str, run_out: Path | None, is_jobset: bool) -> None:
+    """Write manifests into --out with which Kubernetes runs the driver of the job in FILE.
+
+    Namespace, service account, rights (pods of the namespace: get, list, watch, create, delete; machines: patch, with
+    job.resilience.kubernetes.cordon alone), the job's file, the driver's Job, and a kustomization.yaml of them. Nothing
+    is sent to a cluster. Paths in the job's file are those in the pods.
+
+    \b
+    Examples:
+      netlayer run manifests job.toml --out deploy
+      netlayer run manifests job.toml --out deploy --name train-7b --jobset --set job.resilience.kubernetes.cordon=true
+      kubectl apply -k deploy
+    """
+    import re
+
+    from netlayer.errors import ConfigError
+    from netlayer.results import write_text
+    from trainer.resilience.kubernetes import manifests
+
+    options = _with_file(options, file)
+    if options.out is None:
+        raise ConfigError("--out", None, "is needed: the folder of the manifests", "give one, such as deploy")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+        rule = "is no name of an object: small letters, digits, - between them, 40 at most"
+        raise ConfigError("--name", name, rule, "give another")
+    config = options.load_config()
+    if config.job.resilience.backend != "kubernetes":
+        remedy = "set job.resilience.backend=kubernetes"
+        raise ConfigError("job.resilience.backend", config.job.resilience.backend, "makes no pods", remedy)
+    mount = config.job.resilience.kubernetes.mount
+    if run_out is None and not mount:
+        raise ConfigError("--run-out", None, "is needed where no claim is mounted", "give the run's folder in the pods")
+    run_out = run_out or Path(mount) / "runs" / name
+    _check(config, None, run_out)
+    files = manifests.manifests(config, name, run_out, options.seed, is_jobset=is_jobset)
+    manifests.write(files, options.out)
+    if options.json_file:
+        write_text(options.json_file, json.dumps(files, indent=1) + "\n")
+    click.echo(f"{len(files)} files in {options.out}: kubectl apply -k {options.out}", err=True)
+
+
+def _with_file(options: RunOptions, file: Path | None) -> RunOptions:
+    import dataclasses
+
+    from netlayer.errors import ConfigError
+
+    if file and options.config_path:
+        raise ConfigError("--config", options.config_path, f"is given beside {file}", "give one of them")
+    return dataclasses.replace(options, config_path=file or options.config_path)
+
+
+def _check(config: Config, hosts: str | None, out: Path) -> None:
+    """Refuse, before anything is written, a job that cannot run on the nodes that it asks for."""
     from netlayer import environ
     from netlayer.errors import ConfigError, HardwareMissing
     from netlayer.remote.hosts import read_hosts
@@ -220,9 +283,25 @@ def _check(config: Config, hosts: str | None) -> None:
     if not config.job.checkpoint.every_steps:
         remedy = "set job.checkpoint.every_steps"
         raise ConfigError("job.checkpoint.every_steps", 0, "leaves nothing to resume from after a fault", remedy)
-    ranks = config.cluster.gpus_per_server if hosts else config.cluster.num_gpus
+    if settings.backend == "slurm":
+        from trainer.resilience import slurm
+
+        slurm.allocation()
+        if not config.job.store.url.startswith(("redis://", "rediss://")):
+            remedy = "give its address, such as redis://login-1:6379"
+            raise ConfigError("job.store.url", config.job.store.url, "is no Redis that all hosts reach", remedy)
+    if settings.backend == "kubernetes":
+        from trainer.resilience.kubernetes import manifests, pods
+
+        manifests.check_settings(config)
+        manifests.check_out(config, out)
+        pods.client()  # or it says that it is not installed
+        pods.load_template(settings.kubernetes.template)
+        return  # the driver's machine has none of the GPUs
+    is_local = settings.backend == "local"
+    ranks = config.cluster.num_gpus if is_local else config.cluster.gpus_per_server
     backend = environ.choose_backend(config.job.launch.backend, ranks)
-    if not hosts:
+    if is_local:
         check_memory(config.job, ranks, backend)  # of all nodes of this machine together, which no executor knows of
     if hosts:
         num = len(read_hosts(hosts))
@@ -231,7 +310,7 @@ def _check(config: Config, hosts: str | None) -> None:
             raise ConfigError("--hosts", hosts, f"names {num}, and cluster.servers is {config.cluster.servers}", remedy)
 
 
-def _create(folder: RunFolder, config: Config, seed: int, hosts: str | None) -> None:
+def _create(folder: RunFolder, config: Config, seed: int) -> None:
     """Write the run's files, with what its executors will run."""
     import secrets
 
@@ -246,8 +325,9 @@ def _create(folder: RunFolder, config: Config, seed: int, hosts: str | None) -> 
     job, settings, nodes, per_node = (
         config.job, config.job.resilience, config.cluster.servers, config.cluster.gpus_per_server,
     )  # fmt: skip
-    ranks_here = per_node if hosts else nodes * per_node
-    backend = environ.choose_backend(job.launch.backend, ranks_here)
+    is_local, is_pods = settings.backend == "local", settings.backend == "kubernetes"
+    ranks_here = nodes * per_node if is_local else per_node
+    backend = job.launch.backend if is_pods else environ.choose_backend(job.launch.backend, ranks_here)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     spec = Spec(
         run=secrets.token_hex(8),
@@ -258,7 +338,7 @@ def _create(folder: RunFolder, config: Config, seed: int, hosts: str | None) -> 
         nodes=nodes,
         ranks_per_node=per_node,
         threads=max(1, cores // ranks_here),
-        heartbeat_s=settings.heartbeat_s or (10.0 if hosts else 2.0),
+        heartbeat_s=settings.heartbeat_s or (2.0 if is_local else 10.0),
         environ={"NETLAYER_RUN_BACKEND": backend},
         resilience=settings,
     )  # fmt: skip
@@ -278,19 +358,26 @@ def _as_started(folder: RunFolder, config: Config) -> Config:
 
 
 def _drive(
-    folder: RunFolder, config: Config, hosts: str | None, ssh: str, options: RunOptions, *, resumes: bool = False
+    folder: RunFolder,
+    config: Config,
+    hosts: str | None,
+    ssh: str,
+    options: RunOptions,
+    *,
+    resumes: bool = False,
+    leaves: bool = False,
 ) -> None:
     """Be the driver until the run is over; exit code 1 where it was given up."""
-    from netlayer.errors import CheckFailed, ConfigError
-    from netlayer.remote.hosts import read_hosts
+    from netlayer.errors import CheckFailed, ConfigError, NetlayerError
     from netlayer.results import utc_now, write_text
-    from trainer.resilience.backends import LocalBackend, SshBackend
     from trainer.resilience.driver import Driver
     from trainer.resilience.machine import TERMINAL, State
     from trainer.resilience.messages import collect_seldom
 
     spec, started = folder.spec(), utc_now()
-    backend = SshBackend(folder, [host.name for host in read_hosts(hosts)], ssh) if hosts else LocalBackend(folder)
+    is_slurm = spec.resilience.backend == "slurm"
+    resumes = resumes or (is_slurm and _was_requeued(folder))
+    backend = _backend(folder, hosts, ssh)
     driver = Driver(folder, backend, config.job.optimizer.steps, owns_store=not config.job.store.url, on_line=_say)
     if driver.facts.state in TERMINAL and not (resumes and driver.facts.state is not State.COMPLETED):
         state, remedy = driver.facts.state, "go on with netlayer run resume, or give a new folder"
@@ -301,7 +388,7 @@ def _drive(
         raise ConfigError("--out", folder.out, f"holds a run that is {state}", remedy)
     if resumes:
         driver.resume()
-    _stop_on_signals(driver)
+    ending = _stop_on_signals(driver, leaves=leaves, is_slurm=is_slurm)
     collect_seldom()
     final = driver.run()
     record = _record(driver, spec, config, options, started)
@@ -313,18 +400,78 @@ def _drive(
     facts = driver.facts
     line = f"{final} after step {facts.furthest_step}: {facts.restarts} restarts, {len(facts.evicted)} nodes evicted"
     click.echo(line, err=str(options.json_file) == "-")
+    if ending and final is State.STOPPED:
+        from trainer.resilience import slurm
+
+        (folder.run / "requeued").touch()  # first: Slurm ends this process at once
+        _say("the allocation ends: the job is requeued")
+        try:
+            slurm.requeue()
+        except NetlayerError:
+            (folder.run / "requeued").unlink()
+            raise
 
 
-def _stop_on_signals(driver: Driver) -> None:
-    """SIGINT and SIGTERM stop the run after a step; a second one at once."""
+def _was_requeued(folder: RunFolder) -> bool:
+    """Whether the run was stopped by the end of an allocation, of which this one is the sequel; once."""
+    from trainer.resilience.slurm import was_requeued
+
+    mark = folder.run / "requeued"
+    is_so = bool(was_requeued()) and mark.exists()
+    mark.unlink(missing_ok=True)
+    return is_so
+
+
+def _backend(folder: RunFolder, hosts: str | None, ssh: str) -> Backend:
+    """Return what the run's nodes come from, by the settings of its start."""
+    from netlayer.remote.hosts import read_hosts
+    from trainer.resilience.backends import LocalBackend, SshBackend
+
+    kind = folder.spec().resilience.backend
+    if kind == "kubernetes":
+        from trainer.resilience.kubernetes import KubernetesBackend
+
+        backend = KubernetesBackend(folder, on_line=_say)
+        if not folder.journal.exists():
+            backend.check()  # a run that is under way is taken over by a driver that hears its nodes, if nothing else
+        return backend
+    if kind == "slurm":
+        from trainer.resilience.slurm import SlurmBackend
+
+        return SlurmBackend(folder)
+    return SshBackend(folder, [host.name for host in read_hosts(hosts)], ssh) if hosts else LocalBackend(folder)
+
+
+def _stop_on_signals(driver: Driver, *, leaves: bool = False, is_slurm: bool = False) -> list[int]:
+    """SIGINT and SIGTERM stop the run after a step; a second one at once.
+
+    Args:
+        leaves: SIGTERM ends the driver alone.
+        is_slurm: SIGUSR1, which Slurm sends ahead of an allocation's end, stops the run as well.
+
+    Returns:
+        List that is not empty once SIGUSR1 has come.
+    """
     seen: list[int] = []
+    ending: list[int] = []
 
     def stop(signum: int, _frame: object) -> None:
+        if leaves and signum == signal.SIGTERM:
+            # As a kill would, which costs nothing; but a container's first process must end by itself.
+            os._exit(128 + signum)
         seen.append(signum)
         driver.ask_to_stop(at_once=len(seen) > 1)
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, stop)
+
+    def end(signum: int, _frame: object) -> None:
+        ending.append(signum)
+        driver.ask_to_stop()
+
+    if is_slurm:
+        signal.signal(signal.SIGUSR1, end)
+    return ending
 
 
 def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, started: str) -> Any:
@@ -385,6 +532,16 @@ def _has_driver(folder: RunFolder) -> bool:
     from netlayer.lock import is_held
 
     return is_held(folder.lock)
+
+
+def _check_node(folder: RunFolder, node: str) -> None:
+    """Raise ConfigError where a run never had a node of this name."""
+    from netlayer.errors import ConfigError
+    from trainer.resilience.messages import is_node_name
+
+    # A name that is none is refused where it is used, with the rule for names.
+    if is_node_name(node) and not folder.node(node).is_dir():
+        raise ConfigError("node", node, "is none of this run", f"netlayer run status {folder.out} lists them")
 
 
 def _existing(out: Path, verbosity: int = 0) -> RunFolder:

@@ -1,4 +1,4 @@
-"""Backends that give nodes: process groups of this machine, or hosts over ssh; and what a scheduler's would do.
+"""Backends that give nodes: what each must do, process groups of this machine, and hosts over ssh.
 
 A backend starts executors and ends nodes; all else goes over the run's Redis. The driver may be another process than
 the one that launched a node, so a backend finds what it ends by what the node tells (`Heartbeat.pid`), or by its name.
@@ -20,11 +20,14 @@ from typing import Protocol
 from netlayer.remote.connection import ssh_command
 from trainer.resilience.folder import RunFolder
 
-_MODULE = "trainer.resilience.executor"
+MODULE = "trainer.resilience.executor"
 
 
 class Backend(Protocol):
-    """Nodes of a run."""
+    """Nodes of a run; none of its calls waits for a machine that does not answer."""
+
+    comes_s: float
+    """Longest time from the launch of a node to its first heartbeat, seconds."""
 
     def name(self, number: int) -> str:
         """Name of the node with this number; empty: there is none any more."""
@@ -46,8 +49,34 @@ class Backend(Protocol):
         """Whether the executor is known to have ended; False where nobody knows."""
         ...
 
+    def block(self, node: str, reason: str, *, was_heard: bool) -> None:
+        """Keep later nodes off the machine of an evicted one; `was_heard`: its executor has once told of itself."""
+        ...
 
-class LocalBackend:
+    def close(self) -> None:
+        """End what the backend itself runs, once what was asked for is done, or after a bounded wait."""
+        ...
+
+
+def kill_line(node: str, pid: int) -> str:
+    """Line of shell that ends a node's executor, only where the process is still that one: ids are used again."""
+    words = shlex.quote(f"{MODULE} .* {node} ")
+    return f"tr '\\0' ' ' </proc/{pid}/cmdline | grep -q -- {words} && kill -KILL {pid}"
+
+
+class FixedNodes:
+    """Base of backends whose nodes are given: a name that was evicted is not asked for again."""
+
+    comes_s = 120.0
+
+    def block(self, node: str, reason: str, *, was_heard: bool) -> None:
+        """Do nothing: no other node comes to the same place (ssh), or all are in one (local)."""
+
+    def close(self) -> None:
+        """Do nothing: nodes outlive the driver."""
+
+
+class LocalBackend(FixedNodes):
     """Nodes that are sessions of processes on this machine.
 
     Args:
@@ -64,7 +93,7 @@ class LocalBackend:
     def launch(self, node: str) -> None:
         own = self._folder.node(node)
         own.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", _MODULE, str(self._folder.out), node]
+        command = [sys.executable, "-m", MODULE, str(self._folder.out), node]
         with (own / "executor.log").open("ab") as output:
             # A session of its own: the node outlives this driver, and Ctrl-C at the terminal is for the driver alone.
             self._processes[node] = subprocess.Popen(
@@ -103,11 +132,11 @@ class LocalBackend:
         except OSError:
             return False
         return (
-            _MODULE.encode() in arguments and str(self._folder.out).encode() in arguments and node.encode() in arguments
+            MODULE.encode() in arguments and str(self._folder.out).encode() in arguments and node.encode() in arguments
         )
 
 
-class SshBackend:
+class SshBackend(FixedNodes):
     """Nodes that are hosts: the first ones train, the others stand by. The run's folder is one that all of them see.
 
     Args:
@@ -126,7 +155,7 @@ class SshBackend:
 
     def launch(self, node: str) -> None:
         own, host = self._folder.node(node), self._hosts[node]
-        arguments = [sys.executable, "-m", _MODULE, str(self._folder.out.resolve()), node, host.rpartition("@")[2]]
+        arguments = [sys.executable, "-m", MODULE, str(self._folder.out.resolve()), node, host.rpartition("@")[2]]
         output = shlex.quote(str(own.resolve() / "executor.log"))
         # Out of ssh's hands at once: a connection that breaks takes no executor with it.
         start = f"setsid nohup {shlex.join(arguments)} >>{output} 2>&1 </dev/null"
@@ -139,11 +168,7 @@ class SshBackend:
     def remove(self, node: str, pid: int) -> None:
         if not pid or node not in self._hosts:
             return
-        # Only where the process is still that executor: ids are used again.
-        line = (
-            f"tr '\\0' ' ' </proc/{pid}/cmdline | grep -q -- {shlex.quote(f'{_MODULE} .* {node} ')} && kill -KILL {pid}"
-        )
-        self._run(node, line)
+        self._run(node, kill_line(node, pid))
 
     def has_died(self, node: str) -> bool:  # noqa: ARG002 - the protocol's
         return False  # over ssh only its heartbeats tell

@@ -146,6 +146,7 @@ class Driver:
             time.sleep(0.05)
         for name in self.roster.names:
             self.roster.remove(name)
+        self._backend.close()
         self.write_status()
         with contextlib.suppress(NetlayerError):
             self._reach().forget(self.roster.names)
@@ -434,6 +435,7 @@ class Driver:
         facts = self.facts
         incident.diagnosed_s = self._wall()
         incident.decision = decision.to_json()
+        self.roster.evict(decision.evict, decision.reason)
         facts.suspects = list(decision.suspects)
         facts.incident = {}
         # Its findings stand in the entries before: every later one would repeat them.
@@ -444,10 +446,7 @@ class Driver:
         event = Event(f"decided: {decision.action.replace('_', ' ')}")
         if event is Event.GIVE_UP:
             return event, {"decision": decision.to_json()}
-        if decision.kind == "checkpoint":
-            self._set_aside_checkpoint()
         facts.restarts += 1
-        self.roster.evict(decision.evict, decision.reason)
         pause_s = 0.0
         if facts.fruitless > 1:
             pause_s = min(self.settings.backoff_s * 2 ** (facts.fruitless - 2), self.settings.backoff_most_s)
@@ -499,6 +498,8 @@ class Driver:
         facts, before = self.facts, self.facts.state
         after = self.journal.move(event, **evidence)
         self._entered_s = self._clock()
+        if before is State.DIAGNOSE and evidence.get("decision", {}).get("kind") == "checkpoint":
+            self._set_aside_checkpoint()
         if after is State.SUSPEND:
             self._symptom_s = None
         if after in (State.PAUSED, State.COMPLETED, State.STOPPED):

@@ -34,6 +34,7 @@ Action = Literal["retry", "evict", "give_up"]
 _BY_SIGNAL: tuple[Kind, ...] = ("killed", "stopped", "memory")
 _MAX_FINDINGS = 40
 _MAX_REASON = 600  # characters: it stands in every later entry of the journal
+_REMEMBERED_S = 24 * 3600.0
 _MAX_EVICTED = 0.5  # share of the members that one decision may evict
 
 
@@ -128,7 +129,9 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
     if kind == "checkpoint":
         return Decision("retry", kind, (), (), (), reason)
     if nodes:
-        again = tuple(node for node in nodes if _faults_of(node, facts) >= settings.retries_in_place)
+        again = tuple(
+            node for node in nodes if _faults_of(node, facts, incident.detected_s) >= settings.retries_in_place
+        )
         if again:
             line = f"{reason}; {', '.join(again)} had a fault of its processes before"
             return Decision("evict", kind, nodes, again, (), line)
@@ -186,9 +189,10 @@ def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
     return nodes, plain("; ".join(lines[node] for node in nodes), _MAX_REASON)
 
 
-def _faults_of(node: str, facts: Facts) -> int:
-    """Count the earlier incidents that were blamed on a node's processes."""
-    return sum(node in each["decision"].get("nodes", ()) for each in facts.incidents)
+def _faults_of(node: str, facts: Facts, now_s: float) -> int:
+    """Count the incidents of the last day that were blamed on a node's processes: in weeks every node has some."""
+    recent = (each for each in facts.incidents if now_s - each["detected_s"] < _REMEMBERED_S)
+    return sum(node in each["decision"].get("nodes", ()) for each in recent)
 
 
 def _lost_before(incident: Incident, facts: Facts, nodes: tuple[str, ...]) -> str:

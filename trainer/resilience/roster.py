@@ -10,7 +10,6 @@ from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.journal import Journal
 from trainer.resilience.messages import CheckResult, plain
 
-_COMES_S = 120.0  # from the launch of a node to its first heartbeat
 _MAX_REASON = 600
 
 
@@ -38,7 +37,8 @@ class Roster:
         self._journal, self._facts, self._view, self._backend = journal, journal.facts, view, backend
         self._on_evict = on_evict
         self.never_came = 0
-        """Nodes that were started and never heard of, since this driver began."""
+        """Nodes that this driver has started and never heard of."""
+        self._launched: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -84,12 +84,16 @@ class Roster:
             for name, since_s in self.expected.items()
             if name not in self._view.nodes
             and name not in facts.evicted
-            and (now_s - since_s > _COMES_S or self._backend.has_died(name))
+            and (now_s - since_s > self._backend.comes_s or self._backend.has_died(name))
         ]
         for name in late:
-            self.evict([name], f"no heartbeat since its start; see {self._folder.node(name) / 'executor.log'}")
+            log = self._folder.node(name) / "executor.log"
+            is_old = name not in self._launched and self._backend.has_died(name)
+            self.evict(
+                [name], f"{'gone with an earlier driver' if is_old else 'no heartbeat since its start'}; see {log}"
+            )
             self.remove(name)
-            self.never_came += 1
+            self.never_came += name in self._launched  # of an earlier driver, they may have come and gone
         target = self._spec.nodes + self._settings.spares
         most = None if self._settings.replace else target
         num_there = sum(name not in facts.evicted for name in self.expected)
@@ -104,6 +108,7 @@ class Roster:
             self._journal.note("nodes asked for", nodes=new)  # first: a driver that dies here knows of them
         for name in new:
             self._view.expected[name] = now_s
+            self._launched.add(name)
             self._backend.launch(name)
 
     def evict(self, names: Iterable[str], reason: str) -> None:
@@ -111,6 +116,7 @@ class Roster:
         for name in names:
             self._facts.evicted[name] = plain(reason, _MAX_REASON)
             self._facts.checked = [each for each in self._facts.checked if each != name]
+            self._backend.block(name, self._facts.evicted[name], was_heard=name in self._view.nodes)
             self._on_evict(name, self._facts.evicted[name])
 
     def drop_dead_standbys(self, now_s: float) -> None:

@@ -42,7 +42,7 @@ def slow_link(run: Run) -> Verdict:
         reason = "no transfer of at least 1 MiB has a size, a group and the times of all its ranks"
         return Verdict("slow link", "cannot tell", reason)
     suspects: dict[_Kind, list[tuple[tuple[int, ...], float]]] = defaultdict(list)
-    num_compared, at_full_speed = 0, set[int]()
+    num_compared, at_full_speed = 0, defaultdict[_Kind, set[int]](set)
     for kind, by_group in rates.items():
         medians = {ranks: float(np.median(each)) for ranks, each in by_group.items() if len(each) >= _MIN_TRANSFERS}
         if len(medians) < MIN_PEERS:
@@ -54,15 +54,15 @@ def slow_link(run: Run) -> Verdict:
             if rate < (1 - _SLOW_LINK) * centre and rate < centre - 6 * spread:
                 suspects[kind].append((ranks, 1 - rate / centre))
             elif rate > centre - 3 * spread:
-                at_full_speed |= set(ranks)
+                at_full_speed[kind] |= set(ranks)
     if not num_compared:
         reason = f"fewer than {MIN_PEERS} groups do the same collective with at least {_MIN_TRANSFERS} transfers each"
         return Verdict("slow link", "cannot tell", f"{reason}: a slow link slows its whole group alike")
     if not suspects:
         return Verdict("slow link", "none", f"{num_compared} groups and pairs move bytes at equal rates")
     slow = [ranks for groups in suspects.values() for ranks, _ in groups]
-    # The slow link is in every slow group, and in no group that is at full speed.
-    common = set(slow[0]).intersection(*map(set, slow[1:])) - (at_full_speed if len(slow) == 1 else set())
+    # The slow link is in every slow group, and in no group that does the same at full speed.
+    common = set(slow[0]).intersection(*map(set, slow[1:])).difference(*(at_full_speed[kind] for kind in suspects))
     rows = tuple(
         SlowLinkRow(str(kind), describe_ranks(ranks), less)
         for kind, groups in suspects.items()

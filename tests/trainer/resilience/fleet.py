@@ -204,6 +204,8 @@ class Fleet:
     def __init__(self, out: Path, nodes: int = 4, steps: int = 60, seed: int = 0, **settings: object) -> None:
         self.clock, self.bus, self.random = Clock(), FakeBus(), random.Random(seed)
         self.nodes: dict[str, FakeNode] = {}
+        self.blocked: dict[str, bool] = {}
+        self.gone: set[str] = set()
         self.steps, self.saved, self.step_ms = steps, 0, 500.0
         self.furthest: dict[int, int] = {}
         self.starts: list[tuple[int, str]] = []
@@ -230,6 +232,14 @@ class Fleet:
 
     # ---- the backend ----
 
+    comes_s = 120.0
+
+    def block(self, node: str, reason: str, *, was_heard: bool) -> None:
+        self.blocked[node] = was_heard
+
+    def close(self) -> None:
+        """Nothing is open."""
+
     def name(self, number: int) -> str:
         return f"node-{number}"
 
@@ -237,15 +247,15 @@ class Fleet:
         self.nodes[node] = FakeNode(self, node)
 
     def ensure(self, node: str) -> None:
-        if node not in self.nodes or self.nodes[node].is_dead:
+        if node not in self.gone and (node not in self.nodes or self.nodes[node].is_dead):
             self.launch(node)
 
     def remove(self, node: str, _pid: int) -> None:
         if node in self.nodes:
             self.nodes[node].is_dead = True
 
-    def has_died(self, _node: str) -> bool:
-        return False
+    def has_died(self, node: str) -> bool:
+        return node in self.gone
 
     # ---- time ----
 

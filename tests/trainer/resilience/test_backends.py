@@ -34,7 +34,7 @@ def until_exists(path: Path) -> None:
 def test_a_node_over_ssh_is_started_in_a_session_of_its_own_and_ended(
     ssh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.resilience.backends._MODULE", "fake_executor")
+    monkeypatch.setattr("trainer.resilience.backends.MODULE", "fake_executor")
     (tmp_path / "fake_executor.py").write_text(_EXECUTOR)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     out = tmp_path / "a run; touch hacked"  # a path with a space and more

@@ -290,6 +290,7 @@ def test_eviction_by_hand_of_a_member_and_of_a_standby(tmp_path: Path) -> None:
     assert fleet.finish() is State.COMPLETED
     assert fleet.decisions == [("evict", "asked", ["node-1"])]
     assert set(fleet.driver.facts.evicted) == {"node-4", "node-1"}
+    assert fleet.blocked == dict.fromkeys(fleet.driver.facts.evicted, True)  # later nodes are kept off their machines
 
 
 def test_pause_and_resume_by_hand(tmp_path: Path) -> None:
