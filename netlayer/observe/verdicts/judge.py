@@ -310,7 +310,9 @@ def effective_time(run: Run) -> Verdict:
     if len(rows) > 1:
         lost = sum(row.steps_lost for row in rows)
         restarts = "1 restart" if len(rows) == 2 else f"{len(rows) - 1} restarts"
-        line += f"; {restarts}, {lost} steps taken again"
+        # A killed rank takes what it had not written yet with it.
+        bound = "" if all(row.ended for row in rows[:-1]) else "at least "
+        line += f"; {restarts}, {bound}{lost} steps taken again"
     other_s = {
         "between starts": sum(row.down_before_s for row in rows),
         "in steps taken again": sum(row.lost_s for row in rows),
