@@ -23,6 +23,7 @@ import click
 import netlayer
 from netlayer import lazy_group
 from netlayer.errors import EXIT_OK, EXIT_USAGE, FULL_DISK, NetlayerError
+from netlayer.launch.early_end import Ended
 from netlayer.launch.interrupt import Interrupts, counted_interrupts
 from netlayer.launch.rank import end_rank
 from netlayer.lazy_group import Lazy, LazyGroup
@@ -206,6 +207,12 @@ def run(command: click.Command | Callable[[], click.Command], name: str) -> None
     try:
         with counted_interrupts() as interrupts:
             _run(command, name, interrupts)
+    except Ended:
+        # `timeout` sends its signal to the process and to its group: the second one may come as the interpreter ends,
+        # and the exit code is said already.
+        for signum in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(signum, signal.SIG_IGN)
+        raise
     finally:
         # All is done and said: while the interpreter ends, a Ctrl-C would only break its clearing away, with a
         # traceback. What is registered last is called first.
