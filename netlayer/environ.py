@@ -7,6 +7,7 @@ whether a device works (collectives.health.checks) and how a NIC is set (congest
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -406,3 +407,17 @@ def _commit() -> str:
 
 def _memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def boot_id() -> str:
+    """Return what processes of one machine have alike, in whatever container."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return os.uname().nodename
+
+
+def pid_namespace() -> str:
+    """Return what processes of one container have alike; empty where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        return str(Path("/proc/self/ns/pid").readlink())
+    return ""

@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from netlayer.config.tree import JobConfig
+from netlayer.environ import boot_id, pid_namespace
 from netlayer.errors import NetlayerError
 from trainer.checkpoint.meta import Meta
 from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
@@ -51,7 +52,6 @@ from trainer.data.ring import Ring, RingShape, raise_failure
 from trainer.data.sampler import Rows, Sampler
 from trainer.model.packed import NO_TARGET, Packed
 from trainer.parallel import Batches, MicroBatch, ParallelModel
-from trainer.peer_copy.hosts import boot_id, pid_namespace
 from trainer.ramps import batch_size
 
 _DTYPES = {"int32": torch.int32, "uint8": torch.uint8}  # of `Rows`

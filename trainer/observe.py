@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from collectives.transport.nodes import kernel_id
 from collectives.watch.align import ClockClient, ClockServer, Reference, same_host
 from collectives.watch.monitor import Monitor
 from collectives.watch.nic import NicCounters
 from collectives.watch.nvml import Nvml, uuid_of
 from collectives.watch.sampler import Sampler, Source
+from netlayer.environ import boot_id
 from netlayer.errors import ConfigError
 from netlayer.observe.events.clocks import RankClock
 from netlayer.observe.events.schema import Counter, Mark, Origin
@@ -134,7 +134,7 @@ def _agree(
     """Have all ranks know what rank 0 knows: which start of the run this is, and where its clock is asked."""
     common: list[_Common | None] = [None]
     if place.rank == 0:
-        reference = Reference(kernel_id(), clock.anchor_ns)
+        reference = Reference(boot_id(), clock.anchor_ns)
         if context.env.local_world_size < place.world_size:  # else all ranks have one clock
             try:
                 reference = stack.enter_context(ClockServer(clock)).reference

@@ -51,13 +51,13 @@ class _Nothing:
         return f"node-{number}"
 
     def launch(self, node: str) -> None:
-        """It is there already."""
+        """Do nothing: the node is there from the start."""
 
     def ensure(self, node: str) -> None:
-        """It is there already."""
+        """Do nothing: the node is there from the start."""
 
     def remove(self, node: str, pid: int) -> None:
-        """Nothing runs on it."""
+        """Do nothing: no process runs on it."""
 
     def has_died(self, _node: str) -> bool:
         return False

@@ -97,7 +97,7 @@ class _Numbers(_ParamType):
 @click.option("--published", is_flag=True, help="Published runs beside the model, in place of a cluster.")
 @click.option("--check", is_flag=True, help="With --published: exit 1 where a run is not met.")
 @click.option(
-    "--html", "html_file", type=_PATH, help="Also write a page, its pictures into plots/ beside it; - is stdout."
+    "--html", "html_file", type=_PATH, help="Also write a page, its pictures in plots/ next to it; - is stdout."
 )
 @run_options
 def whatif(
@@ -118,7 +118,7 @@ def whatif(
     """Simulate a run's life on --config's cluster under policies: failures, saves, standbys, restarts.
 
     Effective training time (ETTR) is the training that counts over all time. Inputs that are not known are ranges; the
-    interval is the middle 90% of the runs, and the closed form (Daly) stands beside it. Policies are ranked by what all
+    interval is the middle 90% of the runs, and the closed form (Daly) is printed too. Policies are ranked by what all
     servers do, standbys among them; a last table says which input moves the result most. --life takes your rates; the
     default ones are published, each with its source in the file. What a policy sets (checkpoints.every_s,
     recovery.standbys, replicas.number) is not read from it. Nothing here is measured.

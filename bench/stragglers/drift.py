@@ -86,7 +86,7 @@ class Row:
 def command(options: RunOptions, ranks: int, steps: int) -> None:
     """Plant irregular garbage collection and skewed launches in runs on gloo, and see what explains the longer steps.
 
-    Exit 0: each is found and named as the largest cause, and no rank is accused; 1: otherwise.
+    Exit 0: each is found and named as the largest cause, and no rank is flagged; 1: otherwise.
 
     \b
     Examples:

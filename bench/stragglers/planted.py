@@ -63,7 +63,7 @@ class Row:
     """One episode; steps are counted from the fault.
 
     Args:
-        wrongly_named: accused at any moment without being at fault.
+        wrongly_named: flagged at any moment without being at fault.
         suspected_too: others that were suspects at some moment, and not confirmed.
         queued_share: of its own time that the median rank waited for a processor: how busy the machine was.
     """

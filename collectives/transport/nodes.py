@@ -8,11 +8,9 @@ speed is not (a few GB/s). Not covered: RDMA, and a network that loses packets.
 from __future__ import annotations
 
 import os
-import platform
 import socket
-from pathlib import Path
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from netlayer.environ import boot_id
 
 
 def virtual_node_environ(node: int, num_threads: int = 1, num_sockets: int = 1) -> dict[str, str]:
@@ -47,9 +45,4 @@ def virtual_node_environ(node: int, num_threads: int = 1, num_sockets: int = 1) 
 
 def host_id() -> str:
     """Return an id of the host as NCCL tells hosts apart: by NCCL_HOSTID, else by container and kernel."""
-    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {kernel_id()}"
-
-
-def kernel_id() -> str:
-    """Return an id of the running kernel, the same in all of its containers."""
-    return _BOOT_ID.read_text(encoding="ascii").strip() if _BOOT_ID.exists() else platform.node()
+    return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot_id()}"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from collectives.transport.nodes import kernel_id
+from netlayer.environ import boot_id
 from netlayer.observe.events.clocks import ClockSample, Exchange, RankClock, estimate
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class ClockServer:
         self._socket.settimeout(0.5)  # to see that it is closed
         self._is_closed = False
         self.reference = Reference(
-            kernel_id(),
+            boot_id(),
             clock.anchor_ns,
             (address,) if address else own_addresses(),
             self._socket.getsockname()[1],
@@ -181,7 +181,7 @@ class ClockClient:
 
 def same_host(clock: RankClock, reference: Reference) -> bool:
     """Set the offset of a clock whose host is the reference's, exactly; return whether it is."""
-    if reference.kernel != kernel_id():
+    if reference.kernel != boot_id():
         return False
     clock.set_exact(clock.anchor_ns - reference.anchor_ns)
     return True

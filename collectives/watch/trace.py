@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from collectives.clock import shared_ns, union
-from collectives.transport.nodes import kernel_id
 from collectives.watch.recorder import COMPUTE, STEP, WAIT, Span, StepComm
+from netlayer.environ import boot_id
 from netlayer.results import write_text
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def align_clocks(group: dist.ProcessGroup | None = None) -> ClockAlignment:
 
     world_size = dist.get_world_size(group)
     hosts: list[str | None] = [None] * world_size
-    dist.all_gather_object(hosts, kernel_id(), group=group)
+    dist.all_gather_object(hosts, boot_id(), group=group)
     if len(set(hosts)) == 1:
         return ClockAlignment(0, "same host: one clock")
     left_ns = []

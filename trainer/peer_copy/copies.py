@@ -27,7 +27,6 @@ from trainer.peer_copy.hosts import (
     Keeper,
     Ring,
     address_towards,
-    boot_id,
     location_of,
     machine_name,
     run_token,
@@ -59,7 +58,7 @@ class PeerCopies:
         self._model, self._out, self._config = model, out, model.job.checkpoint
         self._machine = machine_name()
         self._keeper: Keeper | None = None
-        rows = self._gather([self._machine, boot_id(), own_bytes])
+        rows = self._gather([self._machine, environ.boot_id(), own_bytes])
         machines = list(dict.fromkeys(machine for machine, _, _ in rows))
         self._first = {machine: [row[0] for row in rows].index(machine) for machine in machines}
         self.ring = Ring(machines, min(self._config.peer_copies, len(machines) - 1))

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from netlayer.environ import boot_id, pid_namespace
 from netlayer.errors import ConfigError
 from netlayer.lock import exclusive
 from netlayer.results import write_text
@@ -70,20 +71,6 @@ def machine_name() -> str:
     mark = hashlib.sha256(f"{boot_id()}/{pid_namespace()}".encode()).hexdigest()[:8]
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40].strip("-") or "host"
     return f"{host}-{mark}"
-
-
-def boot_id() -> str:
-    """Return what processes of one machine have alike, in whatever container."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return os.uname().nodename
-
-
-def pid_namespace() -> str:
-    """Return what processes of one container have alike; empty where the kernel does not say."""
-    with contextlib.suppress(OSError):
-        return str(Path("/proc/self/ns/pid").readlink())
-    return ""
 
 
 def address_towards(peer: str) -> str:

@@ -50,7 +50,6 @@ class Bus:
     """
 
     def __init__(self, url: str, run: str) -> None:
-        self.url = url
         self._links = RedisLinks(url, lambda _ask: None, _ANSWER_S)
         self._prefix = f"netlayer:{{{run}}}:"
 

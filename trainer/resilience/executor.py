@@ -368,12 +368,9 @@ class Executor:
             self._is_leaving = True
 
     def _reach(self) -> Bus:
-        """The run's store; its address may change when it is started anew."""
-        url = self._folder.store_url()
-        if self._bus is not None and self._bus.url != url:
-            self._drop_bus()
+        """Return the run's store; its address, which changes when it is started anew, is read after each failure."""
         if self._bus is None:
-            self._bus = Bus(url, self._spec.run)
+            self._bus = Bus(self._folder.store_url(), self._spec.run)
         return self._bus
 
     def _drop_bus(self) -> None:
