@@ -277,12 +277,14 @@ def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig,
     line = f"a rank will hold about {needed}"
     if sharing > 1:
         line += f"; {ranks} ranks {gib(needed.total * ranks)}"
+    elif backend == "nccl":
+        line += f"; with CUDA, NCCL, what peers copy and fragments {gib(needed.reserved)}"
     if not there:
         return fitted, line
     line += f"; {where} {gib(there)}"
     if settings:
         line += f", for which it sets {settings}"
-    check_room(job, line, there, sharing)
+    check_room(job, line, there, sharing, is_card=backend == "nccl")
     return fitted, line
 
 

@@ -100,7 +100,8 @@ class Jobs:
         for name in _TAKEN:
             section = getattr(user_job, name)
             tree[name] = {**tree.get(name, {}), **section.model_dump(include=section.model_fields_set)}
-        tree["parallel"] = {**degrees, "balance": user_job.parallel.balance}
+        names = {key.removeprefix("parallel.") for key in _PARALLEL}
+        tree["parallel"] = {**degrees, **user_job.parallel.model_dump(include=names)}
         return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
 
     @property

@@ -73,7 +73,7 @@ def run_rank(context: RankContext, order: Order, init_method: str, backend: str)
         control = Control(context.env, _TIMEOUT)
     if order.prefers_flash:
         _prefer_flash()
-    longest_s = order.longest_s
+    longest_s, free_gib = order.longest_s, _free_gib(place.device)
     for run, entry in order.work:
         begin_s = time.monotonic()
         [left_s] = control.average([order.end_s - begin_s - longest_s], 0)  # rank 0 says it for all
@@ -81,17 +81,24 @@ def run_rank(context: RankContext, order: Order, init_method: str, backend: str)
             break
         context.report(Begun(run, entry.name))
         with _at_most(order.limit_s):
-            _take_turn(context, run, entry, order, place, groups, control)
+            left_gib = None if free_gib is None else free_gib - (_free_gib(place.device) or 0.0)
+        _take_turn(context, run, entry, order, place, groups, control, left_gib)
         longest_s = max(longest_s, time.monotonic() - begin_s)
     dist.destroy_process_group()
 
 
 def _take_turn(
-    context: RankContext, run: int, entry: Entry, order: Order, place: RankInfo, groups: Any, control: Control
+    context: RankContext,
+    run: int,
+    entry: Entry,
+    order: Order,
+    place: RankInfo,
+    groups: Any,
+    control: Control,
+    left_gib: float | None,
 ) -> None:
     """Build, measure, report, and give back all memory."""
     device = place.device
-    left_gib = _allocated_gib(device)
     system = entry.build(order.seed, place.rank, device, groups)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -155,8 +162,9 @@ def _prefer_flash() -> None:
     FULL_ORDER.sort(key=lambda kernel: kernel != SDPBackend.FLASH_ATTENTION)
 
 
-def _allocated_gib(device: torch.device) -> float | None:
-    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else None
+def _free_gib(device: torch.device) -> float | None:
+    """Return what the card has free: communicators and memory that peers write to are not in torch's own count."""
+    return torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else None
 
 
 def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Order) -> MfuProfile:

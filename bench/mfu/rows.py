@@ -40,7 +40,7 @@ class MfuRun:
     Args:
         run: its number, from 1.
         change: what differs from our unchanged system; empty for that and for peers.
-        left_gib: memory that was still allocated when it began; None on a CPU.
+        left_gib: of the card's memory, what was still taken when it began and was free at the start; None on a CPU.
         step_ms: mean of the timed steps, of the slowest rank; `each_ms` of rank 0.
         memory_gib: peak of the rank with the most; None on a CPU, where what is resident is of all systems in turn.
         losses: of the warm-up steps, means over data-parallel ranks.

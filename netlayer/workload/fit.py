@@ -28,12 +28,12 @@ _LEADING = {
 
 def has_room_for_windows(job: JobConfig, num_bytes: int) -> bool:
     """Whether a GPU of this many bytes holds a rank that has windows: `auto` takes none where it does not."""
-    return estimate(with_overlap(job, windows=True, peer_reduce=False)).total <= num_bytes
+    return estimate(with_overlap(job, windows=True, peer_reduce=False)).reserved <= num_bytes
 
 
 def has_room_for_copies(job: JobConfig, num_bytes: int) -> bool:
     """Whether it also holds what peers copy there: where it does not, NCCL reduces."""
-    return estimate(with_overlap(job, windows=True)).total <= num_bytes
+    return estimate(with_overlap(job, windows=True)).reserved <= num_bytes
 
 
 def with_overlap(job: JobConfig, **overlap: object) -> JobConfig:
@@ -63,8 +63,7 @@ def settle(job: JobConfig, num_bytes: int, *, is_card: bool = True) -> tuple[Job
     """
 
     def fits(other: JobConfig) -> bool:
-        needed = estimate(other)
-        return (needed.reserved if is_card else needed.total) <= num_bytes
+        return estimate(other).on(is_card=is_card) <= num_bytes
 
     if not num_bytes or fits(job):
         return job, ""
@@ -122,27 +121,28 @@ def _settings(job: JobConfig, other: JobConfig) -> list[str]:
     ]
 
 
-def check_room(job: JobConfig, line: str, num_bytes: int, sharing: int = 1) -> None:
+def check_room(job: JobConfig, line: str, num_bytes: int, sharing: int = 1, *, is_card: bool = True) -> None:
     """Refuse a job whose ranks do not fit, and say the smallest change with which they do.
 
     Args:
         line: what is said of its memory.
         sharing: ranks that share the bytes.
+        is_card: the bytes are a GPU's, of which CUDA and NCCL need some.
 
     Raises:
         ConfigError: they need more.
     """
-    if estimate(job).total * sharing > num_bytes:
+    if estimate(job).on(is_card=is_card) * sharing > num_bytes:
         size = f"{num_parameters(job.model):,} parameters: {line}"
-        raise ConfigError("job", job.name, size, remedy(job, num_bytes, sharing))
+        raise ConfigError("job", job.name, size, remedy(job, num_bytes, sharing, is_card=is_card))
 
 
-def remedy(job: JobConfig, there: int, sharing: int) -> str:
+def remedy(job: JobConfig, there: int, sharing: int, *, is_card: bool = True) -> str:
     """Return the smallest change that fits, as text."""
     for settings, other in _smaller(job):
-        total = estimate(other).total
-        if total * sharing <= there:
-            return f"set {settings}: then a rank holds about {gib(total)}"
+        needed = estimate(other)
+        if needed.on(is_card=is_card) * sharing <= there:
+            return f"set {settings}: then a rank holds about {gib(needed.total)}"
     ranks = job.parallel.layout.world_size
     for settings, other in _fewer_ranks(job) if sharing > 1 else ():
         total, num_ranks = estimate(other).total, other.parallel.layout.world_size

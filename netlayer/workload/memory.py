@@ -42,8 +42,11 @@ from netlayer.workload.schedule import micro_batches
 from netlayer.workload.stages import BLOCK_PARTS, BlockPart, count_parts, halves_in, run_of
 from netlayer.workload.zero_bubble import has_zero_bubble
 
-RESERVED_BYTES = 2 * 2**30
-"""Of a card's memory, for CUDA, NCCL's communicators and torch's own buffers, which `Estimate` does not count."""
+RESERVED_BYTES = 5 * 2**29
+"""Of a card's memory, for CUDA and NCCL's communicators, which torch's allocator does not hold.
+
+Measured: 2.53 GiB beside a 7B over four H100 (reports/zero_202611.md).
+"""
 FRAGMENTED_SHARE = 0.03
 """Of what comes and goes in a step: free in torch's pools, and of no use there."""
 _TOKEN_BYTES = 8
@@ -64,7 +67,10 @@ class Estimate:
         optimizer: moments of this rank's share.
         activations: of all micro-batches in flight.
         logits: of the rows that the loss works on at once, and the table's gradient.
-        buckets: gradients on their way to other ranks, and sums on theirs to the share; or windows for both.
+        buckets: gradients on their way to other ranks, and sums on theirs to the share, above what the first block that
+            has gone backward freed by then.
+        windows: memory of both where it is registered, and stays.
+        copies: of what peers copy there, which torch's allocator does not hold.
         work: what one block's backward pass holds besides that.
         step: what the optimiser holds while it steps, when activations are gone.
         construction: of the largest bucket, as it is made: in float32, whole, drawn and broadcast.
@@ -82,26 +88,37 @@ class Estimate:
     step: int
     construction: int
     gathered: int = 0
+    windows: int = 0
+    copies: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes at the peak: in the loss, a block's backward pass, the optimiser's step, or as the last bucket is
-        made."""
-        always = self.parameters + self.masters + self.gradients + self.optimizer
+        """Bytes that torch's allocator holds at the peak.
+
+        In the loss, a block's backward pass, the optimiser's step, or as the last bucket is made.
+        """
+        always = self.parameters + self.masters + self.gradients + self.optimizer + self.windows
         # What travels, and is gathered, has ended when the optimiser steps.
-        passes = self.activations + self.buckets + self.gathered + max(self.logits, self.work)
-        return max(always + max(passes, self.step), always - self.optimizer + self.construction)
+        return max(always + max(self._passes, self.step), always - self.optimizer + self.construction)
+
+    @property
+    def _passes(self) -> int:
+        """Bytes that come and go in a pass, at its peak: in the loss no gradient travels yet."""
+        return self.activations + self.gathered + max(self.logits, self.work + self.buckets)
 
     @property
     def reserved(self) -> int:
         """Bytes of a card that are gone at the peak, an upper estimate: with CUDA and NCCL, and with fragments."""
-        moving = self.activations + self.buckets + self.gathered + max(self.logits, self.work)
-        return self.total + RESERVED_BYTES + round(FRAGMENTED_SHARE * moving)
+        return self.total + self.copies + RESERVED_BYTES + round(FRAGMENTED_SHARE * self._passes)
+
+    def on(self, *, is_card: bool) -> int:
+        """Bytes to compare with a memory: of a card `reserved`, of a machine `total`."""
+        return self.reserved if is_card else self.total
 
     def parts(self) -> dict[str, int]:
-        """Bytes of each part during a step."""
+        """Bytes of each part of `total` during a step."""
         parts = dataclasses.asdict(self)
-        parts.pop("construction")
+        del parts["construction"], parts["copies"]
         return parts
 
     def __str__(self) -> str:
@@ -127,6 +144,9 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     tokens = job.batch.micro_batch_size * model.seq_len
     rows, table = min(LOGITS_ROWS, tokens), table_elements(job)
     has_head = stage == parallel.pp - 1
+    travelling, windows, copies = _travelling_bytes(job, stage, elements, wide, adds_up)
+    last_parts = count_parts(run_of(job, stage, parallel.vpp - 1))
+    freed = round(tokens * min((_saved_bytes(job, part) for part in last_parts), default=0))
     return Estimate(
         parameters=(elements - sum(blocks)) * width if frees else elements * width,
         masters=-(-_mastered_elements(job, stage, elements) // parallel.dp) * wide,
@@ -134,11 +154,13 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         optimizer=2 * share * wide,
         activations=_activation_bytes(job, stage),
         logits=(rows * table // model.hidden * (2 * wide + width) + table * wide) if has_head else 0,
-        buckets=_travelling_bytes(job, stage, elements, wide, adds_up) if parallel.dp > 1 else 0,
+        buckets=max(travelling - freed, 0),
         work=_block_work_bytes(job),
         step=share * wide if job.optimizer.name == "lamb" else 0,
         construction=3 * wide * max(table_elements(job), block_elements(model, parallel.tp)),
         gathered=_gathered_elements(job, blocks) * width if frees else 0,
+        windows=windows,
+        copies=copies,
     )
 
 
@@ -295,35 +317,44 @@ def _norm_saved_bytes(model: ModelConfig) -> int:
     return 8 if model.norm == "layernorm" else 4
 
 
-def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds_up: bool) -> int:
-    """Return the bytes of gradients being reduced while activations are held, and of their sums if separate."""
+def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds_up: bool) -> tuple[int, int, int]:
+    """Return the bytes of gradients being reduced, and of their sums if separate.
+
+    Those that come and go, those that stay in windows, and those that stay where peers copy to. Whether they copy, only
+    the machine can say: where they may, the last is what either way takes.
+    """
+    model, parallel = job.model, job.parallel
+    if parallel.dp == 1:
+        return 0, 0, 0
     reduced = DTYPE_BYTES[gradient_dtype(job)]
-    stays = reduced == wide and job.parallel.stage == 1
+    stays = reduced == wide and parallel.stage == 1
+    may_copy = job.overlap.copies_gradients and parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
+    windows, copies = 0, 0
     if takes_windows(job):
-        return _window_elements(job, stage, sums_stay=stays) * reduced
+        largest, windows = _window_elements(job, stage, sums_stay=stays)
+        windows *= reduced
+        if not may_copy:
+            return 0, windows, 0
+        windows, copies = 0, max(COPIES_AT_ONCE * largest * reduced, windows)
     usual = _block_bucket_elements(job)
     # Besides those that are under way, one is being filled.
     largest_and_others = max(usual, table_elements(job)) + in_flight_reductions(job) * usual
     travelling = min(largest_and_others, elements) * reduced
     if not stays:
-        return travelling + -(-travelling // job.parallel.dp)
-    return 0 if adds_up else travelling  # what has added up travels itself
+        return travelling + -(-travelling // parallel.dp), windows, copies
+    return (0 if adds_up else travelling), windows, copies  # what has added up travels itself
 
 
-def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> int:
-    """Every chunk has windows of its own: as many as go at once, one of them of its largest bucket; cast, shares too.
+def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> tuple[int, int]:
+    """Return the largest buckets of all chunks, and what their windows hold.
 
-    Or for what peers copy there, which is as much as a whole bucket each: whether they do, only the machine can say.
+    Every chunk has windows of its own: as many as go at once, one of them of its largest bucket; cast, shares too.
     """
-    model, parallel = job.model, job.parallel
+    parallel = job.parallel
     sizes = [_sizes_of_buckets(job, stage, chunk) for chunk in range(parallel.vpp)]
-    wholes = [max(each) for each in sizes]
     buffers = [sum(buffer_sizes(each, in_flight_reductions(job) + 1)) for each in sizes]
-    may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
-    copied = COPIES_AT_ONCE if may_copy else 0
     shares = [0 if sums_stay else -(-buffer // parallel.dp) for buffer in buffers]
-    extra = (max(copied * whole, share) for whole, share in zip(wholes, shares, strict=True))
-    return sum(buffers) + sum(extra)
+    return sum(max(each) for each in sizes), sum(buffers) + sum(shares)
 
 
 def in_flight_reductions(job: JobConfig) -> int:

@@ -386,10 +386,12 @@ class Keeping(nn.Module):
 
 @case
 def what_units_hand_out_stays_in_stage_3(rank: int, world_size: int) -> None:
+    device = torch.get_default_device()
+
     def build(hides: bool = False) -> Handing:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
-            return Handing(hides).to(torch.get_default_device(), torch.float64)
+            return Handing(hides).to(device, torch.float64)
 
     made = build()
     sharded = wrap64(made, units=[made.table, *made.blocks], stage=3)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from collectives.sharded.slot import DeferredWeightGrads
+from collectives.sharded.state import gather_whole
 from collectives.tensor import gemm
 from collectives.transport.nodes import virtual_node_environ
 from netlayer.config.tree import JobConfig
@@ -331,18 +332,17 @@ def mean_loss(model: ParallelModel, loss: Tensor) -> float:
 
 def whole(model: ParallelModel, *, gradients: bool = False) -> State:
     """Every parameter as one process has it, or its gradient, from all ranks."""
-    kept = [slot.piece.detach().clone() for slot in model.slots]
-    if gradients:
-        for slot in model.slots:
-            assert slot.piece.grad is not None
-            slot.piece.data.copy_(slot.piece.grad)
     own: dict[str, tuple[Any, Tensor]] = {}
     for chunk in model.chunks:
         cut = parts(chunk.module)
-        state: Mapping[str, Tensor] = chunk.full_state_dict()
+        state: Mapping[str, Tensor]
+        if gradients:
+            chunk.wait_for_gathers()
+            gathered = gather_whole(chunk.buckets, chunk.gather_comm, lambda piece: piece.grad)
+            state = {name: tensor.clone() for name, tensor in gathered}
+        else:
+            state = chunk.full_state_dict()
         own |= {name: (cut.get(name), tensor.cpu()) for name, tensor in state.items()}
-    for slot, before in zip(model.slots, kept, strict=True):
-        slot.piece.data.copy_(before)
     each: list[dict[str, tuple[Any, Tensor]]] = [own]
     if model.layout.world_size > 1:
         each = [{} for _ in range(model.layout.world_size)]

@@ -61,8 +61,8 @@ def test_groups_of_several_hosts_have_no_windows() -> None:
     """Nor the memory for them."""
     config = load_config(FLAGSHIP)
     shown = dry_run(FLAGSHIP).stdout
-    assert estimate_stage(config.job, 0).buckets > 0
-    assert "buckets" not in shown.splitlines()[-1]
+    assert estimate_stage(config.job, 0).windows > 0
+    assert "windows" not in shown.splitlines()[-1]
 
 
 def test_where_no_memory_is_named_a_job_of_several_servers_is_not_judged() -> None:

@@ -175,3 +175,24 @@ def test_the_first_rank_says_that_its_corpus_is_in_use(tmp_path: Path) -> None:
             rows.add_evaluation({"step": 0, "validation_loss": 1.0})
             rows.add_step({"step": 1, "checkpoint_s": 0.0})  # so soon after, it need not
         assert work.corpus.note_in_use.call_count == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_set"),
+    [
+        ({}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
+    ],
+)
+def test_segments_expand_unless_the_environment_says_how_memory_is_held(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_set: bool
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with mock.patch("torch._C._accelerator_setAllocatorSettings") as settings:
+        worker._use_expandable_segments()
+    assert settings.mock_calls == [mock.call("expandable_segments:True")] * is_set

@@ -90,7 +90,9 @@ def check_fits(config: Config, here: bool) -> str:
             return check_memory(config.job, cluster.num_gpus, _backend(config))
         return "whether it fits is not said: set cluster.gpu_memory_bytes to the memory of one GPU, such as 80GiB"
     job = fit.in_room(fit.on_cluster(config.job, cluster), cluster.gpu_memory_bytes)
-    line = f"a rank will hold about {estimate(job)}; a GPU has {gib(cluster.gpu_memory_bytes)}"
+    needed = estimate(job)
+    line = f"a rank will hold about {needed}; with CUDA, NCCL, what peers copy and fragments {gib(needed.reserved)}"
+    line += f"; a GPU has {gib(cluster.gpu_memory_bytes)}"
     fit.check_room(job, line, cluster.gpu_memory_bytes)
     return f"it fits: {line}"
 
