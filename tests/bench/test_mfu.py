@@ -100,9 +100,9 @@ def test_what_a_layout_does_not_say_can_be_changed() -> None:
     ours, even = read_entries(build(), "none", ["parallel.balance=false"], ())
     assert (ours.job.parallel.balance, even.job.parallel.balance, even.job.parallel.pp) == (True, False, 2)
     assert not build("job.parallel.balance=false")().parallel.balance
-    assert build("job.parallel.zero=3")().parallel.stage == 3
+    assert build("job.parallel.zero=3")().parallel.zero == 3
     *_, sharded = read_entries(build(), "none", ["parallel.zero=3"], ())
-    assert sharded.job.parallel.stage == 3
+    assert sharded.job.parallel.zero == 3
 
 
 def test_what_no_limit_of_channels_holds_carries_nothing_unless_told_to() -> None:
