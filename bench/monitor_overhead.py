@@ -3,8 +3,16 @@
 Each pair is a block of steps without and one with; which comes first alternates, so that a machine that warms up or
 slows down favours neither. Without, nothing is recorded at all: no mark is taken. With, it is what `netlayer train`
 does: every collective, wait, forward and backward pass is marked, turned into events by the monitor's thread, and
-written to a file a rank. The ratio is that of the blocks' times on the slowest rank; its spread is that of the pairs,
-and blocks without beside each other show what the machine itself varies by.
+written to a file a rank, once an interval. The ratio is that of the blocks' times on the slowest rank; its spread is
+that of the pairs, and blocks without beside each other show what the machine itself varies by.
+
+Where `--ways` names more than `on`, each way has pairs of its own, in turn, and says which part costs: `marks` takes
+marks and forgets them, `recorder` keeps a step's records too, and `on` has the monitor's thread and its file besides.
+One monitor lasts over all blocks: it has nothing to do in those without it. What a record costs the thread that
+launches, and an event the monitor's thread, is measured apart, on the same devices.
+
+A step that is bound by its host (the row says so) shows every microsecond of both threads; one that keeps its devices
+busy, as a job should, shows what is left of them.
 """
 
 from __future__ import annotations
@@ -15,12 +23,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 import torch.distributed as dist
 
 from bench.backends import Control
@@ -44,7 +54,11 @@ from netlayer.store.meeting import meeting_place
 from trainer.worker import init_process_groups
 
 _TIMEOUT = timedelta(minutes=10)
-_BATCHES = 8  # of a block
+_WAYS = ("on", "recorder", "marks")
+_OFF = "off"
+_BATCHES = 2.5  # of a block, where its steps are chosen
+_FEWEST_BATCHES = 2.0
+_RECORDS = 2000  # whose cost is measured apart
 
 
 @dataclass(frozen=True)
@@ -52,30 +66,43 @@ class Block:
     """Steps of one rank.
 
     Args:
-        is_on: with the monitor.
+        way: of `--ways`, or `off`.
         seconds: of all its steps.
     """
 
-    is_on: bool
+    way: str
     seconds: float
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """Result of one rank: see `Row`."""
+    """Result of one rank: see `Row`.
+
+    Args:
+        steps: of a block.
+        monitored_steps: with the monitor, those that warm up too.
+        host_bound: share of the blocks without at whose end the device had nothing left to do.
+        monitor_s: processor time of the monitor's thread for the events.
+    """
 
     blocks: Sequence[Block]
+    steps: int
     num_events: int
     num_bytes: int
     num_dropped: int
     device: str
+    monitored_steps: int = 1
+    host_bound: float = 0.0
+    monitor_s: float = 0.0
+    record_us: float = 0.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """The comparison.
+    """The comparison of one way with nothing.
 
     Args:
+        way: see `--ways`.
         model, layout, device, ranks: of the job.
         pairs, steps: pairs of blocks, and steps of a block.
         step_ms: without the monitor, median of the blocks, slowest rank.
@@ -83,10 +110,15 @@ class Row:
         ratio_p10, ratio_p90: spread of the pairs.
         ratio_low, ratio_high: 95% interval of the median, by the order of the pairs.
         noise: median distance of successive blocks without from a ratio of 1.
+        host_bound: share of the blocks without at whose end rank 0's device had nothing left to do.
+        batches: intervals of the monitor in a block without.
         events_per_step, bytes_per_event: of rank 0, in its file.
+        record_us: host time of one record, its two marks too, for rank 0's thread that launches; nothing else ran.
+        monitor_us: processor time of the monitor's thread for an event, on rank 0.
         dropped: events of all ranks.
     """
 
+    way: str
     model: str
     layout: str
     device: str
@@ -100,8 +132,12 @@ class Row:
     ratio_low: float
     ratio_high: float
     noise: float
+    host_bound: float
+    batches: float
     events_per_step: float
     bytes_per_event: float
+    record_us: float
+    monitor_us: float
     dropped: int
 
 
@@ -112,7 +148,8 @@ class Row:
 @click.option("--micro", type=click.IntRange(1), default=1, show_default=True, help="Sequences of a micro-batch.")
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True, help="Of a step and rank.")
 @click.option("--pairs", type=click.IntRange(2), default=20, show_default=True, help="Pairs of blocks, on and off.")
-@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps of a block.")
+@click.option("--steps", type=click.IntRange(1), help="Steps of a block; else as many as take 2.5 intervals.")
+@click.option("--ways", default="on", show_default=True, help="What is compared with nothing: on,recorder,marks.")
 @click.option("--time-limit", type=click.FloatRange(1), help="Seconds of measuring after which no pair begins.")
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 def command(
@@ -122,7 +159,8 @@ def command(
     micro: int,
     micro_batches: int,
     pairs: int,
-    steps: int,
+    steps: int | None,
+    ways: str,
     time_limit: float | None,
     backend: str,
 ) -> None:
@@ -131,9 +169,13 @@ def command(
     \b
     Examples:
       python -m bench.monitor_overhead --pairs 6 --steps 4
-      python -m bench.monitor_overhead --model 125m --layout dp8 --micro 16 --pairs 40 --steps 50 --out runs/monitor
-      python -m bench.monitor_overhead --model 7b --layout tp2dp4 --micro-batches 2 --pairs 20 --steps 10
+      python -m bench.monitor_overhead --model 125m --layout dp4 --micro 32 --pairs 20 --out runs/monitor
+      python -m bench.monitor_overhead --model 7b --layout dp4 --micro 2 --pairs 20 --ways on,recorder,marks
+      python -m bench.monitor_overhead --model 7b --layout tp2dp2 --micro 4 --micro-batches 2 --pairs 20
     """
+    chosen_ways = tuple(dict.fromkeys(filter(None, ways.split(","))))
+    if not chosen_ways or not set(chosen_ways) <= set(_WAYS):
+        raise click.BadParameter(f"{ways}: give some of {', '.join(_WAYS)}", param_hint="--ways")
     degrees = read_layout(layout)
     ranks = degrees["tp"] * degrees["pp"] * degrees["dp"]
     chosen = environ.choose_backend(backend, ranks, None)  # type: ignore[arg-type]
@@ -142,23 +184,41 @@ def command(
     started = utc_now()
     temporary = tempfile.TemporaryDirectory()
     with Stages() as stages, stages.open("blocks") as bar, temporary as folder, meeting_place() as place:
-        arguments = (job, place.init_method("overhead"), chosen, options.seed, pairs, steps, time_limit, folder)
+        arguments = (
+            job,
+            place.init_method("overhead"),
+            chosen,
+            options.seed,
+            pairs,
+            steps,
+            chosen_ways,
+            time_limit,
+            folder,
+        )
         results: list[RankResult] = launch(
             run_rank,
             ranks,
             args=arguments,
             log_dir=Path(folder) / "logs",
-            on_message=lambda _rank, done: bar(done, 2 * pairs + 1),
+            on_message=lambda _rank, done: bar(done, 2 * pairs * len(chosen_ways) + 1),
         )
-    pairs = len(results[0].blocks) // 2  # the time limit may have cut them
-    row = compare(results, model, layout, pairs, steps)
+    rows = [compare(results, way, model, layout) for way in chosen_ways]
     record = RunRecord(
         name="bench.monitor_overhead",
         source="measured",
-        rows=[asdict(row), *({"rank": rank, **asdict(result)} for rank, result in enumerate(results))],
+        rows=[*map(asdict, rows), *({"rank": rank, **asdict(result)} for rank, result in enumerate(results))],
         started_utc=started,
         ended_utc=utc_now(),
-        arguments={**options.arguments(), "model": model, "layout": layout, "pairs": pairs, "steps": steps},
+        arguments={
+            **options.arguments(),
+            "model": model,
+            "layout": layout,
+            "micro": micro,
+            "micro_batches": micro_batches,
+            "pairs": pairs,
+            "steps": steps,
+            "ways": ways,
+        },
         config={"job": job.model_dump(mode="json")},
         environment=environ.snapshot(options.seed),
         devices=[result.device for result in results],
@@ -168,40 +228,46 @@ def command(
     if options.json_file:
         write_text(options.json_file, record.to_json())
     if str(options.json_file) != "-":
-        click.echo(describe(row))
+        click.echo(describe(rows))
 
 
-def compare(results: Sequence[RankResult], model: str, layout: str, pairs: int, steps: int) -> Row:
+def compare(results: Sequence[RankResult], way: str, model: str, layout: str) -> Row:
     """The row of what the ranks have measured; a block takes as long as on its slowest rank."""
     blocks = [
-        Block(of_ranks[0].is_on, max(block.seconds for block in of_ranks))
+        Block(of_ranks[0].way, max(block.seconds for block in of_ranks))
         for of_ranks in zip(*(result.blocks for result in results), strict=True)
     ]
-    without = [block.seconds for block in blocks if not block.is_on]
+    without = [block.seconds for block in blocks if block.way == _OFF]
     ratios = sorted(
         on.seconds / off.seconds
         for first, second in zip(blocks[::2], blocks[1::2], strict=True)
-        for on, off in [(first, second) if first.is_on else (second, first)]
+        for on, off in [(first, second) if second.way == _OFF else (second, first)]
+        if on.way == way
     )
     noise = [abs(later / earlier - 1) for earlier, later in itertools.pairwise(without)]
     low, high = _median_interval(len(ratios))
     first = results[0]
     return Row(
+        way=way,
         model=model,
         layout=layout,
         device=first.device,
         ranks=len(results),
-        pairs=pairs,
-        steps=steps,
-        step_ms=statistics.median(without) / steps * 1e3,
+        pairs=len(ratios),
+        steps=first.steps,
+        step_ms=statistics.median(without) / first.steps * 1e3,
         ratio=statistics.median(ratios),
         ratio_p10=percentile(ratios, 10),
         ratio_p90=percentile(ratios, 90),
         ratio_low=ratios[low],
         ratio_high=ratios[high],
         noise=statistics.median(noise),
-        events_per_step=first.num_events / (pairs * steps),
+        host_bound=first.host_bound,
+        batches=statistics.median(without) / INTERVAL_S,
+        events_per_step=first.num_events / max(first.monitored_steps, 1),
         bytes_per_event=first.num_bytes / max(first.num_events, 1),
+        record_us=first.record_us,
+        monitor_us=first.monitor_s / max(first.num_events, 1) * 1e6,
         dropped=sum(result.num_dropped for result in results),
     )
 
@@ -212,45 +278,99 @@ def _median_interval(number: int) -> tuple[int, int]:
     return max(round((number - 1) / 2 - half), 0), min(round((number - 1) / 2 + half), number - 1)
 
 
-def describe(row: Row) -> str:
-    """The row in words."""
-    return "\n".join(
-        [
-            f"{row.model} {row.layout} on {row.ranks} x {row.device}: without a monitor a step takes"
-            f" {row.step_ms:.2f} ms",
-            f"with it {row.ratio:.4f} of that (median of {row.pairs} pairs of {row.steps} steps; 95%:"
-            f" {row.ratio_low:.4f} to {row.ratio_high:.4f}; 10% to 90% of the pairs: {row.ratio_p10:.4f} to"
-            f" {row.ratio_p90:.4f})",
-            f"two blocks without differ by {row.noise:.2%} (median)",
-            f"{row.events_per_step:.1f} events a step and rank, {row.bytes_per_event:.1f} bytes each;"
-            f" {row.dropped} dropped",
-        ]
-    )
+_MEANINGS = {"on": "with the monitor", "recorder": "with a recorder alone", "marks": "with marks alone"}
+
+
+def describe(rows: Sequence[Row]) -> str:
+    """The rows in words."""
+    row = rows[0]
+    lines = [
+        f"{row.model} {row.layout} on {row.ranks} x {row.device}: without a monitor a step takes {row.step_ms:.2f} ms"
+    ]
+    lines += [
+        f"{_MEANINGS[each.way]} {each.ratio:.4f} of that (median of {each.pairs} pairs of {each.steps} steps; 95%:"
+        f" {each.ratio_low:.4f} to {each.ratio_high:.4f}; 10% to 90% of the pairs: {each.ratio_p10:.4f} to"
+        f" {each.ratio_p90:.4f})"
+        for each in rows
+    ]
+    lines.append(f"two blocks without differ by {row.noise:.2%} (median)")
+    if row.host_bound:
+        lines.append(
+            f"in {row.host_bound:.0%} of the blocks without, the device ended with the host: such steps are bound by"
+            " the host, and show all that Python does; larger micro-batches are what a job would run"
+        )
+    if row.batches < _FEWEST_BATCHES:
+        lines.append(
+            f"a block has {row.batches:.1f} intervals of the monitor: its thread's part is there by chance; give more"
+            " --steps"
+        )
+    lines.append(f"a record costs the thread that launches {row.record_us:.1f} us, its two marks included")
+    if row.events_per_step:
+        lines.append(
+            f"{row.events_per_step:.1f} events a step and rank, {row.bytes_per_event:.1f} bytes and"
+            f" {row.monitor_us:.1f} us of the monitor's thread each; {row.dropped} dropped"
+        )
+    return "\n".join(lines)
 
 
 # In the ranks.
 
 
 class SwitchedRecorder(Recorder):
-    """A recorder that can be turned off: then it takes no marks."""
+    """A recorder that can be turned off: then it takes no marks. With `marks` it takes them and keeps nothing."""
 
-    is_on = True
+    way = "on"
 
     def begin_step(self, step: int) -> None:
-        if self.is_on:
+        if self.way == "marks":
+            self._take_mark()
+        elif self.way != _OFF:
             super().begin_step(step)
 
     def end_step(self) -> StepComm:
-        return super().end_step() if self.is_on else StepComm(0)
+        if self.way == "marks":
+            self._take_mark()
+        return super().end_step() if self.way in ("on", "recorder") else StepComm(0)
 
-    def launching(self, *args: Any, **kwargs: Any) -> Any:
-        return super().launching(*args, **kwargs) if self.is_on else contextlib.nullcontext()
+    def launching(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        if self.way == "marks":
+            return _Marks(self, kwargs.get("stream"))
+        return super().launching(*args, **kwargs) if self.way != _OFF else contextlib.nullcontext()
 
-    def waiting(self, collective: Collective) -> Any:
-        return super().waiting(collective) if self.is_on else contextlib.nullcontext()
+    def waiting(self, collective: Collective, **kwargs: Any) -> AbstractContextManager[Any]:
+        if self.way == "marks":
+            return _Marks(self)
+        return super().waiting(collective, **kwargs) if self.way != _OFF else contextlib.nullcontext()
 
-    def computing(self, name: str, **labels: Any) -> Any:
-        return super().computing(name, **labels) if self.is_on else contextlib.nullcontext()
+    def computing(self, name: str, **labels: Any) -> AbstractContextManager[Any]:
+        if self.way == "marks":
+            return _Marks(self)
+        return super().computing(name, **labels) if self.way != _OFF else contextlib.nullcontext()
+
+    def _take_mark(self, stream: torch.cuda.Stream | None = None) -> None:
+        if self._events is None:
+            time.perf_counter_ns()
+        else:
+            self._events.take(stream)
+
+
+class _Marks:
+    """Marks before and after its block, which nobody reads."""
+
+    __slots__ = ("_recorder", "_stream")
+
+    anybody = Collective("", "", 0, None)
+    """What is waited for: without one there is no wait."""
+
+    def __init__(self, recorder: SwitchedRecorder, stream: torch.cuda.Stream | None = None) -> None:
+        self._recorder, self._stream = recorder, stream
+
+    def __enter__(self) -> Collective:
+        self._recorder._take_mark(self._stream)
+        return self.anybody
+
+    def __exit__(self, *_: object) -> None:
+        self._recorder._take_mark(self._stream)
 
 
 def run_rank(
@@ -260,7 +380,8 @@ def run_rank(
     backend: str,
     seed: int,
     pairs: int,
-    steps: int,
+    steps: int | None,
+    ways: Sequence[str],
     time_limit: float | None,
     folder: str,
 ) -> RankResult:
@@ -270,11 +391,12 @@ def run_rank(
     recorder = SwitchedRecorder(place.device, num_kept=1)
     system = Ours(job, seed, place.rank, place.device, groups, recorder)
     batches = make_batches(job, seed, place.device)
-    timer, blocks, number = StepTimer(place.device, control), list[Block](), 0
+    timer, blocks, number, monitored_steps, host_bound = StepTimer(place.device, control), list[Block](), 0, 0, 0
 
     def step(_: int) -> None:
-        nonlocal number
+        nonlocal number, monitored_steps
         number += 1
+        monitored_steps += recorder.way == "on"
         recorder.begin_step(number)
         system.step(batches)
         recorder.end_step()
@@ -282,51 +404,88 @@ def run_rank(
     at = job.parallel.layout.coordinates(place.rank)
     origin = Origin(run=job.name, attempt=0, rank=place.rank, tp=at.tp, pp=at.pp, dp=at.dp, cp=0)
     out = Path(folder) / "events"
-    recorder.is_on = False
+    monitor = Monitor(FileTransport(out, origin, max_files=1000), origin, device=place.device)
+    recorder.way = _OFF
     # Kernels are compiled, windows grow, and pages are touched.
-    block_s = sum(timer.measure(step, steps, warmup=2).seconds)
-    # A short block must have the work of the monitor's thread in it too, as a long run has.
-    interval_s = min(INTERVAL_S, max(block_s / _BATCHES, 0.02))
+    timer.measure(step, steps or 3, warmup=2)
+    if steps is None:
+        step_s = statistics.median(timer.measure(step, 5).seconds)
+        # The same number on all ranks: by the mean of their steps, in whole microseconds.
+        steps = max(1, round(_BATCHES * INTERVAL_S * 1e6 * place.world_size / control.sum(round(step_s * 1e6))))
+    for way in ways:  # events are made, and the first batch is encoded
+        with _going(recorder, monitor, way):
+            timer.measure(step, 3)
     if place.rank == 0:
         context.report(1)
-    num_dropped, begun_s = 0, time.perf_counter()
-    for turn, is_on in enumerate(_turns(pairs)):
+    begun_s, turns = time.perf_counter(), [way for number in range(pairs) for way in _turns(number, ways)]
+    for turn, way in enumerate(turns):
         is_late = time_limit is not None and time.perf_counter() - begun_s > time_limit
-        # At least two pairs, whole ones, and the same number on all ranks.
-        if turn >= 4 and turn % 2 == 0 and control.sum(int(is_late)):
+        # At least two pairs of each way, whole ones, and the same number on all ranks.
+        if turn >= 4 * len(ways) and turn % (2 * len(ways)) == 0 and control.sum(int(is_late)):
             break
-        monitored = _monitored(recorder, out, origin, str(place.device), interval_s)
-        with monitored if is_on else contextlib.nullcontext() as monitor:
-            seconds = timer.measure(step, steps, warmup=1).seconds
-        num_dropped += 0 if monitor is None else monitor.num_dropped
-        blocks.append(Block(is_on, sum(seconds)))
+        with _going(recorder, monitor, way):
+            measured = timer.measure(step, steps, warmup=1)
+        host_bound += measured.host_bound and way == _OFF
+        blocks.append(Block(way, sum(measured.seconds)))
         if place.rank == 0:
             context.report(1 + len(blocks))
+    monitor_s = monitor.thread_s
+    record_us = _cost_of_record(recorder, timer)
     system.close()
+    monitor.close()
     num_events, num_bytes = _written(out, place.rank)
     dist.destroy_process_group()
-    return RankResult(blocks, num_events, num_bytes, num_dropped, place.device_name)
+    return RankResult(
+        blocks,
+        steps,
+        num_events,
+        num_bytes,
+        monitor.num_dropped,
+        place.device_name,
+        monitored_steps,
+        host_bound / (len(blocks) / 2),
+        monitor_s,
+        record_us,
+    )
 
 
-def _turns(pairs: int) -> Iterator[bool]:
-    """Yield off and on in turn: off on, on off, off on, ..."""
-    for number in range(pairs):
-        yield number % 2 == 1
-        yield number % 2 == 0
+def _turns(number: int, ways: Sequence[str]) -> Iterator[str]:
+    """Yield the blocks of a round: off and each way in turn, which of them first alternates."""
+    for way in ways:
+        yield from (way, _OFF) if number % 2 else (_OFF, way)
 
 
 @contextlib.contextmanager
-def _monitored(
-    recorder: SwitchedRecorder, folder: Path, origin: Origin, device: str, interval_s: float
-) -> Iterator[Monitor]:
-    monitor = Monitor(FileTransport(folder, origin, max_files=1000), origin, device=device, interval_s=interval_s)
-    monitor.follow(recorder)
-    recorder.is_on = True
+def _going(recorder: SwitchedRecorder, monitor: Monitor, way: str) -> Iterator[None]:
+    """Record in a way in the block; then what the monitor has is handed over, in nobody's time."""
+    if way == "on":
+        monitor.follow(recorder)
+    recorder.way = way
     try:
-        yield monitor
+        yield
     finally:
-        recorder.is_on = False
-        monitor.close()
+        recorder.way, recorder.observer = _OFF, None
+        if way == "on":
+            monitor.flush()
+
+
+def _cost_of_record(recorder: SwitchedRecorder, timer: StepTimer) -> float:
+    """Microseconds of the host for a record: half of them collectives, half waits, and nothing else runs."""
+    timer.synchronize()
+    recorder.way, times = "recorder", list[float]()
+    for _ in range(5):
+        recorder.begin_step(0)
+        begin_s = time.perf_counter()
+        for _ in range(_RECORDS // 2):
+            with recorder.launching("cost", "all_gather", 8, can_capture=False) as collective:
+                pass
+            with recorder.waiting(collective, can_capture=False):
+                pass
+        times.append(time.perf_counter() - begin_s)
+        recorder.end_step()
+        timer.synchronize()
+    recorder.way = _OFF
+    return min(times) / _RECORDS * 1e6
 
 
 def _written(folder: Path, rank: int) -> tuple[int, int]:

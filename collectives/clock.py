@@ -10,67 +10,119 @@ relative to that. Not covered: clocks of several hosts (`collectives.watch.trace
 [Note: never waiting] The reference is recorded on a stream that carries nothing else, where it happens within
 microseconds while other streams compute, and the host asks for it (`query`) until it has: no stream is waited for. The
 time that this took bounds the error, and the best of a few tries counts. Where the driver puts that stream behind
-others into one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), the bound says so.
+others into one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS), the bound says so. A query holds Python's lock, so after
+the first microseconds the host sleeps between two of them.
 
-[Note: pooled events] Making an event costs the host more than recording it, so events go back to a pool of their device
-once nobody refers to their mark.
+[Note: cheap marks] A step takes thousands of marks on the thread that launches its kernels, so a mark is one pooled
+event and one call of torch's C++ `record`: making an event costs the host more than recording it, `torch.cuda.Event`
+puts a Python function around each method, and asking for the current device and stream builds objects. Events go back
+to the pool of their device with the last reference to their mark.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-_MOST_POOLED = 8192
+_MOST_POOLED = 1 << 15
 _NUM_TRIES = 5
 _GOOD_NS = 20_000  # an error below which no better one is looked for
-_LONGEST_TRY_S = 0.05
+_LONG_NS = 10_000_000  # tries that took so long in all end: the stream stands behind others
+_SPIN_NS = 30_000  # for which an event is queried without a pause
+_PAUSE_S = 50e-6
 
-_pools: defaultdict[int, deque[torch.cuda.Event]] = defaultdict(partial(deque, maxlen=_MOST_POOLED))
-_side_streams: dict[int, torch.cuda.Stream] = {}
+
+class DeviceEvents:
+    """Pooled timing events of one CUDA device: [Note: cheap marks].
+
+    Args:
+        index: of the device.
+    """
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        from collectives.transport.current_stream import current_stream
+
+        self.device = torch.device("cuda", index)
+        self._cuda, self._current_stream = torch.cuda, current_stream
+        self._free: deque[torch.cuda.Event] = deque(maxlen=_MOST_POOLED)
+        self._record = _plain("record")
+        self._side_stream: torch.cuda.Stream | None = None
+
+    def take(self, stream: torch.cuda.Stream | None = None) -> PooledEvent | None:
+        """Mark the stream, or the current one, now; None while the current one is captured into a graph."""
+        return None if self._cuda.is_current_stream_capturing() else self.take_unchecked(stream)
+
+    def take_unchecked(self, stream: torch.cuda.Stream | None = None) -> PooledEvent:
+        """The same where the caller knows that nothing is captured: it has just taken another mark."""
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = self._cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._record(event, stream if stream is not None else self._current_stream(self.device))
+        return PooledEvent(event, self._free)
+
+    def side_stream(self) -> torch.cuda.Stream:
+        """Return the stream that carries nothing but references."""
+        if self._side_stream is None:
+            self._side_stream = self._cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return self._side_stream
 
 
 class PooledEvent:
-    """A recorded CUDA event, which goes back to its pool with the last reference to it: [Note: pooled events]."""
+    """A recorded CUDA event, which goes back to its pool with the last reference to it."""
 
     __slots__ = ("_pool", "event")
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._pool = _pools[stream.device.index]
-        try:
-            self.event = self._pool.pop()
-        except IndexError:
-            import torch
-
-            self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self.event.record(stream)
+    def __init__(self, event: torch.cuda.Event, pool: deque[torch.cuda.Event]) -> None:
+        self.event, self._pool = event, pool
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it could not be made, or the interpreter ends
-            self._pool.append(self.event)
+        self._pool.append(self.event)
 
 
 Mark = int | PooledEvent
 
+_devices: dict[int, DeviceEvents] = {}
 
-def take_mark(by_events: bool, stream: torch.cuda.Stream | None = None) -> Mark | None:
-    """Now: on the host's clock, or by an event on a stream (None: the current one); None while a graph is captured."""
-    if not by_events:
-        return time.perf_counter_ns()
+
+def device_events(device: torch.device | str | None = None) -> DeviceEvents:
+    """Return the events of a CUDA device; None, or a device without an index: of the current one."""
     import torch
 
-    from collectives.transport.current_stream import current_stream
+    index = None if device is None else torch.device(device).index
+    if index is None:
+        index = torch.cuda.current_device()
+    events = _devices.get(index)
+    if events is None:
+        events = _devices[index] = DeviceEvents(index)
+    return events
 
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    return PooledEvent(stream or current_stream())
+
+def _plain(name: str) -> Callable[..., Any]:
+    """Return a method of torch's C++ events without the Python function that `torch.cuda.Event` puts around it."""
+    import torch
+
+    base = torch._C._CudaEventBase
+    owner = base if issubclass(torch.cuda.Event, base) and hasattr(base, name) else torch.cuda.Event
+    method: Callable[..., Any] = getattr(owner, name)
+    return method
+
+
+def take_mark(by_events: bool, stream: torch.cuda.Stream | None = None) -> Mark | None:
+    """Now: on the host's clock, or by an event on a stream (None: the current one); None while a graph is captured.
+
+    Who takes many keeps a `DeviceEvents`.
+    """
+    return (
+        device_events(None if stream is None else stream.device).take(stream) if by_events else time.perf_counter_ns()
+    )
 
 
 def seconds_between(start: Mark, end: Mark) -> float:
@@ -130,13 +182,15 @@ class TimeBase:
         device: that the events are of; None: the current one.
     """
 
-    def __init__(self, by_events: bool, device: torch.device | None = None) -> None:
+    def __init__(self, by_events: bool, device: torch.device | str | None = None) -> None:
         self.taken_ns = time.perf_counter_ns()
         self.uncertainty_ns = 0
         """How far device times may be off the host's clock, all by the same amount."""
         self._reference: PooledEvent | None = None
+        self._elapsed_ms: Callable[[Any, Any], float] | None = None
         if by_events:
-            self._refer(device)
+            self._elapsed_ms = _plain("elapsed_time")
+            self._refer(device_events(device))
 
     @property
     def age_s(self) -> float:
@@ -147,28 +201,42 @@ class TimeBase:
         if isinstance(mark, int):
             return mark
         assert self._reference is not None
+        assert self._elapsed_ms is not None
         _wait(mark)
-        since_ms = float(self._reference.event.elapsed_time(mark.event))
+        since_ms = self._elapsed_ms(self._reference.event, mark.event)
         if since_ms <= 0:  # before the reference: CUDA does not promise negative times
-            since_ms = -float(mark.event.elapsed_time(self._reference.event))
+            since_ms = -self._elapsed_ms(mark.event, self._reference.event)
         return self.taken_ns + round(since_ms * 1e6)
 
-    def _refer(self, device: torch.device | None) -> None:
-        import torch
+    def ns_of_ended(self, marks: Sequence[Mark], shift_ns: int = 0) -> list[int]:
+        """The same of many marks that have happened, at one call of the driver each; waits for one that has not.
 
-        index = torch.cuda.current_device() if device is None or device.index is None else device.index
-        if index not in _side_streams:
-            _side_streams[index] = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+        Args:
+            shift_ns: added to all.
+        """
+        if self._reference is not None and self._elapsed_ms is not None:
+            elapsed_ms, reference, base_ns = self._elapsed_ms, self._reference.event, self.taken_ns + shift_ns
+            try:
+                # No look at each mark: the host's clock has no `event`.
+                times = [base_ns + round(elapsed_ms(reference, mark.event) * 1e6) for mark in marks]  # type: ignore[union-attr]
+            except (AttributeError, RuntimeError):  # or one is on a stream of its own, which nobody has asked
+                return [shift_ns + self.ns(mark) for mark in marks]
+            # Before the reference CUDA does not promise negative times.
+            return times if min(times, default=0) > base_ns else [shift_ns + self.ns(mark) for mark in marks]
+        return [shift_ns + mark for mark in marks]  # type: ignore[operator]
+
+    def _refer(self, events: DeviceEvents) -> None:
+        stream, begin_ns = events.side_stream(), time.perf_counter_ns()
         for _ in range(_NUM_TRIES):
             before_ns = time.perf_counter_ns()
-            reference = PooledEvent(_side_streams[index])
+            reference = events.take_unchecked(stream)
             while not has_happened(reference):
                 # A long time is a useless one, but some reference there must be.
-                if time.perf_counter_ns() - before_ns > _LONGEST_TRY_S * 1e9:
-                    time.sleep(1e-3)
+                if time.perf_counter_ns() - before_ns > _SPIN_NS:
+                    time.sleep(_PAUSE_S)
             after_ns = time.perf_counter_ns()
             error_ns = (after_ns - before_ns) // 2
             if self._reference is None or error_ns < self.uncertainty_ns:
                 self._reference, self.taken_ns, self.uncertainty_ns = reference, (before_ns + after_ns) // 2, error_ns
-            if self.uncertainty_ns <= _GOOD_NS:
+            if self.uncertainty_ns <= _GOOD_NS or after_ns - begin_ns > _LONG_NS:
                 return

@@ -45,11 +45,12 @@ class CommContext:
         stream: torch.cuda.Stream | None,
     ) -> None:
         self.device, self.recorder, self.track, self.stream = as_device(device), recorder, track, stream
+        self._on_cuda = self.device.type == "cuda"
 
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is captured now."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._on_cuda and torch.cuda.is_current_stream_capturing()
 
     def recording(
         self, group: str, kind: str, num_bytes: int, **more: Any
@@ -57,7 +58,7 @@ class CommContext:
         """Record the call in the block, which launches a collective; arguments as in `Recorder.launching`."""
         if self.recorder is None or self.is_capturing:
             return nullcontext()
-        return self.recorder.launching(group, kind, num_bytes, **more)
+        return self.recorder.launching(group, kind, num_bytes, can_capture=False, **more)
 
     def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
         """Record the wait in the block, of the computation for a collective; None: it was not recorded.
@@ -69,7 +70,7 @@ class CommContext:
             self.track.watch.check()
         if self.recorder is None or collective is None or self.is_capturing:
             return nullcontext()
-        return self.recorder.waiting(collective)
+        return self.recorder.waiting(collective, can_capture=False)
 
     def counted(self, kind: str, num_bytes: int, detail: str = "") -> Operation | None:
         """The collective that is launched next, for the watch; arguments and errors as in `Track.launch`."""

@@ -18,6 +18,14 @@ thread only queries, and the device's clock is compared with the host's on a str
 number of events: where the device, the disk or the server behind the transport hangs, the oldest go, and a mark
 `dropped` says how many.
 
+[Note: cost] All that Python does here takes time from the thread that launches kernels: whoever has the interpreter's
+lock keeps it for up to 5 ms while others wait, and every operation of torch, `record` too, lets go of it and must get
+it back. So a mark costs one call (`collectives.clock`), a step reaches the ring as one entry, and the thread turns
+marks into columns (`netlayer.observe.events.columns`), a few dozen at once with a pause after each portion. A pause is
+a sleep that takes time: after `sleep(0)` the same thread would have the lock again before another one is awake. All
+ranks hand over at the same moments of the run's clock, for in a step that is bound by the host, ranks that are held up
+one after the other cost the sum of it; where a server takes the events, hosts take turns instead.
+
 [Note: CUDA graphs] Marks inside a capture are not taken: an event that a replay records again could be overwritten
 before it is read. So a replayed step is one segment, whose `timing` is `graph`, and what lies inside is not known.
 
@@ -31,27 +39,29 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import itertools
 import logging
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collectives.clock import TimeBase, has_happened, take_mark
+from collectives.clock import DeviceEvents, TimeBase, device_events, has_happened
 from collectives.watch.processor import ProcessorLaps
 from netlayer.observe.events.clocks import RankClock
+from netlayer.observe.events.columns import EventColumns, Series, SeriesTable
 from netlayer.observe.events.schema import (
     PROCESSOR_WAIT,
     SEGMENTS,
     Counter,
-    Event,
     Mark,
     Origin,
-    Segment,
     format_ranks,
+    to_json,
 )
 from netlayer.observe.events.transport import Transport
 
@@ -66,7 +76,9 @@ logger = logging.getLogger(__name__)
 CAPACITY = 1 << 16
 """Events that the ring holds; a dense step has a few hundred."""
 INTERVAL_S = 1.0
-_BATCH = 512  # events: what is converted between two moments at which other threads may run
+_BATCH = 4096  # events that are handed over at once
+_PORTION = 64  # events that are converted between two pauses, about 0.2 ms: [Note: cost]
+_PAUSE_S = 100e-6
 _RENEW_AFTER_S = 15.0  # age of a time base: [Note: precision] in collectives.clock
 _LEAST_WAIT_NS = 2_000  # a wait for what was done already
 _LEAST_GC_NS = 500_000
@@ -78,21 +90,63 @@ _GRAPH = "replay"
 Sampler = Callable[[], Iterable[Counter | Mark]]
 
 
-@dataclass(slots=True)
 class _Timed:
-    """A segment of the monitor's own."""
+    """A segment of the monitor's own: of the block whose context manager it is, or with `start` and `end` set."""
 
-    segment: str
-    name: str
-    step: int | None
-    micro_batch: int | None
-    chunk: int | None
-    lane: str
-    timing: str
-    start: TimeMark
-    end: TimeMark
-    attributes: Mapping[str, Any] | None
-    processor_wait_ns: int | None = None
+    __slots__ = (
+        "attributes",
+        "chunk",
+        "end",
+        "lane",
+        "micro_batch",
+        "monitor",
+        "name",
+        "processor_wait_ns",
+        "segment",
+        "start",
+        "step",
+        "timing",
+        "waited_ns",
+    )
+
+    def __init__(
+        self,
+        monitor: Monitor | None,
+        segment: str,
+        name: str,
+        step: int | None,
+        micro_batch: int | None,
+        chunk: int | None,
+        lane: str,
+        timing: str,
+        attributes: Mapping[str, Any] | None,
+    ) -> None:
+        self.monitor, self.segment, self.name, self.step = monitor, segment, name, step
+        self.micro_batch, self.chunk, self.lane, self.timing = micro_batch, chunk, lane, timing
+        self.attributes = attributes
+        self.start: TimeMark | None = None
+        self.end: TimeMark | None = None
+        self.processor_wait_ns: int | None = None
+        self.waited_ns: int | None = None
+        """Of a wait on the host: the thread's wait for a processor when it began."""
+
+    def __enter__(self) -> None:
+        monitor = self.monitor
+        assert monitor is not None
+        self.start = monitor._now(self.timing)
+        if self.segment == "wait" and self.timing == "host":
+            self.waited_ns = monitor._processor.wait_ns()
+
+    def __exit__(self, *_: object) -> None:
+        monitor, self.monitor = self.monitor, None
+        assert monitor is not None
+        if self.waited_ns is not None:
+            monitor._processor.omit_since(self.waited_ns)
+        if self.start is not None:  # else in a graph's capture
+            self.end = monitor._now(self.timing, can_capture=False)
+            if self.step is None:
+                self.step = monitor.open_step
+            monitor._ring.add(self)
 
 
 _Entry = Any  # _Timed, Mark, Counter, StepComm or Collective
@@ -125,17 +179,21 @@ class Monitor:
         self.origin, self.clock, self.samplers = origin, clock or RankClock(), list(samplers)
         self.num_dropped = 0
         """Events that were lost in all."""
+        self.thread_s = 0.0
+        """Processor time of handing over so far, of the monitor's thread and of `flush`."""
         self._num_unsaid = 0  # lost by the transport since the last batch
         self._transport, self._interval_s = transport, interval_s
-        self._by_events = str(device).startswith("cuda")
-        self._device = device
+        self._has_server = getattr(transport, "has_server", False)
+        self._events: DeviceEvents | None = device_events(device) if str(device).startswith("cuda") else None
+        self._timing = "host" if self._events is None else "device"
         self._ring = _Ring(capacity)
         self._head: _Entry | None = None
         self._step: int | None = None
         self._step_start: TimeMark | None = None
         self._recorders: list[Recorder] = []
         self._group_texts: dict[str, str | None] = {}
-        self._time_base: TimeBase | None = None
+        self._time_base, self._has_base = TimeBase(False), False
+        self._table = SeriesTable()
         self._gc_start_ns = 0
         self._processor = ProcessorLaps()
         self._stop, self._lock = threading.Event(), threading.Lock()
@@ -156,16 +214,15 @@ class Monitor:
 
     def step(self, step: int) -> None:
         """Begin a step, and end the one before: segments from here on belong to it."""
-        mark = take_mark(self._by_events)
+        mark = self._now(self._timing)
         self._close_step(mark)
         self._step, self._step_start = step, mark
 
     def end_step(self) -> None:
         """End the step without beginning another, before work that is no step's."""
-        self._close_step(take_mark(self._by_events))
+        self._close_step(self._now(self._timing))
         self._step = self._step_start = None
 
-    @contextlib.contextmanager
     def segment(
         self,
         kind: str,
@@ -178,7 +235,7 @@ class Monitor:
         on_host: bool = False,
         timing: str = "",
         **attributes: Any,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Record the block; inside a graph's capture nothing is recorded.
 
         Args:
@@ -190,29 +247,17 @@ class Monitor:
             timing: `graph` around the replay of a CUDA graph; empty: how it is timed.
             attributes: further facts.
         """
-        by_events = self._by_events and not on_host
-        waits = kind == "wait" and not by_events
-        start = take_mark(by_events)
-        try:
-            with self._processor.without() if waits else contextlib.nullcontext():
-                yield
-        finally:
-            end = take_mark(by_events) if start is not None else None
-            if start is not None and end is not None:
-                self._ring.add(
-                    _Timed(
-                        kind if kind in SEGMENTS else "other",
-                        name or kind,
-                        self.open_step if step is None else step,
-                        micro_batch,
-                        chunk,
-                        lane or ("compute" if by_events or not on_host else "host"),
-                        timing or ("device" if by_events else "host"),
-                        start,
-                        end,
-                        attributes or None,
-                    )
-                )
+        return _Timed(
+            self,
+            kind if kind in SEGMENTS else "other",
+            name or kind,
+            step,
+            micro_batch,
+            chunk,
+            lane or ("host" if on_host else "compute"),
+            timing or ("host" if on_host else self._timing),
+            attributes or None,
+        )
 
     def mark(
         self, name: str, text: str | None = None, *, step: int | None = None, value: float | None = None, **facts: Any
@@ -273,7 +318,7 @@ class Monitor:
             gc.callbacks.remove(self._on_collection)
         for recorder in self._recorders:
             recorder.observer = None
-        self._close_step(take_mark(self._by_events))
+        self._close_step(self._now(self._timing))
         self._stop.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():  # in a transport that hangs: daemons end with the process
@@ -286,12 +331,12 @@ class Monitor:
     # What its thread does.
 
     def _run(self) -> None:
-        if self._by_events:
+        if self._events is not None:
             import torch
 
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self._events.device)
             _exempt_from_captures()
-        while not self._stop.wait(self._interval_s):
+        while not self._stop.wait(self._seconds_to_next()):
             with self._lock:
                 try:
                     self._hand_over()
@@ -299,44 +344,72 @@ class Monitor:
                     # A program must not end for what only watches it.
                     logger.exception("the monitor lost a batch")
 
+    def _seconds_to_next(self) -> float:
+        """Return the seconds until all ranks hand over, or where a server takes it those of this host: [Note: cost]."""
+        now_ns = self.clock.now_ns()
+        interval_ns = round(self._interval_s * 1e9)
+        turn = zlib.crc32((self.origin.host or "").encode("utf-8", "replace")) / 2**32 if self._has_server else 0.0
+        since_ns = now_ns - (self.clock.offset(now_ns)[0] or 0) - round(turn * interval_ns)
+        return (interval_ns - since_ns % interval_ns) * 1e-9
+
     def _hand_over(self, *, is_last: bool = False) -> None:
         """Convert what the device has come to, batch by batch, and hand it on."""
-        if self._by_events and (self._time_base is None or self._time_base.age_s > _RENEW_AFTER_S):
-            self._time_base = TimeBase(True, _as_device(self._device))
-        events: list[Event] = []
+        begin_s = time.thread_time()
+        try:
+            self._convert(is_last=is_last)
+        finally:
+            self.thread_s += time.thread_time() - begin_s
+
+    def _convert(self, *, is_last: bool) -> None:
+        if self._events is not None and (not self._has_base or self._time_base.age_s > _RENEW_AFTER_S):
+            self._time_base, self._has_base = TimeBase(True, self._events.device), True
+        rows = self._new_rows()
         if self._num_unsaid:
-            events.append(self._dropped(self._num_unsaid, "transport"))
+            rows.add(self._dropped(self._num_unsaid, "transport"))
             self._num_unsaid = 0
-        for sampler in self.samplers:
-            events += sampler()
-        while True:
-            if self._head is None:
-                self._head = self._ring.take()
-            if self._head is None or not self._is_ready(self._head, is_last=is_last):
-                break
-            entry, self._head = self._head, None
-            events += self._events_of(entry)
-            if len(events) >= _BATCH:
-                self._send(events)
-                events = []
+        for event in itertools.chain.from_iterable(sampler() for sampler in self.samplers):
+            rows.add(event)
+        num_converted = 0
+        while (entry := self._next_ready(is_last=is_last)) is not None:
+            before = len(rows)
+            self._add(rows, entry)
+            num_converted += len(rows) - before
+            if num_converted >= _PORTION:
+                num_converted = 0
+                time.sleep(_PAUSE_S)
+            if len(rows) >= _BATCH:
+                self._send(rows)
+                rows = self._new_rows()
         lost = self._ring.take_lost()
         if lost:
             self.num_dropped += lost
-            events.append(self._dropped(lost, "ring"))
-        if events:
-            self._send(events)
+            rows.add(self._dropped(lost, "ring"))
+        if rows:
+            self._send(rows)
 
-    def _send(self, events: list[Event]) -> None:
-        offset, error = self.clock.offset(events[-1].end_ns)
-        if error is not None and self._time_base is not None:
+    def _next_ready(self, *, is_last: bool) -> _Entry | None:
+        """Take the oldest entry off the ring if the device has come to its end; None: it has not, or there is none."""
+        if self._head is None:
+            self._head = self._ring.take()
+        if self._head is None or not self._is_ready(self._head, is_last=is_last):
+            return None
+        entry, self._head = self._head, None
+        return entry
+
+    def _new_rows(self) -> EventColumns:
+        if self._table.is_full:
+            self._table = SeriesTable()
+        return EventColumns(self.origin, self._table)
+
+    def _send(self, rows: EventColumns) -> None:
+        offset, error = self.clock.offset(rows.ends[-1])
+        if error is not None:
             error += self._time_base.uncertainty_ns
-        for event in events:
-            event.clock_offset_ns, event.clock_error_ns = offset, error
-        for first in range(0, len(events), _BATCH):
-            time.sleep(0)  # lets go of the interpreter's lock: the training thread launches meanwhile
-            lost = self._transport.send(events[first : first + _BATCH])
-            self.num_dropped += lost
-            self._num_unsaid += lost
+        rows.clock_offset_ns, rows.clock_error_ns = offset, error
+        time.sleep(_PAUSE_S)
+        lost = self._transport.send(rows)
+        self.num_dropped += lost
+        self._num_unsaid += lost
 
     def _dropped(self, number: int, where: str) -> Mark:
         return Mark(self.origin, "dropped", self.clock.now_ns(), value=float(number), attributes={"where": where})
@@ -346,6 +419,7 @@ class Monitor:
         if isinstance(entry, Mark | Counter):
             return True
         if isinstance(entry, _Timed):
+            assert entry.end is not None
             return has_happened(entry.end)
         if hasattr(entry, "collectives"):
             return self._is_step_ready(entry, is_last=is_last)
@@ -369,116 +443,142 @@ class Monitor:
             return has_happened(end)
         return is_last or time.perf_counter_ns() - collective.launch_end_ns > _LATEST_END_S * 1e9
 
-    def _events_of(self, entry: _Entry) -> list[Event]:
+    def _add(self, rows: EventColumns, entry: _Entry) -> None:
+        """Append the events of an entry, which is ready."""
         if isinstance(entry, Mark | Counter):
-            return [entry]
-        if isinstance(entry, _Timed):
-            segment = Segment(
-                self.origin,
-                entry.segment,
-                entry.name,
-                self._ns(entry.start),
-                self._ns(entry.end),
-                entry.step,
-                entry.micro_batch,
-                entry.chunk,
-                entry.timing,
-                entry.lane,
-                attributes=entry.attributes,
-            )
-            return [segment, *self._waited_for_processor(segment, entry.processor_wait_ns)]
-        if hasattr(entry, "collectives"):
-            return list(self._step_events(entry))
-        return [self._collective(entry)]
+            rows.add(entry)
+        elif isinstance(entry, _Timed):
+            self._add_timed(rows, entry)
+        elif hasattr(entry, "collectives"):
+            self._add_step(rows, entry)
+        else:
+            self._add_collectives(rows, [entry])
 
-    def _step_events(self, comm: StepComm) -> Iterator[Event]:
-        """Segments of a recorded step: itself, its computations, its waits and its collectives."""
-        timing = "device" if self._by_events else "host"
+    def _add_timed(self, rows: EventColumns, entry: _Timed) -> None:
+        assert entry.start is not None
+        assert entry.end is not None
+        series = Series("segment", entry.name, entry.segment, entry.micro_batch, entry.chunk, entry.timing, entry.lane)
+        start_ns, end_ns = self._times([entry.start, entry.end])
+        if entry.attributes:
+            rows.attributes[len(rows)] = to_json(entry.attributes)
+        _append(rows, rows.table.number(series), entry.step, start_ns, end_ns)
+        if entry.processor_wait_ns is not None:
+            self._add_processor_wait(rows, entry.processor_wait_ns, 0, entry.timing)
+
+    def _add_step(self, rows: EventColumns, comm: StepComm) -> None:
+        """Append the segments of a recorded step: itself, its computations, its waits and its collectives."""
+        table, step = rows.table, comm.step
         is_graph = any(done.name == _GRAPH for done in comm.computations)
-        begin, end = comm.marks
-        step = Segment(
-            self.origin,
-            "step",
-            "step",
-            self._ns(begin),
-            self._ns(end),
-            comm.step,
-            timing="graph" if is_graph else timing,
-            lane="step",
+        timing = "graph" if is_graph else self._timing
+        _append(
+            rows,
+            table.number(Series("segment", "step", "step", timing=timing, lane="step")),
+            step,
+            *self._times(comm.marks),
         )
-        yield step
-        yield from self._waited_for_processor(step, comm.processor_wait_ns, comm.processor_wait_before_ns)
-        for done in comm.computations:
-            labels = dict(done.labels)
-            yield Segment(
-                self.origin,
-                done.name if done.name in SEGMENTS else "other",
-                done.name,
-                self._ns(done.start),
-                self._ns(done.end),
-                comm.step,
-                _int(labels.pop("micro_batch", None)),
-                _int(labels.pop("chunk", None)),
-                "graph" if done.name == _GRAPH else timing,
+        if comm.processor_wait_ns is not None:
+            self._add_processor_wait(rows, comm.processor_wait_ns, comm.processor_wait_before_ns, timing)
+        for some in _portions(comm.computations):
+            times = self._times([mark for done in some for mark in (done.start, done.end)])
+            for done, start_ns, end_ns in zip(some, times[::2], times[1::2], strict=True):
+                _append(rows, self._computation(table, done.name, done.labels), step, start_ns, end_ns)
+        for some in _portions(comm.waits):
+            times = self._times([mark for wait in some for mark in (wait.start, wait.end)])
+            starts, ends = times[::2], times[1::2]
+            long = [at for at in range(len(some)) if ends[at] - starts[at] >= _LEAST_WAIT_NS]
+            waited_for = [some[at].collective for at in long]
+            rows.series += [self._wait(table, one) for one in waited_for]
+            rows.starts += [starts[at] for at in long]
+            rows.ends += [ends[at] for at in long]
+            _append_sizes(rows, waited_for, [step] * len(long))
+        for some in _portions(comm.collectives):
+            self._add_collectives(rows, some)
+
+    def _add_processor_wait(self, rows: EventColumns, wait_ns: int, before_ns: int, timing: str) -> None:
+        """Append what the training thread waited for a processor in the step that was appended just now."""
+        times = rows.starts[-1], rows.ends[-1]
+        facts = {"before_s": before_ns / 1e9, "timing": timing}
+        rows.add(Counter(self.origin, PROCESSOR_WAIT, *times, wait_ns / 1e9, "s", rows.steps[-1], attributes=facts))
+
+    def _add_collectives(self, rows: EventColumns, some: Sequence[Collective]) -> None:
+        """Append collectives; where an end is not known, that of the launch, and an attribute says so."""
+        marks: list[TimeMark] = []
+        for one in some:
+            end = one.ended
+            marks.append(one.launch_start_ns if one.start is None else one.start)
+            marks.append(one.launch_end_ns if end is None else end)
+        times = self._times(marks)
+        rows.series += [self._series_of(rows.table, one) for one in some]
+        rows.starts += times[::2]
+        rows.ends += times[1::2]
+        _append_sizes(rows, some, [one.step for one in some])
+
+    def _computation(self, table: SeriesTable, name: str, labels: Mapping[str, Any]) -> int:
+        key = name, *labels.items()
+        number = table.by_key.get(key)
+        if number is None:
+            more = dict(labels)
+            series = Series(
+                "segment",
+                name,
+                name if name in SEGMENTS else "other",
+                _int(more.pop("micro_batch", None)),
+                _int(more.pop("chunk", None)),
+                "graph" if name == _GRAPH else self._timing,
                 "compute",
-                attributes=labels or None,
+                attributes=to_json(more) if more else None,
             )
-        for wait in comm.waits:
-            start_ns, end_ns = self._ns(wait.start), self._ns(wait.end)
-            if end_ns - start_ns >= _LEAST_WAIT_NS:
-                one = wait.collective
-                yield Segment(
-                    self.origin,
-                    "wait",
-                    one.kind,
-                    start_ns,
-                    end_ns,
-                    comm.step,
-                    timing=timing,
-                    lane="compute",
-                    group=one.group,
-                    group_ranks=self._ranks_of(one.group),
-                    seq=one.seq or None,
-                    flow=one.flow or None,
-                    bytes=one.num_bytes,
-                )
-        for one in comm.collectives:
-            yield self._collective(one)
+            number = table.by_key[key] = table.number(series)
+        return number
 
-    def _waited_for_processor(self, step: Segment, wait_ns: int | None, before_ns: int = 0) -> Iterator[Counter]:
-        """Counter of what the training thread waited for a processor in a step; none where that is not known."""
-        if wait_ns is not None:
-            facts = {"before_s": before_ns / 1e9, "timing": step.timing}
-            times = step.start_ns, step.end_ns
-            yield Counter(self.origin, PROCESSOR_WAIT, *times, wait_ns / 1e9, "s", step.step, attributes=facts)
+    def _wait(self, table: SeriesTable, one: Collective) -> int:
+        key = one.kind, one.group, one.flow, "wait"
+        number = table.by_key.get(key)
+        if number is None:
+            ranks = self._ranks_of(one.group)
+            series = Series(
+                "segment",
+                one.kind,
+                "wait",
+                timing=self._timing,
+                lane="compute",
+                group=one.group,
+                group_ranks=ranks,
+                flow=one.flow or None,
+            )
+            number = table.number(series)
+            if ranks is not None:  # which somebody may note later
+                table.by_key[key] = number
+        return number
 
-    def _collective(self, one: Collective) -> Segment:
-        """Segment of a collective; where its end is not known, that of its launch, and an attribute says so."""
-        labels = dict(one.labels)
-        end = one.ended
-        if end is None:
-            labels["end"] = "not seen"
-            end = one.launch_end_ns
-        start = one.launch_start_ns if one.start is None else one.start
-        return Segment(
-            self.origin,
-            "collective",
-            one.kind,
-            self._ns(start),
-            self._ns(end),
-            one.step,
-            _int(labels.pop("micro_batch", None)),
-            _int(labels.pop("chunk", None)),
-            "device" if self._by_events else "host",
-            one.lane or one.group,
-            one.group,
-            self._ranks_of(one.group),
-            one.seq or None,
-            one.flow or None,
-            one.num_bytes,
-            _int(labels.pop("peer", None)),
-            attributes=labels or None,
-        )
+    def _series_of(self, table: SeriesTable, one: Collective) -> int:
+        is_seen = one.ended is not None
+        key: Hashable = one.kind, one.group, one.lane
+        if one.labels or one.flow or not is_seen:
+            key = key, one.flow, is_seen, tuple(one.labels.items())
+        number = table.by_key.get(key)
+        if number is None:
+            ranks, more = self._ranks_of(one.group), dict(one.labels)
+            if not is_seen:
+                more["end"] = "not seen"
+            series = Series(
+                "segment",
+                one.kind,
+                "collective",
+                _int(more.pop("micro_batch", None)),
+                _int(more.pop("chunk", None)),
+                self._timing,
+                one.lane or one.group,
+                one.group,
+                ranks,
+                one.flow or None,
+                _int(more.pop("peer", None)),
+                attributes=to_json(more) if more else None,
+            )
+            number = table.number(series)
+            if ranks is not None:
+                table.by_key[key] = number
+        return number
 
     def _ranks_of(self, group: str) -> str | None:
         text = self._group_texts.get(group)
@@ -488,22 +588,23 @@ class Monitor:
                 text = self._group_texts[group] = format_ranks(ranks)
         return text
 
-    def _ns(self, mark: TimeMark) -> int:
-        """A mark that has happened, on the rank's clock."""
-        if isinstance(mark, int):
-            return self.clock.unix_ns(mark)
-        assert self._time_base is not None
-        return self.clock.unix_ns(self._time_base.ns(mark))
+    def _times(self, marks: Sequence[TimeMark]) -> list[int]:
+        """Marks that have happened, on the rank's clock."""
+        return self._time_base.ns_of_ended(marks, self.clock.anchor_ns)
+
+    def _now(self, timing: str, *, can_capture: bool = True) -> TimeMark | None:
+        """Take a mark; None while a graph is captured, unless the caller has asked."""
+        if timing == "host" or self._events is None:
+            return time.perf_counter_ns()
+        return self._events.take() if can_capture else self._events.take_unchecked()
 
     def _close_step(self, mark: TimeMark | None) -> None:
         start, self._step_start = self._step_start, None
         waited_ns = self._processor.lap()
         if start is not None and mark is not None:
-            timing = "device" if self._by_events else "host"
-            self._ring.add(
-                _Timed("step", "step", self._step, None, None, "step", timing, start, mark, None, waited_ns),
-                1 + (waited_ns is not None),
-            )
+            step = _Timed(None, "step", "step", self._step, None, None, "step", self._timing, None)
+            step.start, step.end, step.processor_wait_ns = start, mark, waited_ns
+            self._ring.add(step, 1 + (waited_ns is not None))
 
     def _on_collection(self, phase: str, info: Mapping[str, int]) -> None:
         """Time Python's garbage collection: it holds up whoever launches, and at other moments on every rank."""
@@ -512,18 +613,22 @@ class Monitor:
             self._gc_start_ns = now_ns
         elif now_ns - self._gc_start_ns >= _LEAST_GC_NS:
             facts = {"generation": info.get("generation"), "collected": info.get("collected")}
-            self._ring.add(
-                _Timed("gc", "gc", self.open_step, None, None, "host", "host", self._gc_start_ns, now_ns, facts)
-            )
+            collected = _Timed(None, "gc", "gc", self.open_step, None, None, "host", "host", facts)
+            collected.start, collected.end = self._gc_start_ns, now_ns
+            self._ring.add(collected)
 
 
 class _Ring:
-    """Entries that wait to be converted; where they weigh more than the capacity, the oldest go and are counted."""
+    """Entries that wait to be converted; where they weigh more than the capacity, the oldest go and are counted.
+
+    Who adds takes a lock that only others who add take: the monitor's thread could lose the interpreter's lock while
+    it had it, and the training thread would wait for both. Who takes needs none: a deque gives each entry once.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._entries: deque[tuple[_Entry, int]] = deque()
-        self._weight = self._lost = 0
+        self._added = self._taken = self._lost = self._num_said = 0
         # A lock that the same thread may take twice: garbage collection, which is timed, may begin inside.
         self._lock = threading.RLock()
 
@@ -534,36 +639,54 @@ class _Ring:
         """Append an entry, which stands for `weight` events."""
         with self._lock:
             self._entries.append((entry, weight))
-            self._weight += weight
-            while self._weight > self._capacity:
-                _, gone = self._entries.popleft()
-                self._weight -= gone
+            self._added += weight
+            while self._added - self._taken - self._lost > self._capacity:
+                try:
+                    _, gone = self._entries.popleft()
+                except IndexError:  # taken meanwhile, and counted in a moment
+                    break
                 self._lost += gone
 
     def take(self) -> _Entry | None:
-        """Remove the oldest entry and return it; None: there is none."""
-        with self._lock:
-            if not self._entries:
-                return None
+        """Remove the oldest entry and return it; None: there is none. One thread at a time."""
+        try:
             entry, weight = self._entries.popleft()
-            self._weight -= weight
-            return entry
+        except IndexError:
+            return None
+        self._taken += weight
+        return entry
 
     def take_lost(self) -> int:
         """Number of events that were lost since the last call."""
-        with self._lock:
-            lost, self._lost = self._lost, 0
-            return lost
+        lost, self._num_said = self._lost - self._num_said, self._lost
+        return lost
+
+
+def _append(rows: EventColumns, series: int, step: int | None, start_ns: int, end_ns: int) -> None:
+    rows.series.append(series)
+    rows.steps.append(step)
+    rows.starts.append(start_ns)
+    rows.ends.append(end_ns)
+    rows.seqs.append(None)
+    rows.bytes.append(None)
+
+
+def _append_sizes(rows: EventColumns, some: Sequence[Collective], steps: Sequence[int | None]) -> None:
+    rows.steps += steps
+    rows.seqs += [one.seq or None for one in some]
+    rows.bytes += [one.num_bytes for one in some]
+
+
+def _portions(records: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    """A few dozen at once, with a pause after each portion but the last: [Note: cost]."""
+    for first in range(0, len(records), _PORTION):
+        if first:
+            time.sleep(_PAUSE_S)
+        yield records[first : first + _PORTION]
 
 
 def _int(value: object) -> int | None:
     return value if isinstance(value, int) else None
-
-
-def _as_device(device: torch.device | str) -> torch.device:
-    import torch
-
-    return torch.device(device)
 
 
 def _exempt_from_captures() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
 
 SCHEDSTAT = "/proc/thread-self/schedstat"
 
@@ -49,16 +48,15 @@ class ProcessorLaps:
         self._thread, self._last_ns = thread, now_ns
         return None if now_ns is None or last_ns is None else max(0, now_ns - last_ns - waits_ns)
 
-    @contextlib.contextmanager
-    def without(self) -> Iterator[None]:
-        """Leave the block, a wait for others, out of the lap."""
-        begin_ns = self._reader.ns()
-        try:
-            yield
-        finally:
-            end_ns = self._reader.ns()
-            if begin_ns is not None and end_ns is not None and threading.get_ident() == self._thread:
-                self._in_waits_ns += end_ns - begin_ns
+    def wait_ns(self) -> int | None:
+        """Return the calling thread's wait so far, for `omit_since`."""
+        return self._reader.ns()
+
+    def omit_since(self, begin_ns: int | None) -> None:
+        """Leave out of the lap what the thread waited since then: it was in a wait for others."""
+        end_ns = self._reader.ns()
+        if begin_ns is not None and end_ns is not None and threading.get_ident() == self._thread:
+            self._in_waits_ns += end_ns - begin_ns
 
 
 class _File:

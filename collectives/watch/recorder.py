@@ -11,6 +11,11 @@ collective was under way. What is left of it waits for computation: the optimise
 and the gather that a forward pass waits for, and a step with its communication removed waits for that update too. For
 the same reason a wait ends with the collective; for the update after a reduction a computation waits apart. A wait
 that only bounds the memory of gradients on their way counts like any other.
+
+[Note: cost of a record] A tensor-parallel step has thousands of collectives and waits, each recorded by the thread that
+launches the kernels. So what is recorded is the object that times its own block (`with recorder.launching(...) as
+collective`): one object with slots and two marks each, no generator, and the capture of a graph is asked for once, at
+the beginning.
 """
 
 from __future__ import annotations
@@ -20,19 +25,19 @@ import sys
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from collectives.clock import TimeBase, has_happened, is_before, seconds_between, take_mark, union
+from collectives.clock import TimeBase, device_events, has_happened, is_before, seconds_between, union
 from collectives.watch.processor import ProcessorLaps
 
 if TYPE_CHECKING:
     import torch
 
-    from collectives.clock import Mark
+    from collectives.clock import DeviceEvents, Mark
 
 Label = str | int | float
 Labels = Mapping[str, Label]
@@ -42,9 +47,13 @@ _RENEW_AFTER_S = 60.0  # see [Note: precision] in clock.py
 _NUM_EARLIER = 1024  # collectives before a step that may be under way in it: a bound where steps never begin
 
 
-@dataclass(slots=True)
+_NO_LABELS: Labels = {}
+
+
 class Collective:
     """One collective, send or receive on this rank; times in ns, 0 or None where it has not come to that yet.
+
+    As a context manager around the call that launches it: `Recorder.launching`.
 
     Args:
         group: name of the communicator it ran on (`gather`, `reduce`), or of the channel (`pipeline forward`).
@@ -52,35 +61,87 @@ class Collective:
         num_bytes: size of the whole buffer, as nccl-tests count it: what a rank holds after a gather or before a
             reduce-scatter.
         step: the step it was launched in; None outside any.
-        launch_start_ns, launch_end_ns: the host in the call that launches it.
-        wait_start_ns, wait_end_ns: the host in the call that waits for it.
         lane: what runs one after the other with it: a stream on CUDA; the group where nothing else is said.
         labels: more about it, for a trace: peer, micro-batch, phase.
         flow: the same text on a send and on its receive, in all steps alike; "" where there is no such pair.
         seq: number of it in its group and kind, from 1: equal on all ranks that launch the same ones.
+
+    Attributes:
+        launch_start_ns, launch_end_ns: the host in the call that launches it.
+        wait_start_ns, wait_end_ns: the host in the call that waits for it.
         start, end: when it ran. On CUDA events on the stream, from when it could start there. On the CPU the
             end is when it was noticed: by the wait for it, unless the communicator watches its collectives.
     """
 
-    group: str
-    kind: str
-    num_bytes: int
-    step: int | None
-    launch_start_ns: int = 0
-    launch_end_ns: int = 0
-    wait_start_ns: int = 0
-    wait_end_ns: int = 0
-    lane: str = ""
-    labels: Labels = field(default_factory=dict)
-    flow: str = ""
-    seq: int = 0
-    start: Mark | None = None
-    end: Mark | None = None
+    __slots__ = (
+        "_can_capture",
+        "_ends_later",
+        "_recorder",
+        "_stream",
+        "end",
+        "flow",
+        "group",
+        "kind",
+        "labels",
+        "lane",
+        "launch_end_ns",
+        "launch_start_ns",
+        "num_bytes",
+        "seq",
+        "start",
+        "step",
+        "wait_end_ns",
+        "wait_start_ns",
+    )
+
+    def __init__(
+        self,
+        group: str,
+        kind: str,
+        num_bytes: int,
+        step: int | None,
+        lane: str = "",
+        labels: Labels | None = None,
+        flow: str = "",
+        seq: int = 0,
+    ) -> None:
+        self.group, self.kind, self.num_bytes, self.step = group, kind, num_bytes, step
+        self.lane, self.labels, self.flow, self.seq = lane, labels or _NO_LABELS, flow, seq
+        self.launch_start_ns = self.launch_end_ns = self.wait_start_ns = self.wait_end_ns = 0
+        self.start: Mark | None = None
+        self.end: Mark | None = None
 
     @property
     def ended(self) -> Mark | None:
         """Return the time of its end; that of its wait where there is no better one."""
         return self.end if self.end is not None else self.wait_end_ns or None
+
+    # Set by `Recorder.launching`, for the block alone.
+    _recorder: Recorder
+    _stream: torch.cuda.Stream | None
+    _ends_later: bool
+    _can_capture: bool
+
+    def __enter__(self) -> Self:
+        events = self._recorder._events
+        self.launch_start_ns = now_ns = time.perf_counter_ns()
+        if events is None:
+            self.start = now_ns
+        else:
+            self.start = events.take(self._stream) if self._can_capture else events.take_unchecked(self._stream)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        recorder, stream = self._recorder, self._stream
+        del self._recorder, self._stream  # what is kept, or sent to another process, is the record alone
+        if kind is not None:
+            return
+        # Its beginning was not captured: nor is its end.
+        if recorder._events is not None and not self._ends_later and self.start is not None:
+            self.end = recorder._events.take_unchecked(stream)
+        self.launch_end_ns = time.perf_counter_ns()
+        if recorder._open is None and recorder.observer is not None:
+            recorder.observer.add_collective(self)
 
 
 class Span(NamedTuple):
@@ -94,21 +155,78 @@ class Span(NamedTuple):
     flow: str = ""
 
 
-class Computation(NamedTuple):
+class _Timed:
+    """Begin and end of its block on the compute stream; kept once it is through, not outside a step or in a capture."""
+
+    __slots__ = ("_can_capture", "_recorder", "_start", "end", "start")
+
+    start: Mark
+    end: Mark
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        if recorder._open is None:
+            self._start = None
+        elif recorder._events is None:
+            self._start = time.perf_counter_ns()
+        else:
+            self._start = recorder._events.take() if self._can_capture else recorder._events.take_unchecked()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        recorder, start = self._recorder, self._start
+        del self._recorder, self._start
+        if kind is None and start is not None:
+            events = recorder._events
+            self.start, self.end = start, time.perf_counter_ns() if events is None else events.take_unchecked()
+            if recorder._open is not None:
+                self._keep(recorder._open)
+
+    def _keep(self, comm: StepComm) -> None:
+        raise NotImplementedError
+
+    _recorder: Recorder
+    _start: Mark | None
+    _can_capture: bool
+
+
+class Computation(_Timed):
     """Computation on the compute stream."""
 
-    name: str
-    labels: Labels
-    start: Mark
-    end: Mark
+    __slots__ = ("labels", "name")
+
+    def __init__(self, recorder: Recorder, name: str, labels: Labels) -> None:
+        self._recorder, self.name, self.labels, self._can_capture = recorder, name, labels, True
+
+    def _keep(self, comm: StepComm) -> None:
+        comm._computed.append(self)
 
 
-class Wait(NamedTuple):
+class Wait(_Timed):
     """Wait of the compute stream for a collective."""
 
-    collective: Collective
-    start: Mark
-    end: Mark
+    __slots__ = ("_begin_ns", "collective")
+
+    _begin_ns: int | None
+
+    def __init__(self, recorder: Recorder, collective: Collective, can_capture: bool) -> None:
+        self._recorder, self.collective, self._can_capture = recorder, collective, can_capture
+
+    def __enter__(self) -> None:
+        self.collective.wait_start_ns = time.perf_counter_ns()
+        super().__enter__()
+        # On CUDA only the stream waits.
+        self._begin_ns = None if self._recorder._events is not None else self._recorder._processor.wait_ns()
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        recorder = self._recorder
+        if recorder._events is None:
+            recorder._processor.omit_since(self._begin_ns)
+        super().__exit__(kind, *rest)
+        if kind is None:
+            self.collective.wait_end_ns = time.perf_counter_ns()
+
+    def _keep(self, comm: StepComm) -> None:
+        comm._waits.append(self)
 
 
 @dataclass
@@ -278,9 +396,9 @@ class Recorder:
         """Gets every step and every collective outside of steps, too: `collectives.watch.monitor`."""
         self.groups: dict[str, Sequence[int]] = {}
         """Global ranks of the groups, by the names that collectives carry; who launches them notes it."""
-        self._numbers: Counter[tuple[str, str]] = Counter()
-        self._by_events = str(device).startswith("cuda")
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._events: DeviceEvents | None = device_events(device) if str(device).startswith("cuda") else None
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._at_reset: Counter[tuple[str, str]] = Counter()
         self._open: StepComm | None = None
         self._latest: deque[Collective] = deque(maxlen=_NUM_EARLIER)
         """Launched since the last step began."""
@@ -320,19 +438,19 @@ class Recorder:
 
     def align(self) -> TimeBase:
         """Compare the device's clock with the host's now, for the steps to come; no stream is waited for."""
-        self._time_base = TimeBase(self._by_events)
+        self._time_base = TimeBase(self._events is not None, None if self._events is None else self._events.device)
         return self._time_base
 
     def counts(self) -> Counter[tuple[str, str]]:
         """Number of collectives by (group, kind), inside and outside steps, since the start or `reset`."""
-        return Counter(self._counts)
+        return Counter(self._numbers) - self._at_reset
 
     def reset(self) -> None:
         """Forget counts and steps; an open step goes on."""
-        self._counts.clear()
+        # The numbers go on: they are compared between ranks.
+        self._at_reset = Counter(self._numbers)
         self.steps.clear()
 
-    @contextmanager
     def launching(
         self,
         group: str,
@@ -344,61 +462,38 @@ class Recorder:
         flow: str = "",
         stream: torch.cuda.Stream | None = None,
         ends_later: bool = False,
-    ) -> Iterator[Collective]:
+        can_capture: bool = True,
+    ) -> AbstractContextManager[Collective]:
         """Record the call in the block, which launches a collective; arguments as in `Collective`.
 
         On CUDA it runs on `stream`; None: on the one that is current.
 
         Args:
             ends_later: whoever launches it sets `end`; nobody waits for it by `waiting`.
+            can_capture: the stream may be captured into a graph, where no mark can be taken; False: the caller has
+                asked.
         """
-        self._counts[group, kind] += 1
-        self._numbers[group, kind] += 1  # apart: `reset` leaves them, for they are compared between ranks
-        seq = self._numbers[group, kind]
-        collective = Collective(group, kind, num_bytes, self.step, lane=lane, labels=labels or {}, flow=flow, seq=seq)
+        key, opened = (group, kind), self._open
+        self._numbers[key] = seq = self._numbers.get(key, 0) + 1
+        step = None if opened is None else opened.step
+        collective = Collective(group, kind, num_bytes, step, lane, labels, flow, seq)
+        collective._recorder, collective._stream = self, stream
+        collective._ends_later, collective._can_capture = ends_later, can_capture
         self._latest.append(collective)
-        if self._open:
-            self._open.collectives.append(collective)
-        collective.launch_start_ns = time.perf_counter_ns()
-        collective.start = take_mark(True, stream) if self._by_events else collective.launch_start_ns
-        yield collective
-        if self._by_events and not ends_later:
-            collective.end = take_mark(True, stream)
-        collective.launch_end_ns = time.perf_counter_ns()
-        if self._open is None and self.observer is not None:
-            self.observer.add_collective(collective)
+        if opened is not None:
+            opened.collectives.append(collective)
+        return collective
 
-    @contextmanager
-    def waiting(self, collective: Collective) -> Iterator[None]:
+    def waiting(self, collective: Collective, *, can_capture: bool = True) -> AbstractContextManager[None]:
         """Record the wait in the block: the host's, or the one that it puts into the compute stream."""
-        collective.wait_start_ns = time.perf_counter_ns()
-        # On CUDA only the stream waits.
-        with self._timing() as marks, nullcontext() if self._by_events else self._processor.without():
-            yield
-        collective.wait_end_ns = time.perf_counter_ns()
-        if self._open and len(marks) == 2:
-            self._open._waits.append(Wait(collective, *marks))
+        return Wait(self, collective, can_capture)
 
-    @contextmanager
-    def computing(self, name: str, **labels: Label) -> Iterator[None]:
+    def computing(self, name: str, **labels: Label) -> AbstractContextManager[None]:
         """Record the computation in the block, for a trace; outside a step nothing is recorded."""
-        with self._timing() as marks:
-            yield
-        if self._open and len(marks) == 2:
-            self._open._computed.append(Computation(name, labels, *marks))
-
-    @contextmanager
-    def _timing(self) -> Iterator[list[Mark]]:
-        """Start and end of the block, once it is through; nothing outside a step, or in a capture."""
-        marks: list[Mark] = []
-        start = take_mark(self._by_events) if self._open else None
-        yield marks
-        end = take_mark(self._by_events) if start is not None else None
-        if start is not None and end is not None:
-            marks += [start, end]
+        return Computation(self, name, labels)
 
     def _step_mark(self) -> Mark:
-        mark = take_mark(self._by_events)
+        mark = time.perf_counter_ns() if self._events is None else self._events.take()
         if mark is None:
             raise RuntimeError("a step begins and ends outside the capture of a CUDA graph")
         return mark

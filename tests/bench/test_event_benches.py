@@ -18,29 +18,36 @@ def planted(ratio: float, pairs: int, seed: int) -> list[RankResult]:
     draw = random.Random(seed)
     blocks: list[list[Block]] = [[], []]
     for number in range(pairs):
-        for is_on in (number % 2 == 1, number % 2 == 0):
-            whole = (1 + 0.001 * number) * (ratio if is_on else 1.0) * draw.uniform(0.999, 1.001)
-            blocks[0].append(Block(is_on, whole))
-            blocks[1].append(Block(is_on, 0.5 * whole))
-    return [RankResult(each, 1000, 50_000, 1, "CPU") for each in blocks]
+        for way in ("on", "off", "off", "marks") if number % 2 else ("off", "on", "marks", "off"):
+            more = {"off": 1.0, "on": ratio, "marks": 1.5}[way]
+            whole = (1 + 0.001 * number) * more * draw.uniform(0.999, 1.001)
+            blocks[0].append(Block(way, whole))
+            blocks[1].append(Block(way, 0.5 * whole))
+    return [RankResult(each, 10, 1000, 50_000, 1, "CPU", 400, 0.5, 0.004, 3.0) for each in blocks]
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.02, 1.3])
 def test_the_ratio_is_that_of_the_slowest_rank(ratio: float) -> None:
-    row = compare(planted(ratio, 40, 3), "1m", "dp2", 40, 10)
+    results = planted(ratio, 40, 3)
+    row = compare(results, "on", "1m", "dp2")
+    assert compare(results, "marks", "1m", "dp2").ratio == pytest.approx(1.5, abs=0.001)
     assert row.ratio == pytest.approx(ratio, abs=0.001)
     assert row.ratio_low <= ratio <= row.ratio_high
     assert row.ratio_p10 < row.ratio < row.ratio_p90
     assert row.noise < 0.005
-    assert (row.dropped, row.events_per_step) == (2, 2.5)
-    assert f"{row.ratio:.4f} of that" in describe(row)
+    assert (row.pairs, row.steps, row.dropped, row.events_per_step) == (40, 10, 2, 2.5)
+    assert row.monitor_us == pytest.approx(4.0)
+    text = describe([row])
+    assert f"{row.ratio:.4f} of that" in text
+    assert "50% of the blocks without" in text
+    assert "there by chance" in text  # a block of a second has one batch
 
 
 def test_a_recorder_that_is_off_takes_no_marks() -> None:
     from bench.monitor_overhead import SwitchedRecorder
 
     recorder: Recorder = SwitchedRecorder()
-    recorder.is_on = False  # type: ignore[attr-defined]
+    recorder.way = "off"  # type: ignore[attr-defined]
     recorder.begin_step(1)
     with recorder.launching("g", "all_reduce", 1) as collective, recorder.computing("x"):
         assert collective is None

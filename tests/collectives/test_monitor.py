@@ -264,15 +264,12 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "synchronize": synchronize,
         "set_device": lambda _: None,
         "current_device": lambda: 0,
-        "current_stream": lambda _=None: compute,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(current_stream_module, "current_stream", lambda _=None: compute)
-    monkeypatch.setattr(clock_module, "_side_streams", {})
-    clock_module._pools.clear()
+    monkeypatch.setattr(clock_module, "_devices", {})
     yield
     gc.collect()
-    clock_module._pools.clear()
 
 
 def test_nothing_is_synchronised_and_events_are_reused(fake_cuda: None, kept: Kept) -> None:

@@ -738,10 +738,10 @@ def go_round(exchange: PeerTensorExchange) -> None:
 
 def test_what_peers_exchange_is_recorded_on_the_stream_that_carries_it() -> None:
     recorder, streams = Recorder(), []
-    recorder._by_events = True
+    recorder._events = mock.Mock()
+    recorder._events.take_unchecked = lambda stream: streams.append(stream) or stream
     exchange = between_two_peers(recorder)
-    with mock.patch("collectives.watch.recorder.take_mark", lambda _, stream: streams.append(stream)):
-        go_round(exchange)
+    go_round(exchange)
     assert recorder.counts() == {("tensor", "all_gather"): 1, ("tensor", "reduce_scatter"): 1}
     assert streams == ["copies"] * 4
     for rounds in exchange._rounds.values():

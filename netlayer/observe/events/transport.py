@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from netlayer.errors import ConfigError, NetlayerError
-from netlayer.observe.events.schema import Event, Origin, arrow_schema, to_batch
+from netlayer.observe.events.schema import Event, Origin, arrow_schema, load_arrow, to_batch
 from netlayer.observe.events.writer import MAX_FILE_BYTES, MAX_FILES, EventWriter, stream_name
 
 logger = logging.getLogger(__name__)
@@ -144,6 +144,8 @@ class _ServerTransport:
     """Messages to a server that may be away; a subclass knows how to deliver."""
 
     name = "server"
+    has_server = True
+    """Who sends at the same moment on all hosts should not."""
 
     def __init__(self, origin: Origin, max_pending_bytes: int) -> None:
         if importlib.util.find_spec("pyarrow") is None:
@@ -151,6 +153,7 @@ class _ServerTransport:
             raise ConfigError(
                 "job.observe.transport", self.name, rule, "pip install 'netlayer[observe]', or take files"
             )
+        load_arrow()  # now, and not in the middle of a step
         self._queue = _Queue(origin, max_pending_bytes)
         self._due_s, self._pause_s, self._is_closed = 0.0, _FIRST_PAUSE_S, False
 

@@ -20,12 +20,22 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from netlayer.errors import ConfigError
-from netlayer.observe.events.schema import Event, Mark, Origin, arrow_schema, header_line, to_batch, to_lines
+from netlayer.observe.events.schema import (
+    Event,
+    Mark,
+    Origin,
+    arrow_schema,
+    header_line,
+    load_arrow,
+    to_batch,
+    to_lines,
+)
 
 Form = Literal["arrow", "jsonl"]
 SUFFIXES: dict[Form, str] = {"arrow": ".arrows", "jsonl": ".jsonl"}
 MAX_FILE_BYTES = 16 << 20
 MAX_FILES = 16
+_MOST_BUFFERED = 1 << 20
 _UNFIT = re.compile(r"[^A-Za-z0-9_-]+")
 
 
@@ -63,6 +73,8 @@ class EventWriter:
             raise ValueError("max_files is at least 2, and max_file_bytes at least 1")
         self.folder, self.origin, self.num_events, self.num_bytes = folder, origin, 0, 0
         self.form: Form = form or ("arrow" if importlib.util.find_spec("pyarrow") else "jsonl")
+        if self.form == "arrow":
+            load_arrow()  # now, and not in the middle of a step
         self._max_bytes, self._max_files = max_file_bytes, max_files
         self._name = stream_name(origin)
         try:
@@ -78,6 +90,7 @@ class EventWriter:
         self._in_file = self._size = 0
         self._chunks = _Chunks()
         self._stream: Any = None  # pyarrow's, which has no types
+        self._sink: Any = None  # below it
 
     def write(self, events: Sequence[Event]) -> int:
         """Append events as one batch; return the bytes that it took.
@@ -94,7 +107,7 @@ class EventWriter:
         before = self.num_bytes
         self._open_if_due()
         self._stream.write_batch(batch)
-        self._append(self._chunks.take(), len(events))
+        self._append(self._take(), len(events))
         return self.num_bytes - before
 
     def close(self) -> None:
@@ -102,7 +115,7 @@ class EventWriter:
         if self._file is not None:
             if self._stream is not None:
                 self._stream.close()
-                self._put(self._chunks.take())
+                self._put(self._take())
             self._end_file()
 
     def __enter__(self) -> Self:
@@ -136,8 +149,11 @@ class EventWriter:
             import pyarrow as pa
 
             options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
-            self._stream = pa.ipc.new_stream(self._chunks, arrow_schema(), options=options)
-            self._put(self._chunks.take())
+            # Arrow writes dozens of pieces a batch; a Python file would have to get the interpreter's lock for each.
+            self._chunks = _Chunks()  # anew: the sink closes what lies below it
+            self._sink = pa.BufferedOutputStream(pa.PythonFile(self._chunks, "w"), _MOST_BUFFERED)
+            self._stream = pa.ipc.new_stream(self._sink, arrow_schema(), options=options)
+            self._put(self._take())
         if lost:
             self.write([self._dropped(lost)])
 
@@ -165,16 +181,20 @@ class EventWriter:
                 view = view[self._file.write(view) :]
         except OSError:
             os.ftruncate(self._file.fileno(), self._size)
-            self._chunks.take()
             self._end_file()
             raise
         self._size += len(data)
         self.num_bytes += len(data)
 
+    def _take(self) -> bytes:
+        """Return what the stream has written since the last call."""
+        self._sink.flush()
+        return self._chunks.take()
+
     def _end_file(self) -> None:
         assert self._file is not None
         self._file.close()
-        self._file = self._stream = None
+        self._file = self._stream = self._sink = None
         path, _ = self._files.pop()
         self._files.append((path, self._in_file))
 
