@@ -122,7 +122,8 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     elements = stage_elements(job, stage)
     share = -(-elements // parallel.dp)
     frees = frees_parameters(job)
-    adds_up = parallel.dp > 1 and parallel.stage == 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
+    travels = parallel.data_ranks > 1
+    adds_up = travels and parallel.stage == 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
     blocks = _block_sizes(job, stage)
     tokens = job.batch.micro_batch_size * model.seq_len
     rows, table = min(LOGITS_ROWS, tokens), table_elements(job)
@@ -134,7 +135,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         optimizer=2 * share * wide,
         activations=_activation_bytes(job, stage),
         logits=(rows * table // model.hidden * (2 * wide + width) + table * wide) if has_head else 0,
-        buckets=_travelling_bytes(job, stage, elements, wide, adds_up) if parallel.dp > 1 else 0,
+        buckets=_travelling_bytes(job, stage, elements, wide, adds_up) if travels else 0,
         work=_block_work_bytes(job),
         step=share * wide if job.optimizer.name == "lamb" else 0,
         construction=3 * wide * max(table_elements(job), block_elements(model, parallel.tp)),
