@@ -1,12 +1,15 @@
-"""Rank <-> (tp, pp, dp) coordinates of a 3D-parallel job, and its process groups in closed form.
+"""Rank <-> (tp, pp, dp, dp_replicate) coordinates of a job, and its process groups in closed form.
 
-The order is tensor, data, pipeline, innermost first: a tensor-parallel group stays inside a server, and data-parallel
-groups are placed before pipeline groups, so that data-parallel traffic crosses fewer pods (MegaScale, NSDI'24, 3.2).
-Every group is an arithmetic progression of ranks, so it is a `range`: nothing here grows with the world size.
+The order is tensor, data, replicas, pipeline, innermost first: a tensor-parallel group stays inside a server, and
+data-parallel groups are placed before pipeline groups, so that data-parallel traffic crosses fewer pods (MegaScale,
+NSDI'24, 3.2). A data-parallel group (`dp`) shares the shards; with `dp_replicate` there are several of them, replicas,
+each with all shards, whose gradients are all-reduced (hybrid sharding, PyTorch's HSDP). Together they are the
+`data_ranks`, each of which has its own part of a batch. Every group is an arithmetic progression of ranks, so it is a
+`range`: nothing here grows with the world size.
 
-Two more dimensions have a place but are not implemented, so their degree must be 1: context parallelism (between tensor
-and data) and replicas of the sharded data-parallel groups (between data and pipeline). They form no groups and do not
-change the order of ranks. Not covered: groups over two dimensions (expert parallelism).
+One more dimension has a place but is not implemented, so its degree must be 1: context parallelism (between tensor and
+data). It forms no groups and does not change the order of ranks. Not covered: groups over two dimensions (expert
+parallelism).
 """
 
 from __future__ import annotations
@@ -19,17 +22,19 @@ if TYPE_CHECKING:  # importing numpy would take a quarter of the time of `netlay
     import numpy as np
     from numpy.typing import NDArray
 
-Dimension = Literal["tp", "dp", "pp"]
+Dimension = Literal["tp", "dp", "dp_replicate", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "dp", "pp")
+"""Of every job; a job with replicas has `dp_replicate` too."""
 _MOST_LISTED = 16  # ranks that a line lists one by one
 
 
 class Coordinates(NamedTuple):
-    """Coordinates of a rank: its index inside its tensor-, pipeline- and data-parallel group."""
+    """Coordinates of a rank: its index inside its tensor-, pipeline- and data-parallel group, and of its replica."""
 
     tp: int
     pp: int
     dp: int
+    dp_replicate: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,10 @@ class ParallelLayout:
     Args:
         tp: tensor-parallel degree; neighbours in rank.
         pp: pipeline stages; the outermost dimension.
-        dp: data-parallel degree; between the two.
+        dp: data-parallel degree, of ranks that share the shards; between the two.
         vpp: model chunks a pipeline rank holds (interleaved 1F1B); it makes no groups.
         cp: context-parallel degree, 1.
-        dp_replicate: replicas of the sharded data-parallel groups, 1.
+        dp_replicate: replicas of the sharded data-parallel groups; between dp and pp.
 
     Raises:
         ValueError: a degree below 1, or above it where more is not built.
@@ -59,27 +64,47 @@ class ParallelLayout:
         for name in ("tp", "pp", "dp", "vpp", "cp", "dp_replicate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: a parallel degree is at least 1")
-        for name in ("cp", "dp_replicate"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be 1, more is not built")
+        if self.cp > 1:
+            raise ValueError(f"cp = {self.cp}: must be 1, more is not built")
 
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.dp * self.dp_replicate * self.pp
 
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """Return the dimensions that ranks make groups of, in one order."""
+        return DIMENSIONS if self.dp_replicate == 1 else ("tp", "dp", "dp_replicate", "pp")
+
+    @property
+    def degrees(self) -> str:
+        """Return `tp 2 x pp 1 x dp 4`, with the replicas where there are several."""
+        replicas = f" x dp_replicate {self.dp_replicate}" if self.dp_replicate > 1 else ""
+        return f"tp {self.tp} x pp {self.pp} x dp {self.dp}{replicas}"
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that have a part of the batch each: of all replicas together."""
+        return self.dp * self.dp_replicate
+
+    def data_rank(self, at: Coordinates) -> int:
+        """Return which part of a batch a rank has, 0 <= part < data_ranks."""
+        return at.dp + self.dp * at.dp_replicate
+
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank` (0 <= rank < world_size)."""
         self._check(rank)
         rest, tp = divmod(rank, self.tp)
-        pp, dp = divmod(rest, self.dp)
-        return Coordinates(tp=tp, pp=pp, dp=dp)
+        rest, dp = divmod(rest, self.dp)
+        pp, dp_replicate = divmod(rest, self.dp_replicate)
+        return Coordinates(tp=tp, pp=pp, dp=dp, dp_replicate=dp_replicate)
 
-    def rank(self, *, tp: int = 0, pp: int = 0, dp: int = 0) -> int:
-        """The rank at these coordinates: tp + TP * (dp + DP * pp)."""
-        for name, index in (("tp", tp), ("pp", pp), ("dp", dp)):
+    def rank(self, *, tp: int = 0, pp: int = 0, dp: int = 0, dp_replicate: int = 0) -> int:
+        """The rank at these coordinates: tp + TP * (dp + DP * (dp_replicate + R * pp)), of R replicas."""
+        for name, index in (("tp", tp), ("pp", pp), ("dp", dp), ("dp_replicate", dp_replicate)):
             if not 0 <= index < getattr(self, name):
                 raise ValueError(f"{name} = {index}: outside 0..{getattr(self, name) - 1}")
-        return tp + self.tp * (dp + self.dp * pp)
+        return tp + self.tp * (dp + self.dp * (dp_replicate + self.dp_replicate * pp))
 
     def num_groups(self, dimension: Dimension) -> int:
         """Return the number of groups of this dimension: each rank is in exactly one of them."""
@@ -110,8 +135,10 @@ class ParallelLayout:
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Coordinates of a group in words: those that its ranks share, `*` where they vary: `tp=1, pp=0, dp=*`."""
-        columns = zip(Coordinates._fields, zip(*map(self.coordinates, ranks), strict=True), strict=True)
-        return ", ".join(f"{name}={values[0] if len(set(values)) == 1 else '*'}" for name, values in columns)
+        columns = dict(zip(Coordinates._fields, zip(*map(self.coordinates, ranks), strict=True), strict=True))
+        if self.dp_replicate == 1:
+            del columns["dp_replicate"]
+        return ", ".join(f"{name}={values[0] if len(set(values)) == 1 else '*'}" for name, values in columns.items())
 
     def group_table(self, dimension: Dimension) -> NDArray[np.int64]:
         """Every group as one array, shape (num_groups, degree): for code that works on all ranks at once."""
@@ -123,9 +150,14 @@ class ParallelLayout:
 
     def _shape(self, dimension: Dimension) -> tuple[int, int]:
         """(stride, degree): a group is `degree` ranks, `stride` apart."""
-        shapes = {"tp": (1, self.tp), "dp": (self.tp, self.dp), "pp": (self.tp * self.dp, self.pp)}
+        shapes = {
+            "tp": (1, self.tp),
+            "dp": (self.tp, self.dp),
+            "dp_replicate": (self.tp * self.dp, self.dp_replicate),
+            "pp": (self.tp * self.data_ranks, self.pp),
+        }
         if dimension not in shapes:
-            raise ValueError(f"dimension {dimension!r}: one of {', '.join(DIMENSIONS)}")
+            raise ValueError(f"dimension {dimension!r}: one of {', '.join(shapes)}")
         return shapes[dimension]
 
     def _check(self, rank: int) -> None:

@@ -153,7 +153,7 @@ def create_groups(
     world_size = dist.get_world_size()
     partitions = _partitions(more, world_size)
     if layout.world_size != world_size:
-        degrees = f"tp {layout.tp} x dp {layout.dp} x pp {layout.pp}"
+        degrees = layout.degrees
         rule = f"is not {degrees} = {layout.world_size}"
         raise ConfigError("world size", world_size, rule, "start as many ranks, or change degrees")
     _created += 1  # here: a rank whose arguments were refused can still come
@@ -170,7 +170,7 @@ def _create(
 ) -> dict[str, dist.ProcessGroup | None]:
     rank, splits = dist.get_rank(), _can_split()
     groups: dict[str, dist.ProcessGroup | None] = {}
-    for dimension in DIMENSIONS:
+    for dimension in layout.dimensions:
         own = list(layout.group_of(dimension, rank))
         if len(own) == 1:
             groups[dimension] = None
@@ -214,7 +214,7 @@ def _partitions(more: Mapping[str, Partition] | None, world_size: int) -> dict[s
     """Return the further groups as lists; a rank that a partition omits is alone."""
     partitions = {name: [list(ranks) for ranks in partition] for name, partition in (more or {}).items()}
     for name, partition in partitions.items():
-        if name in DIMENSIONS:
+        if name in (*DIMENSIONS, "dp_replicate"):
             raise ValueError(f"more: {name} is a dimension of the layout")
         ranks = [rank for group in partition for rank in group]
         if len(set(ranks)) != len(ranks):
@@ -299,7 +299,7 @@ def _close(store: Any, init_method: str, met: bool) -> None:
 
 def _shared_values(layout: ParallelLayout, more: Mapping[str, list[list[int]]]) -> dict[str, object]:
     return {
-        "layout": f"tp {layout.tp}, dp {layout.dp}, pp {layout.pp}",
+        "layout": f"tp {layout.tp}, dp {layout.dp}, dp_replicate {layout.dp_replicate}, pp {layout.pp}",
         "torch": torch.__version__,
         "netlayer": netlayer.__version__,
         "further groups": ", ".join(f"{name} {_digest(partition)}" for name, partition in more.items()),

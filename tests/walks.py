@@ -1,6 +1,6 @@
-"""Counts the modules of this project that a reader passes who follows one thing through it: six walks.
+"""Counts the modules of this project that a reader passes who follows one thing through it: eight walks.
 
-    python -m tests.walks                # all six (a minute on two cores, once the simulator's kernels are compiled)
+    python -m tests.walks                # all of them (a minute, once the simulator's kernels are compiled)
     python -m tests.walks gradient packet
 
 Each walk is a real run in processes of its own, with `sys.setprofile` in each of them. Counted is every module of the
@@ -77,13 +77,26 @@ class Outcome:
 
 _LOOP = "call trainer.loop:Trainer.__init__"
 _READ, _RESOLVED = "call netlayer.config.tree:build_config", "return trainer.plan:resolve"
+_FIRST_HOOK = "call collectives.sharded.reduce:GradientReduce.watch.<locals>.before"
+_HAS_SHARD = "return collectives.sharded.optimizer_steps:OptimizerSteps._before"
 _STARTED = "call netlayer.launch.launcher:_Crew.watch"
 WALKS: Mapping[str, Walk] = {
     "gradient": Walk(
         "a gradient, from the first autograd hook of a backward pass of ShardedDataParallel (two ranks on gloo, "
-        "torch's linears and AdamW) to where the optimiser has the reduced shard",
-        ["call collectives.sharded.reduce:GradientReduce.watch.<locals>.before"],
-        ["return collectives.sharded.optimizer_steps:OptimizerSteps._before"],
+        "torch's linears and AdamW) to the collective that was launched for it",
+        [_FIRST_HOOK],
+        ["return collectives.transport.communicator:Communicator.reduce_scatter"],
+    ),
+    "reduced gradient": Walk(
+        "a reduced gradient, from the optimiser's step that asks for it, over the completion of its collective, to "
+        "where the optimiser has the shard (the same program)",
+        ["call collectives.sharded.optimizer_steps:OptimizerSteps._before"],
+        [_HAS_SHARD],
+    ),
+    "gradient to optimiser": Walk(
+        "a gradient, all the way: both of the above, and what lies between",
+        [_FIRST_HOOK],
+        [_HAS_SHARD],
     ),
     "packet": Walk(
         "a packet, from the fabric, its flows and the law (Simulation) to the return of the kernel that carries it",
@@ -207,7 +220,10 @@ def _free_port() -> int:
 
 
 _COMMANDS = {
-    "gradient": lambda _folder: (["-m", "tests.walks", "--ranks-of-gradient"], {}),
+    **dict.fromkeys(
+        ("gradient", "reduced gradient", "gradient to optimiser"),
+        lambda _folder: (["-m", "tests.walks", "--ranks-of-gradient"], {}),
+    ),
     "packet": _simulate,
     "flow": _simulate,
     "nic apply": _apply,

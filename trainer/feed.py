@@ -90,7 +90,7 @@ class TextFeed:
     """Windows of a text, drawn with replacement: each rank makes its own, when it needs it."""
 
     def __init__(self, job: JobConfig, corpus: Corpus, model: ParallelModel) -> None:
-        self._job, self._dp, self._device = job, model.place.dp, model.device
+        self._job, self._dp, self._device = job, model.data_rank, model.device
         self._train, self._validation = corpus.train_tokens(), corpus.validation_tokens()
         self._seed = 0
 
@@ -105,7 +105,7 @@ class TextFeed:
 
     def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
         share = self._slice(self._job.batch.global_batch_size).count * global_batches
-        starts = even_starts(len(self._validation), self._job.model.seq_len, share * self._job.parallel.dp)
+        starts = even_starts(len(self._validation), self._job.model.seq_len, share * self._job.parallel.data_ranks)
         own = starts[self._dp * share : (self._dp + 1) * share]
         yield TEXT, self._micro_batches(self._validation, own)
 
@@ -116,7 +116,7 @@ class TextFeed:
         """Nothing reads ahead."""
 
     def _slice(self, sequences: int) -> Slice:
-        return rank_slice(sequences, self._job.batch.micro_batch_size, self._dp, self._job.parallel.dp)
+        return rank_slice(sequences, self._job.batch.micro_batch_size, self._dp, self._job.parallel.data_ranks)
 
     def _micro_batches(self, tokens: NDArray[np.integer], starts_N: NDArray[np.int64]) -> list[MicroBatch]:
         sizes = self._job.model.seq_len, self._job.batch.micro_batch_size
@@ -128,7 +128,7 @@ class SampleFeed:
 
     def __init__(self, job: JobConfig, corpus: Corpus | Mixture, model: ParallelModel) -> None:
         self._job, self._corpus, self._model = job, corpus, model
-        self._dp, self._device = model.place.dp, model.device
+        self._dp, self._device = model.data_rank, model.device
         self._needs = model.is_first or model.is_last or job.data.packing == "documents"
         self._prepare = functools.partial(
             _batch,
@@ -156,7 +156,7 @@ class SampleFeed:
                     evaluation_specs(self._job, self._corpus),
                     self._job.evaluation.global_batches,
                     self._plan.most_samples,
-                    self._job.parallel.dp,
+                    self._job.parallel.data_ranks,
                 )
                 self._open_loader(LoaderPlan(spec, self._plan, self._dps(), self._job.optimizer.steps, evaluation))
             except BaseException:
@@ -186,10 +186,10 @@ class SampleFeed:
         if not self._held_out:
             specs = evaluation_specs(self._job, self._corpus)
             self._held_out = {name: spec.open() for name, spec in specs.items()}
-        share = self._job.batch.global_batch_size // self._job.parallel.dp * global_batches
+        share = self._job.batch.global_batch_size // self._job.parallel.data_ranks * global_batches
         own = range(self._dp * share, (self._dp + 1) * share)
         for name, sampler in self._held_out.items():
-            rows = sampler.read_evenly(own, share * self._job.parallel.dp) if self._needs else None
+            rows = sampler.read_evenly(own, share * self._job.parallel.data_ranks) if self._needs else None
             yield name, self._batches(None if rows is None else self._prepare(rows), share)
 
     def state(self, steps_done: int) -> Mapping[str, Any] | None:

@@ -465,7 +465,8 @@ class Trainer:
     def _check_losses(self, step: int, name: str, losses_D: Sequence[float], remedy: str) -> None:
         layout = self.job.parallel.layout
         # The last stage has the losses, and tensor-parallel ranks have the same ones: one rank stands for each.
-        ranks = [layout.rank(pp=layout.pp - 1, dp=dp) for dp in range(layout.dp)]
+        replicas = range(layout.dp_replicate)
+        ranks = [layout.rank(pp=layout.pp - 1, dp=dp, dp_replicate=r) for r in replicas for dp in range(layout.dp)]
         lost = [pair for pair in zip(ranks, losses_D, strict=True) if not math.isfinite(pair[1])]
         if lost:
             # No step of this run has changed the parameters, so a lower learning rate is no remedy.
@@ -483,7 +484,7 @@ class Trainer:
             lost = [pair for pair in enumerate(squares) if not math.isfinite(pair[1])]
             where = _first_ones([self._describe(rank) for rank, _ in lost])
             where = f"in the shard of {where}" if lost else "as a sum, and finite on each rank"
-            if lost and layout.dp > 1:
+            if lost and layout.data_ranks > 1:
                 where += " (a shard is the mean over the data-parallel ranks)"
             raise CheckFailed(f"step {step}: the gradient norm is {notes.grad_norm}, {where}; {remedy}")
 

@@ -82,9 +82,9 @@ class NotesInFlight:
 
 def spread_losses(model: ParallelModel, loss: Tensor) -> Tensor:
     """Zeros of shape (D,) with the loss of this rank in its place, on one rank of each D: to be added up."""
-    losses_D = loss.new_zeros(model.layout.dp)
+    losses_D = loss.new_zeros(model.layout.data_ranks)
     if model.is_last and model.place.tp == 0:
-        losses_D[model.place.dp] = loss
+        losses_D[model.data_rank] = loss
     return losses_D
 
 

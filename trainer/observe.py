@@ -79,7 +79,7 @@ def monitored(context: RankContext, plan: Plan, place: RankInfo, steps_done: int
             rank=place.rank,
             tp=at.tp,
             pp=at.pp,
-            dp=at.dp,
+            dp=layout.data_rank(at),
             cp=0,
         )
         try:
@@ -198,7 +198,7 @@ def _facts(plan: Plan, place: RankInfo) -> dict[str, Any]:
     return {
         "job": job.name,
         "world_size": place.world_size,
-        "layout": {name: getattr(layout, name) for name in ("tp", "pp", "dp", "vpp", "cp")},
+        "layout": {name: getattr(layout, name) for name in ("tp", "pp", "dp", "vpp", "cp", "dp_replicate")},
         "device": place.device_name,
         "backend": plan.backend,
         "pid": os.getpid(),

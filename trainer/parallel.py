@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from collectives.pipeline.channel import PipelineChannel
 from collectives.pipeline.links import Path, PipelineLinks, open_link_groups
-from collectives.sharded.data_parallel import CommunicatorPair, ShardedDataParallel
-from collectives.sharded.norms import each_norm, total_norm
-from collectives.sharded.prepare import open_communicators, open_groups
+from collectives.sharded.data_parallel import DataCommunicators, ShardedDataParallel
+from collectives.sharded.gradient import each_norm, total_norm
+from collectives.sharded.prepare import open_communicators, open_groups, open_replicas
 from collectives.tensor.exchange import DEFAULT_CHUNKS, TensorExchange, open_exchange
 from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from collectives.transport.communicator import Communicator, Work
@@ -69,9 +69,10 @@ _MOST_GRAPHS = 15
 
 
 def tied_partition(layout: ParallelLayout) -> list[list[int]]:
-    """Ranks that hold the same token table: of the first and the last stage, one pair for each (tp, dp)."""
+    """Ranks that hold the same token table: of the first and the last stage, one pair for each (tp, dp, replica)."""
     ends = (0, layout.pp - 1)
-    return [[layout.rank(tp=t, pp=p, dp=d) for p in ends] for d in range(layout.dp) for t in range(layout.tp)]
+    first = (layout.coordinates(rank) for rank in range(layout.tp * layout.data_ranks))
+    return [[layout.rank(**at._replace(pp=p)._asdict()) for p in ends] for at in first]
 
 
 def further_groups(job: JobConfig) -> Mapping[str, list[list[int]]]:
@@ -125,7 +126,9 @@ class ParallelModel:
         self.job, self.device, self.recorder = job, device, recorder
         self.layout = layout = job.parallel.layout
         self.place = layout.coordinates(rank)
-        self.groups = {"tp": None, "dp": None, "pp": None, **(groups or {})}
+        self.data_rank = layout.data_rank(self.place)
+        """Which part of a batch this rank has."""
+        self.groups = {"tp": None, "dp": None, "pp": None, "dp_replicate": None, **(groups or {})}
         # For what all ranks agree on: norms, and whether somebody asks for the end.
         self.world = Communicator("world", dist.group.WORLD if layout.world_size > 1 else None, device, recorder, watch)
         self.tied = Communicator(TIED, self.groups.get(TIED), device, recorder, watch)
@@ -174,7 +177,7 @@ class ParallelModel:
                 with self._computing("forward", index):
                     loss = _loss(chunk, *batch) / len(batches)
                 with self._computing("backward", index):
-                    (loss / self.layout.dp).backward()  # type: ignore[no-untyped-call]  # gradients are sums over ranks
+                    (loss / self.layout.data_ranks).backward()  # type: ignore[no-untyped-call]  # gradients are sums over ranks
             # Added on the device: a number for the host would make it wait in every micro-batch.
             total += loss.detach()
         return total
@@ -325,12 +328,14 @@ class ParallelModel:
             watch=watch,
         )
 
-    def _open_data_comms(self, recorder: Recorder | None, watch: Watch | None) -> CommunicatorPair:
-        """Open one pair for all chunks: every rank of the group runs them in the order of its stage's schedule."""
+    def _open_data_comms(self, recorder: Recorder | None, watch: Watch | None) -> DataCommunicators:
+        """Open them once for all chunks: every rank of the group runs them in the order of its stage's schedule."""
         group = self.groups["dp"]
         names, windows = ("gather", "reduce"), self.has_windows
         gather, reduce = [None, None] if group is None else open_groups(group, self.device, names, windows=windows)
-        return open_communicators(None, (gather, reduce), self.device, None, recorder, watch)
+        pair = open_communicators(None, (gather, reduce), self.device, None, recorder, watch)
+        replicas = open_replicas(self.groups["dp_replicate"], self.device, None, recorder, watch)
+        return pair if replicas is None else (*pair, replicas)
 
     def _compile(self, modules: Sequence[GPT]) -> None:
         if not self.job.model.compile:
@@ -380,7 +385,8 @@ class ParallelModel:
         for name, _, piece in chunk.named_shards():
             is_part = name in cut
             # Of ranks that hold the same values one counts, or the norm would be too large.
-            counts = (is_part or self.place.tp == 0) and not (doubled and name.endswith("tokens.weight"))
+            is_first = self.place.dp_replicate == 0 and (is_part or self.place.tp == 0)
+            counts = is_first and not (doubled and name.endswith("tokens.weight"))
             yield Slot(name, piece, is_part, spread and not is_part, counts)
 
 
@@ -494,7 +500,7 @@ class _Pipeline:
             inputs=lambda index: batches[index][0],
             loss=lambda index, chunk, x: _loss(chunk, x, *batches[index][1:]),
             last_backward=ShardedDataParallel.last_backward,
-            num_replicas=self.model.layout.dp,
+            num_replicas=self.model.layout.data_ranks,
             deferring=ShardedDataParallel.defer_weight_grads,
             beside=lambda index: _beside(*batches[index]),
         )

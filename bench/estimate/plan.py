@@ -150,6 +150,9 @@ def check_plan(plan: Plan) -> Plan:
         ConfigError: the layout, the precision or the stage of ZeRO cannot be had.
     """
     seq_len, tp = plan.job.model.seq_len, plan.job.parallel.tp
+    if plan.job.parallel.dp_replicate > 1:
+        rule = "must be 1: replicas of sharded groups are not estimated"
+        raise ConfigError("job.parallel.dp_replicate", plan.job.parallel.dp_replicate, rule, "raise job.parallel.dp")
     if plan.cp < 1 or seq_len % (2 * plan.cp * tp if plan.cp > 1 else 1):
         rule = f"must be at least 1, and 2 x cp x tp must divide job.model.seq_len = {seq_len}"
         raise ConfigError("--cp", plan.cp, rule, "give a smaller power of two")

@@ -181,16 +181,18 @@ def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Or
 def _mean_losses(losses: list[float], job: JobConfig, control: Control) -> list[float]:
     """Over data-parallel ranks, of the ranks that have a loss: the last stage's."""
     layout, each = job.parallel.layout, control.gather(losses)
-    last = [each[layout.rank(pp=layout.pp - 1, dp=dp)] for dp in range(layout.dp)]
+    step = layout.tp  # of ranks that have other data, and the first of which has the loss
+    first = layout.rank(pp=layout.pp - 1)
+    last = each[first : first + step * layout.data_ranks : step]
     return [sum(values) / len(values) for values in zip(*last, strict=True)]
 
 
 def make_batches(job: JobConfig, seed: int, device: torch.device) -> list[MicroBatch]:
     """The same tokens for every system: what they are does not matter to the time."""
     layout = job.parallel.layout
-    dp = layout.coordinates(dist.get_rank()).dp
+    own_part = layout.data_rank(layout.coordinates(dist.get_rank()))
     generator = torch.Generator().manual_seed(seed)
     shape = job.batch.global_batch_size, job.model.seq_len + 1
     tokens = torch.randint(job.model.vocab_size, shape, generator=generator)
-    own = tokens.chunk(layout.dp)[dp].to(device)
+    own = tokens.chunk(layout.data_ranks)[own_part].to(device)
     return [(part[:, :-1], part[:, 1:]) for part in torch.split(own, job.batch.micro_batch_size)]

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.transport.comm_context import CommContext
+from collectives.transport.communicator import CommContext
 from collectives.transport.current_stream import current_stream
 from collectives.watch.recorder import Collective, Recorder
 from collectives.watch.track import Operation

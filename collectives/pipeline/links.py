@@ -29,7 +29,7 @@ import torch.distributed as dist
 from collectives.alike import first_difference
 from collectives.pipeline.link import Kind, Link
 from collectives.pipeline.peer_link import PeerLink, Slots
-from collectives.transport.comm_context import new_stream
+from collectives.transport.communicator import new_stream
 from collectives.transport.nccl_options import nccl_options
 from collectives.transport.symmetric import why_unusable
 from collectives.watch.recorder import Recorder
@@ -88,7 +88,7 @@ class PipelineLinks:
     """The communicators of a stage with its neighbours. All stages open them together, with the same arguments.
 
     Channels over the same links share one end, and on CUDA one stream, for each direction sent or received in: one
-    channel after the other uses them (`collectives.transport.comm_context`, [Note: streams are few]).
+    channel after the other uses them (`collectives.transport.communicator`, [Note: streams are few]).
 
     Arguments are compared between the stages before anything is opened. After a step that raised, messages are still
     under way: open new links then.

@@ -10,7 +10,7 @@ same arguments; it is refused elsewhere. `full_optimizer_state_dict()`, and what
 its kin give, is by names and loads in any layout (`collectives.sharded.optimizer_state`).
 
 [Note: GradScaler] torch's scalers work as they are: reading the gradients finishes them, and an infinity on one rank is
-one on all (`collectives.sharded.scaler`). bfloat16 needs no scaler.
+one on all (`collectives.sharded.optimizer_steps`). bfloat16 needs no scaler.
 
 [Note: torch.compile] Give `units`, and compile each of them (`unit.compile()`, or `unit.forward = torch.compile(...)`):
 the wait is then outside the compiled region, and does not break its graph. Modules outside the units wait for

@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.utils import dlpack
 
 from collectives.sharded.gradient import ReducedPieces, ShardedGradient
-from collectives.sharded.guard import num_holders, own_storage
 from collectives.sharded.slot import GradientSlot
 from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
 from netlayer.workload.buckets import cut, shard_elements
@@ -68,7 +69,7 @@ class BucketPlan:
         """Elements up to the end of the last parameter, without the padding after it."""
         return self.slots[-1].end
 
-    @property
+    @cached_property  # asked for at every launch
     def shard_numel(self) -> int:
         if self.whole_shard is not None:
             return self.whole_shard
@@ -258,13 +259,13 @@ class Bucket:
         """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
         self._written: set[int] = set()
         for parameter, view in zip(self.parameters, plan.views(self.unsharded_N), strict=True):
-            # A storage each, though the memory is the bucket's: its count shows aliases (`guard`, [Note: aliases]). In
+            # A storage each, though the memory is the bucket's: its count shows aliases (`gather`, [Note: aliases]). In
             # one storage, which all of them free together, it shows those of the whole bucket.
             parameter.data = view if reshards else own_storage(view)
             parameter.grad = None
-        # Both as they are now: `is_in_place` and `has_aliases` compare with them later.
+        # As they are now: `is_in_place` compares with them later.
         self._addresses = self._places()
-        self._num_holders = [num_holders(parameter) for parameter in self.parameters]
+        self.note_holders()
         self._is_freed = False
         self._copied_in: int | None = None
         """Version of the masters that `shard_S` holds, where an optimiser has written it."""
@@ -292,6 +293,10 @@ class Bucket:
         self._stand_ins: list[ShardedGradient] = []
         self._stand_in_at: set[int] = set()
         """Positions of the parameters that a stand-in was put on, as their `.grad`."""
+
+    def note_holders(self) -> None:
+        """Note who holds the memory of the parameters, when all that does has a right to: others are aliases later."""
+        self._num_holders = [num_holders(parameter) for parameter in self.parameters]
 
     def note_copied_in(self) -> None:
         """Note that an optimiser has written `shard_S` with the masters, after the backward pass.
@@ -370,7 +375,7 @@ class Bucket:
     @property
     def num_writes(self) -> int:
         """Number of writes into parameters that autograd counts: in place, and not through `.data`."""
-        # Also of parameters that are not current: see `collectives.sharded.guard`.
+        # Also of parameters that are not current: see `collectives.sharded.gather`.
         with torch._C.DisableTorchFunctionSubclass():
             return sum(parameter._version - self._is_freed for parameter in self.parameters)
 
@@ -625,3 +630,13 @@ def _foreach(combine: Callable[..., object], places: Iterable[tuple[Tensor, Tens
     present = [(view, grad) for view, grad in places if grad is not None]
     if present:
         combine(*zip(*present, strict=True))
+
+
+def own_storage(view: Tensor) -> Tensor:
+    """Return the same memory as a tensor with a storage of its own: saved alone it is as large as it looks."""
+    return dlpack.from_dlpack(torch._C._to_dlpack(view)).view(view.shape) if view.numel() else view
+
+
+def num_holders(parameter: Tensor) -> int:
+    """Count the holders of the parameter's storage: one more with each other tensor over it."""
+    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))

@@ -11,11 +11,11 @@ Each rank computes with whole parameters (in stage 3 with those of a few units a
 float32 masters, the reduced gradients and the optimiser's state. Parameters are gathered bucket by bucket ahead of
 their use; gradients are scattered bucket by bucket as they complete. Where nothing needs all gradients before the first
 update (no clipping by the global norm), `step_in_backward=True` steps each bucket as its gradients land, so that
-gathers move under the backward pass too (`collectives.sharded.backward_step`). The results do not depend on that, on
+gathers move under the backward pass too (`collectives.sharded.optimizer_steps`). The results do not depend on that, on
 `overlap`, `prefetch`, and the speed of a rank, bit by bit.
 
 The loop stays as it is: parameters may be read, written, copied and saved wherever plain torch allows it, and whoever
-reads one before its gather has landed waits for that (`collectives.sharded.guard`). torch's own clipping and scalers
+reads one before its gather has landed waits for that (`collectives.sharded.gather`). torch's own clipping and scalers
 work, and parameters that have no gradient on any rank are left alone. What would train something else is refused.
 
 Sparse embeddings, complex or unmaterialised parameters, several devices, and moving or unfreezing parameters after
@@ -23,14 +23,14 @@ wrapping raise, and so does replacing or adding some. Not covered: optimisers th
 sharding of frozen parameters.
 
 [Note: a step omitted] Ranks skip a step together or not at all. Where one does so alone, the steps of all ranks
-are compared now and then (`collectives.sharded.step_check`), and CheckFailed names ranks and steps; say the step, by
+are compared now and then (`collectives.sharded.collectives`), and CheckFailed names ranks and steps; say the step, by
 `start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that omitted its forward pass too goes
 unnoticed. A rank that omits `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 
 [Note: writing into parameters] Write the same on every rank. Masters of another dtype follow where a value has changed:
 in a forward pass what autograd counts, in the next step also what was written through `.data`.
 
-[Note: stage 3] Parameters of `units` are freed after use and gathered before the next (`collectives.sharded.reshard`).
+[Note: stage 3] Parameters of `units` are freed after use and gathered before the next (`collectives.sharded.wrapped`).
 Every rank then runs the same forward and backward passes, and reads parameters at the same places: a read outside them
 gathers that bucket, `state_dict()` and `wait_parameters()` all; `full_state_dict()` needs the memory of one, and
 `close()` leaves them freed.
@@ -53,10 +53,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan
+from collectives.sharded.collectives import AllGather, open_reduce_scatter
 from collectives.sharded.gather import ParameterGather
 from collectives.sharded.gradient import clip_pieces
 from collectives.sharded.optimizer_state import named_state
-from collectives.sharded.optimizer_steps import OptimizerSteps, Options, build_optimizer, drop_gradients
+from collectives.sharded.optimizer_steps import OptimizerSteps, Options, ScalerCheck, build_optimizer, drop_gradients
 from collectives.sharded.prepare import (
     Init,
     as_groups,
@@ -67,10 +68,9 @@ from collectives.sharded.prepare import (
     check_same,
     find_owners,
     find_resharding,
+    master_dtypes,
     move_replicated,
     open_communicators,
-    open_parameter_windows,
-    open_reduce_buffers,
     open_replicas,
     plan_module,
     same_start,
@@ -78,9 +78,6 @@ from collectives.sharded.prepare import (
     wire_dtype,
 )
 from collectives.sharded.reduce import GradientReduce, inside_backward
-from collectives.sharded.reduce_scatter import ReduceScatterBuffers
-from collectives.sharded.reshard import Reshard
-from collectives.sharded.scaler import ScalerCheck
 from collectives.sharded.slot import DeferredWeightGrads
 from collectives.sharded.state import (
     attach_state_hooks,
@@ -89,10 +86,9 @@ from collectives.sharded.state import (
     load_full_state_dict,
     load_parameters,
 )
-from collectives.sharded.step_check import StepCheck, StepState, announced_step
-from collectives.sharded.wrapped import StandIn, WrappedModule
+from collectives.sharded.wrapped import ReshardHooks, StandIn, WrappedModule
 from collectives.transport.communicator import Communicator
-from collectives.transport.windows import ALIGNMENT_BYTES, Windows
+from collectives.transport.windows import ALIGNMENT_BYTES
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch
 from netlayer.workload.buckets import REDUCTIONS_IN_FLIGHT
@@ -101,6 +97,7 @@ OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 GroupPair = tuple["dist.ProcessGroup | None", "dist.ProcessGroup | None"]
 CommunicatorPair = tuple[Communicator, Communicator]
+DataCommunicators = CommunicatorPair | tuple[Communicator, Communicator, Communicator]
 
 
 class ShardedDataParallel(StandIn):
@@ -143,9 +140,9 @@ class ShardedDataParallel(StandIn):
         peer_reduce: copy engines carry gradients to the peers, and a kernel adds them
             (`collectives.transport.peer_reduce`): for 2 to 8 ranks on one host, who hold twice the largest bucket more
             for it.
-        comms: for gathers and for reductions, of `collectives.sharded.prepare.open_communicators`, with their groups,
-            recorder and watch. Several wrappers, chunks of one model, may share them where every rank uses these in one
-            order.
+        comms: for gathers, for reductions and, where there are replicas, between these: of `open_communicators` and
+            `open_replicas` (`collectives.sharded.prepare`), with their groups, recorder and watch. Several wrappers,
+            chunks of one model, may share them where every rank uses these in one order.
         mean: gradients are means over the ranks. False: sums, for a loss that the caller has divided by their number,
             which saves a pass over each shard where NCCL does not divide as it adds (from windows, over three ranks).
         unused: parameters that get a gradient on no rank: `"skip"`, the optimiser leaves them alone, as in plain torch;
@@ -183,7 +180,7 @@ class ShardedDataParallel(StandIn):
         watch: Watch | None = None,
         windows: bool = False,
         peer_reduce: bool = False,
-        comms: CommunicatorPair | None = None,
+        comms: DataCommunicators | None = None,
         mean: bool = True,
         unused: Literal["skip", "zero"] = "skip",
         data_writes: Literal["adopt", "ignore"] = "adopt",
@@ -207,10 +204,9 @@ class ShardedDataParallel(StandIn):
             raise ValueError(
                 "communicators have their groups, timeout, recorder and watch: give these where they are opened"
             )
-        self.gather_comm, self.reduce_comm = comms or open_communicators(
-            group, groups, device, timeout, recorder, watch, windows
-        )
-        self.replicas = open_replicas(same_shard, device, timeout, recorder, watch)
+        comms = comms or open_communicators(group, groups, device, timeout, recorder, watch, windows)
+        self.gather_comm, self.reduce_comm = comms[:2]
+        self.replicas = comms[2] if len(comms) > 2 else open_replicas(same_shard, device, timeout, recorder, watch)
         # One rank alone exchanges nothing: windows and copies would only cost memory.
         in_windows = windows and self.gather_comm.group is not None
         by_peers = peer_reduce and self.reduce_comm.group is not None
@@ -226,30 +222,40 @@ class ShardedDataParallel(StandIn):
             check_same(comm, module, plans, settings)
         # Tried here, where all ranks are, and not in the midst of the first backward pass.
         self.reduce_comm.can_reduce_scatter(reduce_dtype)
-        room = open_parameter_windows(self.gather_comm, plans) if in_windows else None
-        # One buffer more than may be in flight: the gradients of the next bucket fill it meanwhile.
-        at_once, adds = in_flight + 1, stage >= 2
-        reduce_buffers = open_reduce_buffers(
-            self.reduce_comm, module, plans, reduce_dtype, at_once, adds=adds, windows=in_windows, peers=by_peers
+        self._all_gather = AllGather(self.gather_comm, plans if in_windows else ())
+        self._reduce_scatter = open_reduce_scatter(
+            self.reduce_comm,
+            plans,
+            reduce_dtype,
+            master_dtypes(module, plans),
+            mean=mean,
+            replicas=self.replicas,
+            in_flight=in_flight,
+            adds=stage >= 2,
+            windows=in_windows,
+            peers=by_peers,
         )
-        self._memory: list[Windows | ReduceScatterBuffers] = [reduce_buffers, *([] if room is None else [room])]
-        """Kept as long as what lies there."""
         reshards = find_resharding(module, plans, parts) if stage == 3 else frozenset()
         self.buckets: list[Bucket] = build_buckets(
-            module, plans, self.reduce_comm, room, reduce_buffers.gradients, reshards, init, self.replicas
+            module,
+            plans,
+            self.reduce_comm,
+            self._all_gather,
+            self._reduce_scatter.gradients,
+            reshards,
+            init,
+            self.replicas,
         )
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
         frozen = same_start(module, [*replicas, self.reduce_comm], param_dtype)
-        self._gather = ParameterGather(self.buckets, self.gather_comm, prefetch, overlap, self.start_step, reshards)
+        self._gather = ParameterGather(self.buckets, self._all_gather, prefetch, overlap, self.start_step, reshards)
         self._gather.compares_each_step = data_writes == "adopt"
-        travels = reduce_dtype, in_flight, overlap, stage, self._before_reduction, reduce_buffers, mean
-        self._reduce = GradientReduce(self.buckets, self.reduce_comm, *travels, unused == "skip", self, self.replicas)
+        travels = self._reduce_scatter, in_flight, overlap, stage, self._gather
+        self._reduce = GradientReduce(self.buckets, *travels, unused == "skip", self)
         senders = [comm for comm in (*replicas, self.gather_comm) if comm.world_size > 1]
         self._buffer_comms = senders if broadcast_buffers else []
-        self._steps = OptimizerSteps(self.buckets, self._gather, self._reduce, self._finish_for_step, self.start_step)
-        self._step_check = StepCheck(self.reduce_comm, self._step_state)
-        self._step: int | None = None
+        self._steps = OptimizerSteps(self.buckets, self._gather, self._reduce, self.start_step)
         owners = find_owners(module, self.buckets, parts)
         self._wrapped = WrappedModule(self.buckets, parameters, frozen, owners, self._gather, self.start_step)
         # A compiler that is given the wrapper compiles the module alone.
@@ -257,7 +263,7 @@ class ShardedDataParallel(StandIn):
         self._after_forward = torch.compiler.disable(self._after_forward)  # type: ignore[method-assign, no-untyped-call]
         self._wrapped.attach_hooks()
         if reshards:
-            self._reduce.reshard = Reshard(self.buckets, self._gather, owners, parts)
+            self._reduce.reshard = ReshardHooks(self.buckets, self._gather, owners, parts)
             self._reduce.reshard.attach_hooks()
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.parameters):
@@ -300,7 +306,8 @@ class ShardedDataParallel(StandIn):
         Args:
             step: the training step that begins, by which ranks are compared; None: as a watch or a recorder says.
         """
-        self._step = self._step if step is None else step
+        if step is not None:
+            self._reduce.step = step
         # The other ranks wait for the rest of the round in which this rank's backward pass raised.
         if self._reduce.broken:
             self._reduce.abandon()
@@ -368,15 +375,7 @@ class ShardedDataParallel(StandIn):
         """
         # Where the optimiser is ours, its step looks at every value.
         self._gather.sync_masters(unseen=not self._has_optimizer and self._gather.compares_each_step)
-        self._reduce.finish(waits)
-        # Whoever reads these gradients may change the shards: parameters are not current until the next unshard.
-        if not self._reduce.stepped:
-            self._gather.needs_unshard = True
-
-    def _finish_for_step(self, waits: bool) -> None:
-        # Before the step changes the masters: the next gather would overwrite what is not taken over by then.
-        self._gather.sync_masters(unseen=self._gather.compares_each_step)
-        self.finish_gradients(waits=waits)
+        self._steps.hand_over(waits)
 
     def as_gradients_come(self) -> Iterator[Sequence[Bucket]]:
         """Yield all buckets, after `finish_gradients`: those whose gradients are there, then the others one by one."""
@@ -452,7 +451,7 @@ class ShardedDataParallel(StandIn):
 
     def reduce_buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Return buffers as a bucket's reduce-scatter has them, whole and a shard, for measurements between steps."""
-        return self._reduce.reduce_scatters.buffers_for(bucket)
+        return self._reduce_scatter.allocate(bucket)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shape of every trainable parameter, in order of the buckets: the same on all ranks."""
@@ -518,7 +517,7 @@ class ShardedDataParallel(StandIn):
         drop = functools.partial(drop_gradients, self.buckets, frozenset(shapes))
         zero_grad = self.zero_grad if only is None else drop
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce, self._finish_for_step)  # type: ignore[attr-defined]
+        optimizer._step_supports_amp_scaling = ScalerCheck(self._reduce, self._steps.finish)  # type: ignore[attr-defined]
         if step_in_backward:
             self._steps.tie_inside(optimizer, gather_in_backward)
         else:
@@ -587,8 +586,8 @@ class ShardedDataParallel(StandIn):
         """
         # Gathers may still write into this memory, and the module keeps its parameters.
         self._make_current("close()", frees=True)
-        for memory in self._memory:
-            memory.close()
+        self._reduce_scatter.close()
+        self._all_gather.close()
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Any]:
         """Parameters (of master precision) and buffers by the module's own names and shapes.
@@ -671,21 +670,3 @@ class ShardedDataParallel(StandIn):
             else:
                 self.wait_parameters()
             self.gather_comm.wait_on_host()
-
-    def _before_reduction(self) -> None:
-        # All gathers before the first reduction: on one communicator their order must be the same on every rank.
-        self._gather.launch_all()
-        self._step_check.begin_round()
-
-    def _step_state(self) -> StepState:
-        """Return where this rank's program stands and its settings, for all ranks to compare."""
-        return StepState(
-            announced=announced_step(self._step, self.reduce_comm),
-            # A forward that no backward pass followed looks like a step omitted: `step_check`, [Note: which step].
-            counted=self._reduce.num_finished + 1 + self._reduce.num_skipped,
-            prefetch=self.prefetch or 0,
-            overlap=self.overlap,
-            step_in_backward=self.step_in_backward,
-            # A whole number, for these travel as int64.
-            gather_in_backward=round(self._steps.gather_share * 1e6) if self.step_in_backward else 0,
-        )

@@ -4,16 +4,24 @@ After an optimiser step only a rank's own shards are current. `unshard` starts t
 of the buckets on every rank, so that they run under data loading and the forward pass: all of them at once, so that
 whoever reads a parameter later waits on this rank alone, or `prefetch` of them ahead of the computation. Where the
 optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and `unshard_rest`
-starts the others. Not covered: when parameters are freed (`collectives.sharded.reshard`).
+starts the others. Not covered: when parameters are freed (`collectives.sharded.wrapped`).
 
 [Note: parameters that others write] Where parameters are of another dtype than the masters, the next `unshard` would
 overwrite what somebody has written into them (a checkpoint, say). `sync_masters` takes that over into the masters
 before an optimiser changes these: it looks at every value of a rank's own shard, for autograd does not count writes by
 `.data`.
 
-[Note: parameters that others read] Those of a bucket that is not current are marked (`collectives.sharded.guard`):
-whoever reads or writes one, on whatever thread, comes by `before_access`. Only where nothing has been launched since
-the shards changed does that drive collectives, which every rank must then do at the same place.
+[Note: parameters that others read] Between an optimiser's step and the end of a bucket's all-gather, its memory holds
+old and new values. In that time its parameters are of a subclass whose `__torch_function__` has the bucket made current
+(`before_access`, on whatever thread), gives the parameter its own class back, and only then does what was asked for:
+operators, `.data`, `torch._foreach_*`, numpy, copies, pickles, printing. Shape, dtype and the like do not wait. A
+forward pass meets parameters of their own class: its hooks have waited. Only where nothing has been launched since the
+shards changed does a read drive collectives, which every rank must then do at the same place. Not covered: code that is
+handed the bare pointer of a tensor, or reads it in C++ without asking for `__torch_function__`.
+
+[Note: aliases] What was made of a parameter before (`.data`, `.detach()`, a value of a `state_dict`) is a plain tensor
+over the same memory. Every parameter has a storage of its own, so that one can tell that there is such a tensor: the
+gather is then waited for as soon as it is launched (`has_aliases`).
 
 [Note: buckets that reshard] In ZeRO stage 3 some buckets are freed after their use, and gathered again before the next
 one: once a forward pass, once a backward pass. Each pass gathers what is freed in one order on every rank, forwards
@@ -25,15 +33,22 @@ in one pass after it was freed is gathered once more, where the program does so 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.guard import mark_current, mark_pending, watch_access
-from collectives.transport.communicator import Communicator, Work
+from collectives.sharded.collectives import AllGather
+from collectives.transport.communicator import Work
 from collectives.transport.current_stream import current_stream
 
 
@@ -42,7 +57,7 @@ class ParameterGather:
 
     Args:
         buckets: in order of first use.
-        comm: which nothing else uses but calls from the same place in every rank's program.
+        all_gather: by which parameters travel.
         prefetch: all-gathers launched ahead of the one that is waited for; None: all.
         overlap: False: each is waited for at once, all of them in `unshard`.
         start_step: unshards shards that have changed, where somebody reads a parameter before that; None: `unshard`.
@@ -52,13 +67,14 @@ class ParameterGather:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        comm: Communicator,
+        all_gather: AllGather,
         prefetch: int | None,
         overlap: bool,
         start_step: Callable[[], None] | None = None,
         reshards: Collection[int] = (),
     ) -> None:
-        self.buckets, self.comm, self.prefetch, self.overlap = buckets, comm, prefetch, overlap
+        self.buckets, self.comm, self.prefetch, self.overlap = buckets, all_gather.comm, prefetch, overlap
+        self._all_gather = all_gather
         self._start_step = start_step or self.unshard
         self._needs_unshard = self._changed_unseen = False
         self.compares_each_step = True
@@ -442,7 +458,7 @@ class ParameterGather:
         self._to_launch.extend(sorted(indices, key=self._position.__getitem__))
         self._changing(indices)
         self._launch_ahead(-1)
-        # Nothing asks before those are read: see `collectives.sharded.guard`, [Note: aliases].
+        # Nothing asks before those are read: see [Note: aliases].
         unfreed = (index for index in range(len(self.buckets)) if index not in self.reshards or index in self._read)
         self.wait_for(index for index in unfreed if self.buckets[index].has_aliases())
 
@@ -471,7 +487,7 @@ class ParameterGather:
         if index in self._freed:
             bucket.allocate()
             self._freed.discard(index)
-        work = self.comm.all_gather(bucket.unsharded_N, prepare, after)
+        work = self._all_gather(bucket.unsharded_N, prepare, after)
         self._in_place.discard(index)
         # The version that travels: a later one was changed too late, see `check_unchanged`.
         self._versions[index] = bucket.master_S._version
@@ -479,3 +495,125 @@ class ParameterGather:
         if not self.overlap:
             work.wait()
             self._note_current(index)
+
+
+# [Note: parameters that others read]
+
+# Beside the parameters, and not an attribute of theirs: that would be saved with them.
+_waiters: MutableMapping[Tensor, tuple[weakref.ref[ParameterGather], int]] = WeakTensorKeyDictionary()
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}  # not every torch has all
+
+
+@functools.cache
+def _needs_no_values() -> frozenset[Any]:
+    """Return the functions that read nothing of a tensor's values; its gradient is another tensor."""
+    getters = _getters("shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "grad_fn", "_version")
+    getters |= _getters("itemsize", "nbytes", "names", "output_nr", "grad")
+    getters |= _getters("_backward_hooks", "_post_accumulate_grad_hooks")
+    getters |= _getters("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xla")
+    getters |= _getters("is_mps", "is_xpu", "retains_grad", "is_sparse_csr")
+    grad: Any = Tensor.grad
+    requires_grad: Any = Tensor.requires_grad
+    setters = {grad.__set__, grad.__delete__, requires_grad.__set__}
+    methods = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size}
+    methods |= {Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.__hash__}
+    methods |= {Tensor.storage_offset, Tensor.ndimension, Tensor.__len__, Tensor.register_hook, Tensor.requires_grad_}
+    methods |= {Tensor.register_post_accumulate_grad_hook, Tensor.is_shared, Tensor.is_signed, Tensor.is_inference}
+    functions = {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+    return frozenset(getters | setters | methods | functions)
+
+
+def watch_access(parameters: Iterable[nn.Parameter], waiter: ParameterGather, index: int) -> None:
+    """Have accesses to these parameters of bucket `index` ask `waiter`, which is held weakly."""
+    for parameter in parameters:
+        # Weakly, for the waiter holds the parameters: a wrapper that nobody uses any more must go with them.
+        _waiters[parameter] = weakref.ref(waiter), index
+
+
+def mark_pending(parameters: Iterable[nn.Parameter]) -> None:
+    """Make every read or write of these parameters wait for their gather first."""
+    for parameter in parameters:
+        own: Any = type(parameter)
+        # Marked already where a bucket is stepped and then gathered; Python makes no class (_Pending, subclass of it).
+        if not issubclass(own, _Pending):
+            parameter.__class__ = _pending_of(own)
+
+
+def mark_current(parameters: Iterable[nn.Parameter]) -> None:
+    """Let these parameters be read without a wait again: their gather was waited for."""
+    for parameter in parameters:
+        pending: Any = type(parameter)
+        if issubclass(pending, _Pending):
+            parameter.__class__ = _own_of(pending)
+
+
+class _Pending:
+    """Mixed into the class of a parameter whose bucket is not current."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait for all pending parameters among the arguments, unless `func` needs no values, and call it."""
+        kwargs = kwargs or {}
+        if func not in _needs_no_values():
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, _Pending):
+                    _wait_for(leaf)
+            if not any(isinstance(leaf, _Pending) for leaf in tree_leaves((args, kwargs))):
+                return func(*args, **kwargs)  # with the own `__torch_function__` of a subclass
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    # A parameter copies and pickles itself without asking for `__torch_function__`, and by its class.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _own_class(self) as parameter:
+            return parameter.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _own_class(self) as parameter:
+            return parameter.__reduce_ex__(protocol)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        with _own_class(self) as parameter:
+            return parameter.__dlpack__(**options)
+
+
+@contextlib.contextmanager
+def _own_class(parameter: Any) -> Iterator[Any]:
+    """Wait for a parameter, and give it its own class, without the mark of a pending one, in the block."""
+    _wait_for(parameter)
+    pending: Any = type(parameter)
+    if not isinstance(parameter, _Pending):
+        yield parameter
+        return
+    parameter.__class__ = _own_of(pending)  # its shards are about to change, but have not
+    try:
+        yield parameter
+    finally:
+        parameter.__class__ = pending
+
+
+def _wait_for(parameter: Any) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        reference, index = _waiters.get(parameter, (None, 0))
+        waiter = None if reference is None else reference()
+        if waiter is None:  # the wrapper is gone, and so is all that was under way
+            own: Any = type(parameter)
+            parameter.__class__ = _own_of(own)
+        else:
+            waiter.before_access(index)
+
+
+@functools.cache
+def _pending_of(own: Any) -> Any:
+    return type(own.__name__, (_Pending, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+
+
+@functools.cache
+def _own_of(pending: Any) -> Any:
+    return pending.__mro__[pending.__mro__.index(_Pending) + 1]

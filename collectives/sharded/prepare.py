@@ -23,16 +23,12 @@ from torch.distributed.tensor import DTensor
 from collectives.alike import first_difference
 from collectives.arguments import as_device, as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
-from collectives.sharded.reduce_scatter import ReduceScatterBuffers
+from collectives.sharded.collectives import AllGather
 from collectives.transport.communicator import Communicator
 from collectives.transport.nccl_options import nccl_options
-from collectives.transport.peer_reduce import DTYPES, PeerReduce
-from collectives.transport.symmetric import why_unusable
-from collectives.transport.windows import Windows
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch, timeout_of
 from netlayer.errors import ConfigError
-from netlayer.workload.buckets import buffer_sizes
 
 Init = Callable[[str, Tensor], None]
 """Fills a parameter, in place, by its name."""
@@ -293,17 +289,11 @@ def check_same(
     )
 
 
-def open_parameter_windows(comm: Communicator, plans: Sequence[BucketPlan]) -> Windows:
-    """Register with NCCL memory for the parameters of all buckets, on a communicator of several ranks."""
-    assert comm.group is not None
-    return Windows(comm.group, comm.device, sum(Windows.room(plan.padded_numel, plan.dtype) for plan in plans))
-
-
 def build_buckets(
     module: nn.Module,
     plans: Sequence[BucketPlan],
     comm: Communicator,
-    windows: Windows | None = None,
+    all_gather: AllGather,
     gradients: Mapping[int, Tensor] = types.MappingProxyType({}),
     reshards: Set[int] = frozenset(),
     init: Init | None = None,
@@ -313,7 +303,7 @@ def build_buckets(
 
     Args:
         module, plans, comm: as planned.
-        windows: the parameters lie there; None: in memory that is allocated here.
+        all_gather: says where parameters lie.
         gradients: where reduced gradients lie, by the index of a bucket; of others in memory that is allocated here.
         reshards: indices of the buckets whose parameters come and go; they are freed as soon as they are built.
         init: fills a parameter that is on the meta device, by its name.
@@ -329,7 +319,11 @@ def build_buckets(
             swap(parameter, nn.Parameter(torch.empty_like(parameter, device=comm.device)))
             if init is not None and comm.rank == 0:
                 init(names[id(parameter)], parameter.detach())
-        bucket = _build(plan, own, comm, windows, gradients.get(plan.index), plan.index in reshards, replicas)
+        bucket = _build(
+            plan, own, comm, all_gather.allocate(plan), gradients.get(plan.index), plan.index in reshards, replicas
+        )
+        # Views of the functions that have built it are gone now: counted with them, they would hide as many aliases.
+        bucket.note_holders()
         if bucket.reshards:
             bucket.free()
         buckets.append(bucket)
@@ -344,83 +338,10 @@ def find_resharding(module: nn.Module, plans: Sequence[BucketPlan], units: Seque
     return frozenset(plan.index for plan in plans if plan.slots[0].name in names)
 
 
-def open_reduce_buffers(
-    comm: Communicator,
-    module: nn.Module,
-    plans: Sequence[BucketPlan],
-    dtype: torch.dtype,
-    count: int,
-    *,
-    adds: bool,
-    windows: bool,
-    peers: bool,
-) -> ReduceScatterBuffers:
-    """Open the buffers in which gradients travel in `dtype`, `count` buckets at once, on a communicator of several
-    ranks.
-
-    Args:
-        comm, module, plans: the communicator, the module and its buckets.
-        dtype, count: of the gradients on their way; buckets in flight at once.
-        adds: whether sums are added to those of a pass before: then none stays where it lands.
-        windows: in NCCL's windows.
-        peers: copied to the peers, whatever `windows` says.
-
-    Raises:
-        ValueError: the peers' memory cannot be written to, or takes no `dtype`.
-    """
-    if peers:
-        return ReduceScatterBuffers(by=_open_peer_reduce(comm, plans, dtype))
-    return _open_reduce_windows(comm, module, plans, dtype, count, adds) if windows else ReduceScatterBuffers()
-
-
-def _open_peer_reduce(comm: Communicator, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
-    """Open the reduction of gradients by copies to the peers, with buffers for the largest bucket.
-
-    Raises:
-        ValueError: peers cannot be reached, or gradients are of a type that it cannot add.
-    """
-    assert comm.group is not None
-    reason = why_unusable(comm.group, comm.device)
-    if reason is None and dtype not in DTYPES:
-        reason = f"gradients travel in {dtype}"
-    if reason is not None:
-        raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); omit it")
-    part_bytes = max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize
-    peers = PeerReduce(comm.group, comm.device, part_bytes, comm.peer_streams)
-    comm.peer_streams = peers.streams
-    return peers
-
-
-def _open_reduce_windows(
-    comm: Communicator, module: nn.Module, plans: Sequence[BucketPlan], dtype: torch.dtype, count: int, adds: bool
-) -> ReduceScatterBuffers:
-    """Register with NCCL one allocation for all buffers of the reduce-scatters: pairs of input and output, and shards.
-
-    Args:
-        count: reduce-scatters that may be under way, each with a pair.
-        adds: gradients add up in the masters' shards over passes, so none is reduced in place.
-    """
-    assert comm.group is not None
+def master_dtypes(module: nn.Module, plans: Sequence[BucketPlan]) -> list[torch.dtype]:
+    """Return the dtype of each bucket's masters."""
     parameters = dict(module.named_parameters())
-    staying = {
-        plan.index: plan.shard_numel
-        for plan in plans
-        if not adds and _master_dtype(parameters[plan.slots[0].name]) == dtype
-    }
-    wholes = buffer_sizes([plan.padded_numel for plan in plans], count)
-    shards = [
-        max((p.shard_numel for p in plans if p.index not in staying and p.padded_numel <= whole), default=0)
-        for whole in wholes
-    ]
-    sizes = list(zip(wholes, shards, strict=True))
-    num_bytes = sum(Windows.room(whole, dtype) + Windows.room(shard, dtype) for whole, shard in sizes)
-    num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
-    windows = Windows(comm.group, comm.device, num_bytes)
-    return ReduceScatterBuffers(
-        [(windows.take(whole, dtype), windows.take(shard, dtype)) for whole, shard in sizes],
-        {index: windows.take(numel, dtype) for index, numel in staying.items()},
-        windows=windows,
-    )
+    return [_master_dtype(parameters[plan.slots[0].name]) for plan in plans]
 
 
 def same_start(module: nn.Module, comms: Sequence[Communicator], param_dtype: torch.dtype | None) -> list[nn.Parameter]:
@@ -522,7 +443,7 @@ def _replicated(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*frozen, *module.named_buffers()]
 
 
-def _master_dtype(parameter: nn.Parameter) -> torch.dtype:
+def _master_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
@@ -531,7 +452,7 @@ def _build(
     plan: BucketPlan,
     parameters: Sequence[nn.Parameter],
     comm: Communicator,
-    windows: Windows | None,
+    unsharded_N: Tensor | None,
     grad_S: Tensor | None,
     reshards: bool,
     replicas: Communicator | None,
@@ -543,7 +464,6 @@ def _build(
     if replicas is not None:
         replicas.broadcast(flat_N)
     comm.broadcast(flat_N)
-    unsharded_N = None if windows is None else windows.take(plan.padded_numel, plan.dtype)
     return Bucket(plan, flat_N, parameters, comm.rank, unsharded_N, grad_S, reshards)
 
 

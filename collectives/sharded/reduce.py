@@ -3,7 +3,7 @@
 A round is one reduce-scatter of every bucket. Each backward pass outside `no_sync` is one round: a bucket is launched
 when all its gradients have come, what is then left is launched at the end of the pass, with zeros for parameters that
 got no gradient. A `BackwardStep` may step the optimiser bucket by bucket after the reductions of a step's last pass.
-Not covered: what a reduce-scatter itself is (`collectives.sharded.reduce_scatter`), and telling ranks apart, so every
+Not covered: what a reduce-scatter itself is (`collectives.sharded.collectives`), and telling ranks apart, so every
 rank must run the same number of such passes between two calls of `finish`.
 
 [Note: launch order] A backend matches collectives by the order in which each rank launches them. Autograd may complete
@@ -21,22 +21,110 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from collectives.sharded.backward_step import BackwardStep
 from collectives.sharded.bucket import Bucket
+from collectives.sharded.collectives import ReduceScatter, StepCheck, StepState, announced_step
 from collectives.sharded.gradient import ReducedPieces
-from collectives.sharded.reduce_scatter import ReduceScatterBuffers, ReduceScatterQueue
-from collectives.sharded.reshard import Reshard
 from collectives.sharded.slot import DeferredWeightGrads, GradientSlot, Promise, SlotSource, Write, set_slot_source
-from collectives.transport.communicator import Communicator, Work
+from collectives.transport.communicator import Work
 from collectives.transport.current_stream import current_stream
 
+if TYPE_CHECKING:
+    from collectives.sharded.gather import ParameterGather
+    from collectives.sharded.optimizer_steps import BackwardStep
+    from collectives.sharded.wrapped import ReshardHooks
+
 logger = logging.getLogger(__name__)
+
+
+class GradientState(Enum):
+    """State of a step's gradients."""
+
+    EMPTY = auto()  # none has come since gradients were dropped, or since the last step
+    ADDING = auto()  # a backward pass runs whose gradients add up on this rank
+    REDUCING = auto()  # a backward pass runs whose gradients are reduced, bucket by bucket: a round
+    STEPPING = auto()  # the same, and the optimiser steps each bucket
+    ADDED = auto()  # what passes after the last round have left is on this rank alone
+    REDUCED = auto()  # all of them are on the shards, or on their way there
+    FINISHED = auto()  # the same, and the pieces hold them
+    STEPPED = auto()  # the backward pass has taken the step that they are for
+    STEP_FINISHED = auto()  # the same, and it was waited for
+
+
+_IN_ROUND = frozenset({GradientState.REDUCING, GradientState.STEPPING})
+_IN_BACKWARD = _IN_ROUND | {GradientState.ADDING}
+_FINISHED = frozenset({GradientState.FINISHED, GradientState.STEP_FINISHED})
+_STEPPED = frozenset({GradientState.STEPPED, GradientState.STEP_FINISHED})
+
+
+class ReduceScatterQueue:
+    """Reduce-scatters of buckets, under way or landed, in the order of their launch.
+
+    Args:
+        reduce_scatter: launches one.
+        in_flight: that may be under way.
+        overlap: False: each is waited for at once.
+    """
+
+    def __init__(self, reduce_scatter: ReduceScatter, in_flight: int, overlap: bool) -> None:
+        self._reduce_scatter, self.in_flight, self.overlap = reduce_scatter, in_flight, overlap
+        self._works: deque[tuple[Bucket, Work]] = deque()
+
+    def launch(self, bucket: Bucket, adds: bool) -> Work:
+        """Send the gradients of a bucket, as `ReduceScatter` does. `launch_rest_of_previous` comes next."""
+        work = self._reduce_scatter(bucket, adds)
+        # Before anything lands: that may raise, and these gradients are on the wire by then.
+        self._works.append((bucket, work))
+        return work
+
+    def launch_rest_of_previous(self) -> None:
+        """Land the last but one: after the sends of the last, by when parts of peers in step have arrived.
+
+        What lands may raise, and what was sent is still to be added: so it is no part of `launch`.
+        """
+        if len(self._works) > 1:
+            self._works[-2][1].launch_rest()
+
+    def launch_rest(self) -> None:
+        """Land the last one too: nothing comes after it."""
+        if self._works:
+            self._works[-1][1].launch_rest()
+
+    def wait_for_room(self) -> None:
+        """Wait until no more reduce-scatters are in flight than `in_flight` allows."""
+        while len(self._works) > (self.in_flight if self.overlap else 0):
+            self._wait_first()
+
+    def wait_all(self) -> None:
+        """Wait until all gradients are reduced, on the current stream."""
+        while self._works:
+            self._wait_first()
+        # No fill follows soon that would let go of what the last one has read.
+        self._reduce_scatter.comm.free_filled()
+
+    def as_they_come(self, buckets: Sequence[Bucket]) -> Iterator[Sequence[Bucket]]:
+        """Yield these buckets: first those whose gradients are there, then each of the others after its wait."""
+        under_way = [bucket for bucket, _ in self._works]
+        yield [bucket for bucket in buckets if bucket not in under_way]
+        while self._works:
+            bucket = self._wait_first()
+            # Reduced again in a later round: only after the last one its gradients are complete.
+            if all(bucket is not later for later, _ in self._works):
+                yield [bucket]
+        self._reduce_scatter.comm.free_filled()
+
+    def _wait_first(self) -> Bucket:
+        bucket, work = self._works.popleft()
+        work.wait()
+        return bucket
 
 
 class GradientReduce:
@@ -44,70 +132,56 @@ class GradientReduce:
 
     Args:
         buckets: in order of first use.
-        comm: which nothing else uses but calls from the same place in every rank's program.
-        dtype: of the sums on the wire.
+        reduce_scatter: by which gradients travel.
         in_flight: reduce-scatters that may be under way; their buffers are all the memory that reduction takes.
         overlap: False: each is waited for at once.
         stage: of ZeRO; 2 and 3: every backward pass is a round, 1: those outside `no_sync` are.
-        before_reduction: called before the first launch of a round; what it raises, a backward pass raises.
-        reduce_buffers: the memory that gradients travel in, and what reduces them; None: allocated, and the
-            communicator's backend.
-        mean: over ranks; False: sums, of losses that were divided by the number of ranks.
+        gather: of the same buckets: what is to be gathered is launched before the first reduction of a round, and steps
+            are compared there; None: there are no gathers, and nothing is compared.
         skips_unused: whether a parameter that has a gradient on no rank has none for the optimiser; False: zeros.
         source: held weakly; reaches the reduced gradients for whom asks a parameter for its `.grad`.
-        replicas: of ranks that hold the same shard; None: there are no replicas.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        comm: Communicator,
-        dtype: torch.dtype,
+        reduce_scatter: ReduceScatter,
         in_flight: int,
         overlap: bool,
         stage: int = 1,
-        before_reduction: Callable[[], None] = lambda: None,
-        reduce_buffers: ReduceScatterBuffers | None = None,
-        mean: bool = True,
+        gather: ParameterGather | None = None,
         skips_unused: bool = False,
         source: ReducedPieces | None = None,
-        replicas: Communicator | None = None,
     ) -> None:
-        self._replicas = replicas
-        self.reshard: Reshard | None = None
+        self._replicas, self._gather = reduce_scatter.replicas, gather
+        self.reshard: ReshardHooks | None = None
         """Frees a bucket's parameters when its gradients have come."""
         self._skips_unused = skips_unused
         self._source = None if source is None else weakref.ref(source)
         self._used_by_all: tuple[Work, Tensor, Tensor] | None = None
         """In flight: which parameters have a gradient on some rank; and, on CUDA, a host copy of this rank's own."""
-        self.buckets, self.comm, self.stage = buckets, comm, stage
-        self.reduce_scatters = ReduceScatterQueue(
-            comm, dtype, in_flight, overlap, reduce_buffers or ReduceScatterBuffers(), mean, replicas
-        )
+        self.buckets, self.comm, self.stage = buckets, reduce_scatter.comm, stage
+        self.reduce_scatter = reduce_scatter
+        self.reduce_scatters = ReduceScatterQueue(reduce_scatter, in_flight, overlap)
+        self._step_check = StepCheck(self.comm, self._step_state)
+        self.step: int | None = None
+        """The step that the caller has announced."""
         self.is_last = True
         """Whether the next backward pass is the last of a step, as far as one knows; False inside `no_sync`."""
         self.post_reduce_hook: BackwardStep | None = None
-        self.stepped = False
-        """Whether the follower has taken the step that these gradients are for."""
-        self._before_reduction = before_reduction
-        self._writers: set[torch.cuda.Stream] = set()
-        """Streams in which slots were given."""
+        self.state = GradientState.EMPTY
+        self._writers: set[torch.cuda.Stream] = set()  # streams in which slots were given
         self._waiting: list[DeferredWeightGrads] = []
         """What backward passes have left of this step, and nobody has computed."""
         self._into: DeferredWeightGrads | None = None
         """Where the backward pass that runs now leaves it."""
-        self._promises: list[Promise] = []
-        """Of the backward pass that runs now, kept or not."""
+        self._promises: list[Promise] = []  # of the backward pass that runs now, kept or not
         # What adds up on this rank over several passes would lose digits in a narrow dtype of the wire.
-        self._local_dtype = torch.promote_types(dtype, torch.float32)
-        self._in_backward = False
-        self._reduces = False
-        self._steps_in_backward = False
+        self._local_dtype = torch.promote_types(reduce_scatter.dtype, torch.float32)
         self._missing = [0] * len(buckets)
         self._next = -1
         self._num_reductions = 0
-        self._unreduced = False
-        self._finished = False
+        """Rounds of this step."""
         self.num_finished = self.num_skipped = 0
         """Steps whose gradients were finished, and forward passes in training that no backward pass followed."""
         self._num_forwards = 0
@@ -121,8 +195,17 @@ class GradientReduce:
 
     @property
     def finished(self) -> bool:
-        """Whether the pieces hold the gradients of this step."""
-        return self._finished
+        """Whether the pieces hold the gradients of this step, or its step was taken and waited for."""
+        return self.state in _FINISHED
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the backward pass has taken the step that these gradients are for."""
+        return self.state in _STEPPED
+
+    @property
+    def _in_backward(self) -> bool:
+        return self.state in _IN_BACKWARD
 
     def note_forward(self) -> None:
         """Note that a forward pass has begun whose backward pass reduces: outside `no_sync`, with gradients."""
@@ -264,8 +347,10 @@ class GradientReduce:
         if deferred not in self._waiting:
             raise RuntimeError("these weights' gradients were computed or dropped before: compute each pass's once")
         self._waiting.remove(deferred)
-        self._in_backward, self._reduces = True, self.is_last  # until it is through: what raises here leaves it broken
-        if self._reduces:
+        before = self.state
+        # Until it is through: what raises here leaves it broken.
+        self.state = GradientState.REDUCING if self.is_last else GradientState.ADDING
+        if self.is_last:
             self._begin_reduction()
         # From the last to the first, as in every round: see [Note: launch order].
         for index in reversed(range(len(self.buckets))):
@@ -273,12 +358,13 @@ class GradientReduce:
                 slot = self._slot(index, position)
                 assert slot is not None, "it had a place when it was postponed"
                 write(slot)
-            if self._reduces:
+            if self.state is GradientState.REDUCING:
                 self._launch_next()
-        if self._reduces:
+        if self.state is GradientState.REDUCING:
             self._end_reduction()
         self._join_writers()
-        self._in_backward = False
+        if self.state is GradientState.ADDING:
+            self.state = before
 
     def _check_nothing_waits(self) -> None:
         if self._waiting:
@@ -292,17 +378,17 @@ class GradientReduce:
         bucket = self.buckets[index]
         if bucket.local_N is not None:
             return
-        if self.reduce_scatters.is_local(bucket):
+        if self.reduce_scatter.is_local(bucket):
             bucket.open(bucket.grad_S, holds_all=self._adds(index))
-        elif not self._reduces:
+        elif self.state not in _IN_ROUND:
             bucket.open_new(self._local_dtype)
         # The others have no memory yet in a round: see [Note: slots].
         elif index == self._next:
-            self.reduce_scatters.acquire_send_buffer(bucket)
+            self.reduce_scatter.acquire(bucket)
 
     def _fold(self, index: int) -> None:
         self._join_writers()
-        if self.reduce_scatters.is_local(self.buckets[index]):
+        if self.reduce_scatter.is_local(self.buckets[index]):
             self._open(index)
         self.buckets[index].fold_gradients(self._local_dtype)
 
@@ -326,7 +412,7 @@ class GradientReduce:
             )
         if self._missing[index] > 0:
             return
-        if self._reduces:
+        if self.state in _IN_ROUND:
             self._launch_while_ready()
         else:
             self._fold(index)
@@ -348,12 +434,12 @@ class GradientReduce:
             self.abandon()
             raise RuntimeError(f"the backward pass did not complete: {loss}")
         cleared = self._take_cleared(hides=False)
-        if self._finished:
+        if self.finished:
             if waits:
                 self.reduce_scatters.wait_all()
             return
         # Passes since the last round were under `no_sync`, or this rank had none: the others wait for its part.
-        if self._unreduced or self._num_reductions == 0:
+        if self.state in (GradientState.EMPTY, GradientState.ADDED):
             self._begin_reduction()
             if self.reshard is not None:
                 self.reshard.take_part(self._launch_down_to)
@@ -368,14 +454,18 @@ class GradientReduce:
                     piece.parameter.grad = piece.grad
         # The next round adds to these sums only where their gradients are still on the pieces (`keep_reduced`).
         self._reduced.clear()
-        self._num_reductions, self._finished = 0, True
+        self._num_reductions = 0
+        self.state = GradientState.STEP_FINISHED if self.stepped else GradientState.FINISHED
         self.num_finished, self._num_forwards = self.num_finished + 1, 0
 
     def begin_step(self) -> None:
         """Begin a step: the gradients to come belong to it."""
         for bucket in self.buckets if self.stepped else ():
             bucket.used.clear()
-        self._finished = self.stepped = False
+        if self.state is GradientState.STEPPED:
+            self.state = GradientState.REDUCED
+        elif self.finished:
+            self.state = GradientState.EMPTY
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, finished or not; every rank does so at the same place."""
@@ -393,7 +483,7 @@ class GradientReduce:
                 elif piece.parameter.grad is not None:
                     piece.parameter.grad.zero_()
         self._reduced.clear()
-        self._num_reductions, self._unreduced, self._finished, self.stepped = 0, False, False, False
+        self._num_reductions, self.state = 0, GradientState.EMPTY
 
     def abandon(self) -> None:
         """Complete the round of a backward pass that raised, so that ranks stay in step, and drop its gradients."""
@@ -402,13 +492,13 @@ class GradientReduce:
         # The others go through the whole round: this rank launches its part, and drops what comes.
         if self.reshard is not None:
             self.reshard.take_part(self._launch_down_to)
-        if self._reduces:
+        if self.state in _IN_ROUND:
             self._end_reduction()
-        self._in_backward = self._steps_in_backward = False
+        self.state = GradientState.EMPTY
         self.zero_grad()
 
     def _loss(self) -> str:
-        if self._steps_in_backward:
+        if self.state is GradientState.STEPPING:
             return "the step was taken with the gradients that had come; load a checkpoint"
         return "its gradients are dropped; skip this step"
 
@@ -426,16 +516,16 @@ class GradientReduce:
                 "step already; put all but the last one under no_sync(), and call optimizer.step() after it"
             )
         self._take_cleared(hides=True)
-        self._in_backward, self._finished = True, False
+        reduces = self.is_last or self.stage >= 2
+        steps = self.is_last and self.post_reduce_hook is not None
+        self.state = GradientState.STEPPING if steps else GradientState.REDUCING if reduces else GradientState.ADDING
         # This pass belongs to the last of the forward passes; none came for those before it.
         self.num_skipped += max(0, self._num_forwards - 1)
         self._num_forwards = 0
-        self._reduces = self.is_last or self.stage >= 2
-        self._steps_in_backward = self.is_last and self.post_reduce_hook is not None
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
-        if self._steps_in_backward and self.post_reduce_hook is not None:
+        if steps and self.post_reduce_hook is not None:
             self.post_reduce_hook.begin()
-        if self._reduces:
+        if reduces:
             self._begin_reduction()
         # The engine calls it when this backward pass is through, and not if it raises.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -446,19 +536,17 @@ class GradientReduce:
         for promise in self._promises:
             promise()
         self._promises.clear()
-        if self._reduces:
+        if self.state in _IN_ROUND:
             self._end_reduction()
             self._advise()
+            self._show_reduced()
         else:
-            self._unreduced = True
             # Complete buckets were folded as they came; of the others some parameters got no gradient in this pass.
             for index, bucket in enumerate(self.buckets):
                 if bucket.has_gradients():
                     self._fold(index)
             self._join_writers()
-        is_round, self._in_backward, self._steps_in_backward = self._reduces, False, False
-        if is_round:
-            self._show_reduced()
+            self.state = GradientState.ADDED
 
     def _show_reduced(self) -> None:
         """Let `parameter.grad` reach the reduced gradients; not of parameters without a gradient on any rank."""
@@ -492,7 +580,7 @@ class GradientReduce:
         work = comm.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
         if replicas is not None:
             # On the side stream, so that the computation goes on; every rank takes part, whoever asks for the answer.
-            with torch.cuda.stream(self.reduce_scatters.stream):
+            with torch.cuda.stream(self.reduce_scatter.stream):
                 work.wait()
                 work = replicas.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
         # `own` too, until the copy has read it.
@@ -537,7 +625,9 @@ class GradientReduce:
     def _begin_reduction(self) -> None:
         self._check_nothing_waits()
         # Gathers are launched and steps compared before any reduction: one order of collectives on all ranks.
-        self._before_reduction()
+        if self._gather is not None:
+            self._gather.launch_all()
+            self._step_check.begin_round()
         self._next = len(self.buckets) - 1
 
     def _launch_down_to(self, index: int) -> None:
@@ -556,18 +646,18 @@ class GradientReduce:
         self.reduce_scatters.launch_rest()
         # At a fixed place, after the reductions: it goes on the same communicator.
         self._exchange_used()
-        if self._steps_in_backward and self.post_reduce_hook is not None:
+        is_stepping = self.state is GradientState.STEPPING
+        if is_stepping and self.post_reduce_hook is not None:
             self.post_reduce_hook.complete()
-            self.stepped = True
+        self.state = GradientState.STEPPED if is_stepping else GradientState.REDUCED
         self._num_reductions += 1
-        self._unreduced = False
 
     def _launch_next(self) -> None:
         """Launch the reduction of the next bucket, and let a step inside the backward pass follow it."""
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
         self._join_writers()
-        is_local = self.reduce_scatters.is_local(bucket)
+        is_local = self.reduce_scatter.is_local(bucket)
         if is_local:
             self._open(index)
         # Not asked of one that stays: that may write into the shard, where its gradients are already.
@@ -575,7 +665,7 @@ class GradientReduce:
         self._reduced.add(index)
         # After this bucket's sends: by then, ranks in step have sent what the bucket before is summed of.
         self.reduce_scatters.launch_rest_of_previous()
-        if self._steps_in_backward and self.post_reduce_hook is not None:
+        if self.state is GradientState.STEPPING and self.post_reduce_hook is not None:
             self.post_reduce_hook.reduced(index, work)
         # Last: the next bucket may be filled while as many as allowed are in flight.
         self.reduce_scatters.wait_for_room()
@@ -583,6 +673,20 @@ class GradientReduce:
     def _adds(self, index: int) -> bool:
         """Whether a reduction of this bucket adds to one of the same step, or to what the user has left there."""
         return index in self._reduced or self.buckets[index].keep_reduced()
+
+    def _step_state(self) -> StepState:
+        """Return where this rank's program stands and its settings, for all ranks to compare."""
+        hook = self.post_reduce_hook
+        return StepState(
+            announced=announced_step(self.step, self.comm),
+            # A forward that no backward pass followed looks like a step omitted: [Note: which step] of `collectives`.
+            counted=self.num_finished + 1 + self.num_skipped,
+            prefetch=(None if self._gather is None else self._gather.prefetch) or 0,
+            overlap=self.reduce_scatters.overlap,
+            step_in_backward=hook is not None,
+            # A whole number, for these travel as int64.
+            gather_in_backward=0 if hook is None else round(hook.share * 1e6),
+        )
 
     def _advise(self) -> None:
         if self._num_reductions > 1 and self.stage == 1 and not self._advised:

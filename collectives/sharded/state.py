@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives.sharded.bucket import Bucket, Piece
-from collectives.sharded.guard import CompanionHook
+from collectives.sharded.wrapped import CompanionHook
 from collectives.transport.communicator import Communicator
 from netlayer.errors import CollectiveFailed
 from netlayer.layout import describe_ranks

@@ -1,11 +1,23 @@
-"""Checks of what a program does with a wrapper and its module, and the waits of the module's parts for parameters.
+"""Hooks on a wrapped module: its parts wait for their parameters and free them, and it stays as it was wrapped.
 
 What would train something else is refused. Not covered: reading and writing single parameters
-(`collectives.sharded.guard`).
+(`collectives.sharded.gather`).
+
+[Note: what reshards] ZeRO stage 3, FSDP2's `reshard_after_forward`: a unit's buckets are freed after its forward pass,
+and again when all their gradients have come in the backward pass, which begins with gathering them: at the first
+gradient of one of the unit's outputs. Those of a few units are held at a time (`collectives.sharded.gather`, [Note:
+buckets that reshard]). The last unit stays between the two passes: it is the first that the backward pass needs.
+Parameters outside the units stay too. Not covered: units that are used past their outputs (a loss that a unit keeps as
+an attribute): the backward pass then raises torch's RuntimeError that a tensor has another version than it has saved.
+
+[Note: what stays] A unit may hand out its parameters (a token table that is read by an embedding and a head), or others
+may read them: no gradient of the unit's outputs precedes their use in the backward pass. Such buckets stay until the
+shards change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -15,15 +27,51 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.gather import ParameterGather
-from collectives.sharded.guard import CompanionHook, Unsharded
 from collectives.sharded.reduce import inside_backward
 
 logger = logging.getLogger(__name__)
 
 _FORWARDS_WITHOUT_OPTIMIZER = 4
+
+
+class CompanionHook:
+    """A hook on a module that stays behind where that is copied or pickled: a copy is a module as any other.
+
+    What travels in its place does nothing, and is of the standard library: a pickle loads without this package.
+
+    Args:
+        function: the hook; a compiler does not look into it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        if "__call__" not in vars(CompanionHook):  # a compiler comes with the first hook, not with the import
+            disable: Any = torch.compiler.disable
+            type.__setattr__(CompanionHook, "__call__", disable(CompanionHook._call))
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, _memo: object) -> Callable[..., None]:
+        return contextlib.nullcontext().__exit__  # takes anything, returns None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class Unsharded(nn.Module):
+    """Copy or pickle of a wrapper: its module, under the same names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
 
 class StandIn(nn.parallel.DistributedDataParallel):
@@ -175,3 +223,98 @@ class WrappedModule:
                 "one that is built on model.parameters() finds no gradients and trains nothing",
                 self._num_forwards - 1,
             )
+
+
+class ReshardHooks:
+    """Has units free their parameters after use, and gather them before their backward pass.
+
+    Args:
+        buckets: of the wrapper.
+        gather: of these buckets; says which of them reshard.
+        owners: modules, and the buckets that each waits for.
+        units: those of the modules that free theirs, in order of use.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        gather: ParameterGather,
+        owners: Mapping[nn.Module, Sequence[int]],
+        units: Sequence[nn.Module],
+    ) -> None:
+        self._buckets, self._gather = buckets, gather
+        self._units = [unit for unit in units if unit in owners]
+        gather.unit_of = {index: number for number, unit in enumerate(self._units) for index in owners[unit]}
+        gather.last_unit = frozenset(owners[self._units[-1]])
+        self._owners = owners
+        self._pass = -1
+        """The backward pass, by autograd's number, that has begun here; -1: none."""
+
+    def attach_hooks(self) -> None:
+        """Have every unit free its buckets after its forward, and others keep what they use of them."""
+        for module, indices in self._owners.items():
+            if module in self._units:
+                is_last = module is self._units[-1]
+                free: Any = CompanionHook(functools.partial(self._after_unit, indices, is_last))
+                module.register_forward_hook(free)
+            # First of all that wait: it then stays, whatever the other hooks do.
+            elif self._gather.reshards.intersection(indices):
+                keep: Any = CompanionHook(functools.partial(self._keep, indices))
+                module.register_forward_pre_hook(keep)
+
+    def gradients_complete(self, index: int) -> None:
+        """Free a bucket in the backward pass: all that led to its gradients has run."""
+        self._gather.free((index,))
+
+    def take_part(self, before_wait: Callable[[int], None]) -> None:
+        """Complete, for the other ranks' sake, a backward pass that raised here, or that this rank had none of.
+
+        Args:
+            before_wait: launches the reductions of later buckets than the one that it is given.
+        """
+        if self._gather.in_backward:
+            self._gather.end_backward(before_wait)
+        else:
+            self._gather.pass_nothing(before_wait)
+
+    def _keep(self, indices: Sequence[int], *_: object) -> None:
+        self._gather.keep(indices)
+
+    def _after_unit(self, indices: Sequence[int], is_last: bool, *called: object) -> None:
+        """Free a unit's buckets after its forward pass, and hook the start of its backward pass."""
+        # Recomputation: the backward pass that has gathered them goes on to use them.
+        if torch._C._current_graph_task_id() != -1:
+            return
+        tensors = [leaf for leaf in tree_leaves(called[-1]) if isinstance(leaf, Tensor)]
+        storages = {self._buckets[index].unsharded_N.untyped_storage()._cdata for index in indices}
+        if any(_storage_of(tensor) in storages for tensor in tensors):
+            self._gather.keep(indices)  # [Note: what stays]
+            return
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(self._before_backward, indices))  # type: ignore[no-untyped-call]
+            if is_last:
+                return
+        self._gather.free(indices)
+
+    def _before_backward(self, indices: Sequence[int], _gradient: Tensor) -> None:
+        """Make a unit's parameters current before its backward pass; begin the pass, if it is its first unit."""
+        number = torch._C._current_graph_task_id()
+        if number != self._pass:
+            self._pass = number
+            self._gather.begin_backward()
+            # The engine calls it when this backward pass is through, and not if it raises.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._gather.wait_for(indices)
+
+    def _end_backward(self) -> None:
+        self._pass = -1
+        self._gather.end_backward()
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # of no strided memory, or of several
+        return None

@@ -11,7 +11,12 @@ communicator. Tensors that were allocated on the compute stream are kept until t
 be handed out again. The copy that fills a buffer to send runs on a side stream: neither the computation nor the
 transfers before it wait for that copy. A communicator of one rank has no streams: its copies are part of the
 computation. Several wrappers may share a communicator, where all ranks use them in one order
-(`collectives.transport.comm_context`, [Note: streams are few]).
+([Note: streams are few]).
+
+[Note: streams are few] torch hands out streams from a pool of 32 a priority, round robin: the 33rd is the first again,
+and NCCL's process groups draw from the same pools. Where a receive that spins and what its peer waits for lie on one
+stream, a pipeline stands still. So a stream is opened when it is first needed, shared where the order of launches
+allows it, and not opened where nothing travels.
 
 [Note: works that ended] A thread of gloo's lets go of a collective's tensors after `wait` has returned, and takes
 Python's lock for it where it is the last that holds them. In a program that ends at that moment it is aborted (SIGABRT,
@@ -33,7 +38,8 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,13 +47,12 @@ from torch import Tensor
 
 from collectives.arguments import as_device
 from collectives.torch_names import Collect, all_gather_single, reduce_scatter_single
-from collectives.transport.comm_context import CommContext, new_stream
 from collectives.transport.current_stream import current_stream
 from collectives.transport.leftovers import release_left
 from collectives.transport.peer_reduce import PeerReduce
 from collectives.transport.symmetric import Streams
 from collectives.watch.recorder import Collective, Recorder
-from collectives.watch.track import NEAR, lost_or_late
+from collectives.watch.track import NEAR, Operation, Track, lost_or_late
 from collectives.watch.watchdog import Watch, timeout_of
 from netlayer.errors import CollectiveTimeout
 
@@ -65,6 +70,76 @@ _ASK = (
 )
 _all_reduce: Collect = dist.all_reduce
 _broadcast: Collect = dist.broadcast
+
+
+class CommContext:
+    """A stream that carries collectives, and their recorder and track.
+
+    Args:
+        device: of every tensor.
+        recorder: notes each collective.
+        track: of the watch, which says who is late where a collective does not complete.
+        stream: which they run on; None: on the CPU, or where nothing travels.
+
+    `muted` (for measurements) omits every collective and does all else: what is computed is then wrong, but takes
+    the time that a step with its communication removed takes.
+    """
+
+    muted = False
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        recorder: Recorder | None,
+        track: Track | None,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.device, self.recorder, self.track, self.stream = as_device(device), recorder, track, stream
+        self._on_cuda = self.device.type == "cuda"
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured now."""
+        return self._on_cuda and torch.cuda.is_current_stream_capturing()
+
+    def recording(
+        self, group: str, kind: str, num_bytes: int, **more: Any
+    ) -> AbstractContextManager[Collective | None]:
+        """Record the call in the block, which launches a collective; arguments as in `Recorder.launching`."""
+        if self.recorder is None or self.is_capturing:
+            return nullcontext()
+        return self.recorder.launching(group, kind, num_bytes, can_capture=False, **more)
+
+    def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
+        """Record the wait in the block, of the computation for a collective; None: it was not recorded.
+
+        Raises:
+            CollectiveFailed: a collective is overdue.
+        """
+        if self.track is not None:
+            self.track.watch.check()
+        if self.recorder is None or collective is None or self.is_capturing:
+            return nullcontext()
+        return self.recorder.waiting(collective, can_capture=False)
+
+    def counted(self, kind: str, num_bytes: int, detail: str = "") -> Operation | None:
+        """The collective that is launched next, for the watch; arguments and errors as in `Track.launch`."""
+        if self.track is None or self.muted or self.is_capturing:
+            return None
+        return self.track.launch(kind, num_bytes, detail)
+
+
+def new_stream(device: torch.device, priority: int = -1) -> torch.cuda.Stream | None:
+    """Return a stream for transfers and what they wait for; None on the CPU. See [Note: streams are few].
+
+    The GPU shall prefer the few blocks of a transfer to the many of a matmul that they compete with.
+
+    Args:
+        priority: 0 for what follows a transfer, and competes with the computation as its equal.
+    """
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
 
 class Work:

@@ -2,7 +2,7 @@
 
 A tensor-parallel step asks for it some 5,000 times; torch makes an object of it each time, behind several checks of the
 device: an eighth of what the host then did (rank 0 of two H200, 125M, under cProfile). Not covered: new streams
-(`collectives.transport.comm_context`).
+(`collectives.transport.communicator`).
 """
 
 from __future__ import annotations

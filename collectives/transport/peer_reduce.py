@@ -41,7 +41,7 @@ class PeerReduce:
         group: of 2 to 8 ranks on one host.
         device: of this rank, and this process' current one.
         part_bytes: most that one rank sends to another at a time.
-        streams: of another one, to be shared (`collectives.transport.comm_context`, [Note: streams are few]); None: of
+        streams: of another one, to be shared (`collectives.transport.communicator`, [Note: streams are few]); None: of
             its own.
     """
 

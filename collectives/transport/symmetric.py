@@ -236,7 +236,7 @@ class PeerRounds:
         group: of 2 to 8 ranks on one host.
         slot_bytes: most that one rank sends to another in a round.
         device: of this rank.
-        streams: of other rounds, to be shared (`collectives.transport.comm_context`, [Note: streams are few]); None: of
+        streams: of other rounds, to be shared (`collectives.transport.communicator`, [Note: streams are few]); None: of
         their own.
     """
 

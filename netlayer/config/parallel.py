@@ -24,9 +24,13 @@ class ParallelConfig(Section):
 
     tp: Count = Field(1, description="tensor-parallel degree, inside a server")
     pp: Count = Field(1, description="pipeline stages")
-    dp: Count = Field(2, description="data-parallel degree")
+    dp: Count = Field(2, description="data-parallel degree: ranks that share the shards of one replica")
     cp: Count = Field(1, description="context-parallel degree; more than 1 is not built")
-    dp_replicate: Count = Field(1, description="replicas of the sharded data-parallel groups; more than 1 is not built")
+    dp_replicate: Count = Field(
+        1,
+        description="replicas of the data-parallel groups (hybrid sharding): each holds all shards and has its part of "
+        "the batch; gradients are all-reduced between replicas",
+    )
     vpp: Count = Field(1, description="model chunks a pipeline rank holds (interleaved 1F1B)")
     zero: Annotated[Literal[1, 2, 3, "auto"], BeforeValidator(_stage_or_auto)] = Field(
         "auto",
@@ -50,15 +54,24 @@ class ParallelConfig(Section):
         )
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks that have a part of a batch each: `dp` of every replica."""
+        return self.dp * self.dp_replicate
+
+    @property
+    def data_degrees(self) -> str:
+        """Return `dp = {} x 4`, with the replicas where there are several: for lines on a batch."""
+        if self.dp_replicate == 1:
+            return f"dp = {{}} x {self.dp}"
+        return f"dp x job.parallel.dp_replicate = {{}} x {self.dp} x {self.dp_replicate}"
+
+    @property
     def stage(self) -> Literal[1, 2, 3]:
         """ZeRO stage that is counted and trained with: 1 where no other is asked for, or one rank is alone."""
         return 1 if self.zero == "auto" or self.dp == 1 else self.zero
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        for name, remedy in (("cp", "tp or pp"), ("dp_replicate", "dp")):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"job.parallel.{name}", getattr(self, name), "must be 1: more is not built", f"raise {remedy}"
-                )
+        if self.cp > 1:
+            raise ConfigError("job.parallel.cp", self.cp, "must be 1: more is not built", "raise tp or pp")
         return self

@@ -539,10 +539,11 @@ class JobConfig(Section):
         self._check_zero()
         self._check_masks()
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
-        unit = batch.micro_batch_size * parallel.dp * stages
+        unit = batch.micro_batch_size * parallel.data_ranks * stages
         for name in ("global_batch_size", "start_size", "increment"):
             if getattr(batch, name) % unit:
-                factors = f"job.batch.micro_batch_size x job.parallel.dp = {batch.micro_batch_size} x {parallel.dp}"
+                size = batch.micro_batch_size
+                factors = f"job.batch.micro_batch_size x job.parallel.{parallel.data_degrees.format(size)}"
                 rule = f"must be a multiple of {factors}" + f" x {stages} interleaved stages" * (stages > 1)
                 _fail(f"job.batch.{name}", getattr(batch, name), rule, f"set it to {unit} or a multiple")
         return self
@@ -614,7 +615,7 @@ class Config(Section):
         if ranks != world:
             _fail(
                 "job.parallel",
-                f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp} = {ranks} ranks",
+                f"{parallel.layout.degrees} = {ranks} ranks",
                 f"must equal cluster.servers x cluster.gpus_per_server = {world}",
                 "change a degree or the number of servers",
             )

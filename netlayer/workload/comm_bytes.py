@@ -19,8 +19,11 @@ all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it lea
 - Once a step: the norm of all gradients, the losses with a flag and three numbers of a save, LAMB's norms of w and of
   its update.
 
-When weights' gradients are computed (zero bubble) changes no byte. `cp` and `dp_replicate` have degree 1 and carry
-nothing yet. Not covered: evaluation, checkpoints, what ranks agree upon at the start and compare now and then.
+- Replicas (`dp_replicate`): the sum of every reduce-scatter is all-reduced, a rank's shard of it.
+
+When weights' gradients are computed (zero bubble) changes no byte. `cp` has degree 1 and carries nothing yet. Not
+covered: that sums of copy engines are of float32 between replicas too; evaluation,
+checkpoints, what ranks agree upon at the start and compare now and then.
 """
 
 from __future__ import annotations
@@ -146,6 +149,10 @@ def _data_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     rounds = micro_batches(job) if job.parallel.stage > 1 else 1
     num_bytes = rounds * elements * DTYPE_BYTES[reduced]
     yield Collective("dp", "reduce_scatter", "gradients", reduced, dp, rounds * times, num_bytes)
+    # A rank's shards of all sums, in the dtype of the sum.
+    yield Collective(
+        "dp_replicate", "all_reduce", "gradients", reduced, job.parallel.dp_replicate, rounds * times, num_bytes / dp
+    )
     yield from _lamb_norms(job, stage, "dp", dp)
 
 
@@ -247,7 +254,7 @@ def _world(job: JobConfig) -> Iterator[Collective]:
     wide, ranks = master_dtype(job), job.parallel.layout.world_size
     width = DTYPE_BYTES[wide]
     yield Collective("world", "all_reduce", "gradient norm", wide, ranks, 1, width)
-    yield Collective("world", "all_reduce", "losses", wide, ranks, 1, (job.parallel.dp + 4) * width)
+    yield Collective("world", "all_reduce", "losses", wide, ranks, 1, (job.parallel.data_ranks + 4) * width)
 
 
 def _units(job: JobConfig, stage: int) -> list[Unit]:

@@ -139,7 +139,8 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     elements = stage_elements(job, stage)
     share = -(-elements // parallel.dp)
     frees = frees_parameters(job)
-    adds_up = parallel.dp > 1 and parallel.stage == 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
+    travels = parallel.data_ranks > 1
+    adds_up = travels and parallel.stage == 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
     blocks = _block_sizes(job, stage)
     tokens = job.batch.micro_batch_size * model.seq_len
     rows, table = min(LOGITS_ROWS, tokens), table_elements(job)
@@ -324,11 +325,11 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     the machine can say: where they may, the last is what either way takes.
     """
     model, parallel = job.model, job.parallel
-    if parallel.dp == 1:
+    if parallel.data_ranks == 1:
         return 0, 0, 0
     reduced = DTYPE_BYTES[gradient_dtype(job)]
     stays = reduced == wide and parallel.stage == 1
-    may_copy = job.overlap.copies_gradients and parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
+    may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
     windows, copies = 0, 0
     if takes_windows(job):
         largest, windows = _window_elements(job, stage, sums_stay=stays)

@@ -195,7 +195,7 @@ def of_layout(layout: ParallelLayout, num_micro_batches: int) -> Schedule:
 
 def micro_batches(job: JobConfig) -> int:
     """Return the number of a data-parallel rank's micro-batches in a step of the full batch."""
-    return job.batch.global_batch_size // (job.batch.micro_batch_size * job.parallel.dp)
+    return job.batch.global_batch_size // (job.batch.micro_batch_size * job.parallel.data_ranks)
 
 
 def forward_only(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:

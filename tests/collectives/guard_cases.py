@@ -160,7 +160,7 @@ def what_ranks_may_do_alone_is_no_step_left_out(rank: int, world_size: int) -> N
 def only_some_rounds_are_checked_and_no_record_tells_of_it(rank: int, world_size: int) -> None:
     recorder = Recorder()
     sharded = small(recorder=recorder)
-    with mock.patch.object(sharded._step_check, "_judge") as judge:
+    with mock.patch.object(sharded._reduce._step_check, "_judge") as judge:
         train_small(sharded, lambda _: False, 33)
     assert judge.call_count == len([1, 2, 4, 8, 16, 32])
     assert ("reduce", "all_gather") not in recorder.counts()

@@ -403,3 +403,17 @@ def what_units_hand_out_stays_in_stage_3(rank: int, world_size: int) -> None:
     del loss
     alone = made.blocks[0].kept
     assert_raises(RuntimeError, "version", alone.backward)
+
+
+@case
+def an_alias_of_any_parameter_keeps_its_bucket(rank: int, world_size: int) -> None:
+    """Of the bucket that is current when it is made, too: all are read after the others were freed."""
+    for dtype in (None, torch.bfloat16):
+        model = net(torch.float32)
+        model.offset = model.offset.to(dtype or torch.float32)
+        sharded = wrap(model, units=model.blocks, stage=3, param_dtype=dtype)
+        train(sharded, 1, rank, world_size)
+        values = [parameter.detach() for parameter in model.blocks.parameters()]
+        sharded.close()
+        assert all(value.untyped_storage().nbytes() for value in values), "memory was freed under an alias"
+        assert all(map(torch.equal, values, model.blocks.parameters()))

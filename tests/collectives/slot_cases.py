@@ -126,7 +126,7 @@ def gradients_in_slots_are_those_of_autograd(rank: int, world_size: int) -> None
         settings = {name: value() if callable(value) else value for name, value in plain.items()}
         if run not in expected:
             expected[run], _ = trained(False, torch.float64, run, rank, world_size)
-        with mock.patch("collectives.sharded.prepare.Windows", Nowhere):
+        with mock.patch("collectives.sharded.collectives.Windows", Nowhere):
             state, given = trained(True, torch.float64, run, rank, world_size, **settings)
         assert given >= STEPS * 5, (run, plain, given)
         # Not to the bit: into a slot the product is added to what lies there, which a library may do by another kernel

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from collectives import Recorder, ShardedDataParallel
-from collectives.sharded.backward_step import NUM_UNMOVED
 from collectives.sharded.bucket import Bucket
+from collectives.sharded.collectives import NcclReduceScatter
+from collectives.sharded.optimizer_steps import NUM_UNMOVED
 from collectives.sharded.prepare import open_communicators, open_groups
 from collectives.torch_names import Collect
 from collectives.transport import communicator
@@ -374,12 +375,12 @@ def muted_communicators_launch_nothing(rank: int, world_size: int) -> None:
 @case
 def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
     expected = train(wrap64(net()), 2, rank, world_size)
-    with mock.patch("collectives.sharded.prepare.Windows", Nowhere):
+    with mock.patch("collectives.sharded.collectives.Windows", Nowhere):
         for settings in ({}, {"in_flight": 1}, {"groups": pair_of_one()}, {"param_dtype": torch.float64}):
             sharded = wrap64(net(), windows=True, **settings)
             assert all(plan.shard_numel % ALIGNMENT_BYTES == 0 for plan in sharded.plans)
             if world_size > 1:
-                memory = sharded._memory[0].windows.memory  # type: ignore[union-attr]
+                memory = sharded._reduce_scatter.windows.memory  # type: ignore[attr-defined]
                 first, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
                 assert all(first <= bucket.grad_S.data_ptr() < end for bucket in sharded.buckets), (
                     "sums stay in windows"
@@ -404,8 +405,8 @@ def sums_of_what_peers_were_sent_change_nothing(rank: int, world_size: int) -> N
     if world_size == 1:
         return
     with (
-        mock.patch("collectives.sharded.prepare.PeerReduce", Summed),
-        mock.patch("collectives.sharded.prepare.why_unusable", return_value=None),
+        mock.patch("collectives.sharded.collectives.PeerReduce", Summed),
+        mock.patch("collectives.sharded.collectives.why_unusable", return_value=None),
     ):
         for low, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.05)):
             for settings in ({}, {"in_flight": 1}, {"overlap": False}, {"stage": 2}, {"groups": pair_of_one()}):
@@ -440,7 +441,7 @@ def sums_of_divided_losses_are_means(rank: int, world_size: int) -> None:
         return sharded.full_state_dict()
 
     expected = trained(True)
-    with mock.patch("collectives.sharded.prepare.Windows", Nowhere):
+    with mock.patch("collectives.sharded.collectives.Windows", Nowhere):
         for settings in ({}, {"overlap": False}, {"windows": True}, {"windows": True, "stage": 2}):
             assert_close(trained(False, **settings), expected, rtol=1e-12, atol=1e-12)
 
@@ -512,6 +513,7 @@ def means_that_the_backend_makes_change_no_bit(rank: int, world_size: int) -> No
         for divides in (False, True):
             scatter, reduce = Divided(communicator.reduce_scatter_single), Divided(communicator._all_reduce)
             with (
+                mock.patch("collectives.sharded.collectives.GlooReduceScatter", NcclReduceScatter),
                 mock.patch.object(communicator.Communicator, "divides_on_the_way", divides),
                 mock.patch.multiple(communicator, reduce_scatter_single=scatter, _all_reduce=reduce),
             ):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
-from collectives.sharded.reduce_scatter import ReduceScatterBuffers, ReduceScatterQueue
+from collectives.sharded.collectives import GlooReduceScatter
 from collectives.transport.communicator import Communicator
 from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
 
@@ -142,18 +142,16 @@ def test_float16_is_divided_before_the_sum_as_far_as_it_must_be(world_size: int,
     comm = mock.Mock(
         spec=Communicator, world_size=world_size, device=torch.device("cpu"), stream=None, divides_on_the_way=False
     )
-    reduce_scatters = ReduceScatterQueue(
-        comm, torch.float16, in_flight=1, overlap=True, reduce_buffers=ReduceScatterBuffers()
-    )
+    reduce_scatter = GlooReduceScatter(comm, torch.float16)
     sum_N = torch.zeros(world_size, dtype=torch.float16)
     for bucket in buckets:
         bucket.parameters[0].grad = torch.full((world_size,), 57344.0)
         if folded:
             bucket.fold_gradients(torch.float32)
-        copy_in = bucket.copy_in(torch.float16, reduce_scatters.divisor)
+        copy_in = bucket.copy_in(torch.float16, reduce_scatter.divisor)
         copy_in.fill()
         sum_N += copy_in.buffer
-    buckets[0].store_reduced(sum_N[:1], reduce_scatters.scale, add=False)
+    buckets[0].store_reduced(sum_N[:1], reduce_scatter.scale, add=False)
     assert buckets[0].grad_S.tolist() == [pytest.approx(57344.0)]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 from collectives import ShardedDataParallel
-from collectives.sharded.elementwise import check_elementwise
+from collectives.sharded.optimizer_steps import check_elementwise
 from tests.collectives.bf16_cases import bf16_is_as_near_to_ddp_as_ddp_in_another_order
 from tests.collectives.conftest import RunCase
 from tests.collectives.dropin_cases import DROPIN_CASES

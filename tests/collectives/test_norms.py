@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives.sharded.norms import each_norm, total_norm
+from collectives.sharded.gradient import each_norm, total_norm
 
 
 def test_norms_of_large_tensors_are_those_of_their_pieces() -> None:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from collectives import Recorder, ShardedDataParallel, execution_order
-from collectives.sharded.backward_step import NUM_UNMOVED, balanced_share, choose_early
 from collectives.sharded.bucket import plan_buckets
+from collectives.sharded.optimizer_steps import NUM_UNMOVED, balanced_share, choose_early
 from collectives.sharded.prepare import open_communicators
 from netlayer.errors import ConfigError
 from tests.collectives.cases import adamw, assert_close, assert_same, batches, net, reference, train

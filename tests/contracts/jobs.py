@@ -16,6 +16,7 @@ SWITCHES: Mapping[tuple[str, str], Sequence[Any]] = {
         {"dp": 4},
         {"tp": 4},
         {"tp": 2, "dp": 2},
+        {"dp": 2, "dp_replicate": 2},
         {"pp": 2, "dp": 2},
         {"pp": 2, "vpp": 2, "dp": 2},
         {"tp": 2, "pp": 2},

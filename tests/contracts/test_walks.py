@@ -10,7 +10,16 @@ import pytest
 from tests import walks
 
 # As measured by `python -m tests.walks`: who adds a module to a walk folds one, or says here why not.
-MOST = {"gradient": 12, "packet": 25, "flow": 39, "nic apply": 18, "nccl-tests row": 6, "job file": 120}
+MOST = {
+    "gradient": 5,
+    "reduced gradient": 5,
+    "gradient to optimiser": 7,
+    "packet": 25,
+    "flow": 39,
+    "nic apply": 18,
+    "nccl-tests row": 6,
+    "job file": 120,
+}
 # Seven of each are the rank's events, from the monitor to its file: each is also used without the others.
 # `netlayer.config.parallel` and `.checkpoint` are sections that had no place in the tree's module any more; memory is
 # counted by the same buckets as are made (`netlayer.workload.buckets`), and a supervisor asks for progress
@@ -18,6 +27,8 @@ MOST = {"gradient": 12, "packet": 25, "flow": 39, "nic apply": 18, "nccl-tests r
 MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 67, 8
 _PARAGRAPHS = {
     "gradient": "**A gradient**",
+    "reduced gradient": "**A reduced gradient**",
+    "gradient to optimiser": "**A gradient**",
     "packet": "**A packet**",
     "flow": "**A flow**",
     "nic apply": "**`nic apply`**",

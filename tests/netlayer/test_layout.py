@@ -62,7 +62,7 @@ def test_groups_of_a_million_ranks_cost_nothing() -> None:
         (lambda: ParallelLayout(dp=2).coordinates(2), "rank 2"),
         (lambda: ParallelLayout(dp=2).rank(dp=2), "dp = 2"),
         (lambda: ParallelLayout(dp=2).group("dp", 1), "groups 0..0"),
-        (lambda: ParallelLayout().group_of("ep", 0), "one of tp, dp, pp"),
+        (lambda: ParallelLayout().group_of("ep", 0), "one of tp, dp, dp_replicate, pp"),
     ],
 )
 def test_bad_arguments_name_the_value(call, words) -> None:  # type: ignore[no-untyped-def]
@@ -70,13 +70,29 @@ def test_bad_arguments_name_the_value(call, words) -> None:  # type: ignore[no-u
         call()
 
 
-def test_context_and_replica_axes_have_their_places_and_degree_one() -> None:
+def test_context_parallelism_has_its_place_and_degree_one() -> None:
     plain, named = ParallelLayout(tp=2, pp=3, dp=4), ParallelLayout(tp=2, pp=3, dp=4, cp=1, dp_replicate=1)
     assert plain == named
     assert named.world_size == 24
     assert named.coordinates(13) == plain.coordinates(13)
+    with pytest.raises(ValueError, match="cp = 2: must be 1"):
+        ParallelLayout(cp=2)
     for name in ("cp", "dp_replicate"):
-        with pytest.raises(ValueError, match=f"{name} = 2: must be 1"):
-            ParallelLayout(**{name: 2})
         with pytest.raises(ValueError, match=f"{name} = 0: a parallel degree is at least 1"):
             ParallelLayout(**{name: 0})
+
+
+def test_replicas_lie_between_data_and_pipeline_ranks() -> None:
+    layout = ParallelLayout(tp=2, pp=2, dp=3, dp_replicate=2)
+    assert layout.world_size == 24
+    assert all(layout.rank(**layout.coordinates(rank)._asdict()) == rank for rank in range(24))
+    for dimension in layout.dimensions:
+        groups = [list(group) for group in layout.groups(dimension)]
+        assert sorted(rank for group in groups for rank in group) == list(range(24))
+        varying = [len({getattr(layout.coordinates(rank), dimension) for rank in group}) for group in groups]
+        assert varying == [getattr(layout, dimension)] * len(groups), dimension
+    assert list(layout.group_of("dp_replicate", 3)) == [3, 9]
+    parts = {layout.data_rank(layout.coordinates(rank)) for rank in range(24)}
+    assert parts == set(range(layout.data_ranks))
+    assert layout.describe([3, 9]) == "tp=1, pp=0, dp=1, dp_replicate=*"
+    assert "dp_replicate" not in ParallelLayout(dp=2).describe([0])

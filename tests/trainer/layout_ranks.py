@@ -108,7 +108,7 @@ def _opened(job: JobConfig, rank: int) -> Opened:
     ):
         model = ParallelModel(job, 3, rank, torch.device("cpu"), create_groups(job.parallel.layout))
         optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
-        own = batches(job, 1, model.place.dp)
+        own = batches(job, 1, model.data_rank)
         for step, part in enumerate((own, own[: len(own) // 2])):
             model.start_step(step)
             model.accumulate(part)
@@ -166,9 +166,9 @@ def copied(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str
     with (
         mock.patch.object(ParallelModel, "_takes_windows", return_value=True),
         mock.patch.object(ParallelModel, "_takes_peer_reduce", lambda model: model.job.overlap.peer_reduce),
-        mock.patch("collectives.sharded.prepare.why_unusable", return_value=None),
-        mock.patch("collectives.sharded.prepare.Windows", Nowhere),
-        mock.patch("collectives.sharded.prepare.PeerReduce", side_effect=Summed) as opened,
+        mock.patch("collectives.sharded.collectives.why_unusable", return_value=None),
+        mock.patch("collectives.sharded.collectives.Windows", Nowhere),
+        mock.patch("collectives.sharded.collectives.PeerReduce", side_effect=Summed) as opened,
     ):
         found = run_rank(context, jobs, steps, url)
     assert opened.call_count == sum(job.parallel.vpp * job.overlap.peer_reduce for job in jobs)
@@ -250,7 +250,7 @@ def train(
         done = meta.step
     for step in range(done + 1, steps + 1):
         model.start_step(step)
-        loss = model.accumulate(batches(job, step, model.place.dp, device))
+        loss = model.accumulate(batches(job, step, model.data_rank, device))
         model.finish_gradients()
         if step in (1, steps):
             gradients.append(whole(model, gradients=True))
@@ -260,7 +260,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean_loss(model, loss))
-    evaluation = mean_loss(model, model.evaluate(batches(job, 0, model.place.dp, device)))
+    evaluation = mean_loss(model, model.evaluate(batches(job, 0, model.data_rank, device)))
     if save:
         path = checkpoint.save(model, optimizer, steps, 0, save)
         if rank == 0:
@@ -306,13 +306,13 @@ def take_steps(
     losses, norms = [], []
     for step in range(1, 13):
         steps.begin(step)
-        own = batches(job, step, model.place.dp, device)
+        own = batches(job, step, model.data_rank, device)
         stepped = steps.run(step, own if step < 7 else own[: len(own) // 2], 2.0**-10 * (1 + step % 4))
         losses.append(mean_loss(model, stepped.loss))
         assert stepped.grad_norm is not None
         norms.append(float(stepped.grad_norm))
         if step in (5, 12):
-            losses.append(mean_loss(model, model.evaluate(batches(job, 0, model.place.dp, device))))
+            losses.append(mean_loss(model, model.evaluate(batches(job, 0, model.data_rank, device))))
     return Trained(losses, norms, [], whole(model), losses[-1])
 
 
@@ -320,14 +320,14 @@ def batches(job: JobConfig, step: int, dp: int, device: torch.device = CPU) -> l
     """The micro-batches of a data-parallel rank."""
     batch, generator = job.batch, torch.Generator().manual_seed(step)
     tokens = torch.randint(job.model.vocab_size, (batch.global_batch_size, job.model.seq_len + 1), generator=generator)
-    own = tokens.chunk(job.parallel.dp)[dp].to(device).split(batch.micro_batch_size)
+    own = tokens.chunk(job.parallel.data_ranks)[dp].to(device).split(batch.micro_batch_size)
     return [(part[:, :-1], part[:, 1:]) for part in own]
 
 
 def mean_loss(model: ParallelModel, loss: Tensor) -> float:
     total = loss.double() if model.is_last and model.place.tp == 0 else loss.new_zeros((), dtype=torch.float64)
     model.world.all_reduce(total)
-    return float(total) / model.layout.dp
+    return float(total) / model.layout.data_ranks
 
 
 def whole(model: ParallelModel, *, gradients: bool = False) -> State:

@@ -281,18 +281,24 @@ def test_a_disk_that_is_really_full(text_folder: Path, corpus: Corpus, tmp_path:
 def test_any_layout_goes_on_from_any_other(tmp_path: Path, model: dict[str, object]) -> None:
     """Written by one process and gone on with by several, and the other way round."""
     alone = job_of({}, model, {}, sequences=8)
-    expected = layout_ranks.train(alone, 0, 4)
+    expected = layout_ranks.train(alone, 0, 5)
     layout_ranks.train(alone, 0, 2, save=tmp_path / "alone")
-    spread = [job_of({"tp": 2, "dp": 2, "zero": 3}, model, {}), job_of({"tp": 2, "pp": 2}, model, {})]
+    layouts = {"tp": 2, "dp": 2, "zero": 3}, {"dp": 2, "dp_replicate": 2}, {"tp": 2, "pp": 2}
+    folders = [tmp_path / name for name in ("alone", "first", "replicas", "last")]
     with meeting_place() as place:
         url = place.init_method("checkpoint")
-        steps = [(tmp_path / "alone", tmp_path / "first"), (tmp_path / "first", tmp_path / "second")]
-        arguments = (spread, 3, url, steps)
-        first, second = launch(layout_ranks.go_on, 4, args=arguments, log_dir=tmp_path / "logs")[0]
-    assert first.losses == pytest.approx(expected.losses[2:3], abs=1e-10)
-    assert second.losses == pytest.approx(expected.losses[3:4], abs=1e-10)
-    last = layout_ranks.train(alone, 0, 4, resume=tmp_path / "first")
-    assert last.losses == pytest.approx(expected.losses[3:], abs=1e-10)
+        arguments = (
+            [job_of(each, model, {}, sequences=8) for each in layouts],
+            3,
+            url,
+            list(itertools.pairwise(folders)),
+        )
+        each = launch(layout_ranks.go_on, 4, args=arguments, log_dir=tmp_path / "logs")[0]
+    assert [trained.losses[0] for trained in each] == pytest.approx(expected.losses[2:5], abs=1e-10)
+    sizes = [sum(file.stat().st_size for file in folder.rglob("*.distcp")) for folder in folders[:3]]
+    assert sizes[0] <= sizes[2] < 1.2 * sizes[0], "replicas hold the same, and it is saved once"
+    last = layout_ranks.train(alone, 0, 5, resume=tmp_path / "replicas")
+    assert last.losses == pytest.approx(expected.losses[4:], abs=1e-10)
     for name, value in expected.parameters.items():
         torch.testing.assert_close(last.parameters[name], value, rtol=1e-8, atol=1e-11)
 

@@ -65,13 +65,22 @@ SHARDED = [
     ({"pp": 2, "dp": 2, "zero": 2}, PLAIN, {}),
 ]
 
+REPLICATED = [
+    ({"dp": 2, "dp_replicate": 2}, PLAIN, {}),
+    ({"dp": 1, "dp_replicate": 4}, LLAMA, {}),
+    ({"tp": 2, "dp_replicate": 2}, QWEN, {}),
+    ({"dp": 2, "dp_replicate": 2, "zero": 2}, LLAMA, {"dp": False}),
+    ({"dp": 2, "dp_replicate": 2, "zero": 3}, PARALLEL, {}),
+    ({"pp": 2, "dp_replicate": 2, "vpp": 2}, LLAMA, {}),
+]
+
 
 def job_of(
     degrees: dict[str, int], model: dict[str, Any], overlap: dict[str, Any], eps: float = 1e-8, sequences: int = 0
 ) -> JobConfig:
     # Tensor-parallel ranks exchange at every product: four micro-batches still fill and drain each of their pipelines.
     sequences = sequences or (8 if "tp" in degrees else 16)
-    ranks = degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("dp", 1)
+    ranks = math.prod(degrees.get(name, 1) for name in ("tp", "pp", "dp", "dp_replicate"))
     tree = {
         "model": {**MODEL, **model},
         "parallel": {"dp": 1, **degrees},
@@ -159,6 +168,25 @@ def test_a_cover_of_layouts_trains_as_one_process_in_float64(work: Work, by_rank
 @on_ranks(4, layout_ranks.run_rank, [job_of(*case) for case in SHARDED], 2)
 def test_every_zero_stage_trains_as_one_process_in_float64(work: Work, by_rank: ByRank) -> None:
     check(work.args[0], by_rank(work)[0], 2, 1e-10)
+
+
+@on_ranks(4, layout_ranks.run_rank, [job_of(*case) for case in REPLICATED], 2)
+def test_replicas_train_as_one_process_in_float64(work: Work, by_rank: ByRank) -> None:
+    check(work.args[0], by_rank(work)[0], 2, 1e-10)
+
+
+@on_ranks(
+    4,
+    layout_ranks.run_rank,
+    [
+        job_of(degrees, {"dtype": "float32", "layers": 2}, {}, eps=1e-3)
+        for degrees in ({"dp": 2, "dp_replicate": 2}, {"dp_replicate": 4}, {"dp": 4})
+    ],
+    2,
+)
+def test_replicas_train_as_one_process_in_float32(work: Work, by_rank: ByRank) -> None:
+    """To 1e-6 of a norm: each element is a sum of four gradients, in another order in each layout."""
+    check(work.args[0], by_rank(work)[0], 2, 1e-6)
 
 
 COPIED: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [

@@ -34,6 +34,7 @@ PHASES: tuple[tuple[str, tuple[Kind, ...], tuple[Kind, ...]], ...] = (
     ("ring", (Kind.DP_REDUCE_SCATTER,), (Kind.DP_ALL_GATHER,)),
     ("pipeline", (Kind.PP_FORWARD, Kind.PP_BACKWARD), ()),
     ("tied", (Kind.TIED_ALL_REDUCE,), ()),
+    ("replicas", (Kind.DP_REPLICATE_ALL_REDUCE,), ()),
     # Where there is no job: the traffic itself is the one phase.
     ("permutation", (Kind.PERMUTATION,), ()),
     ("file", (Kind.FILE,), ()),

@@ -90,7 +90,8 @@ class ShardPlan:
                     for piece in bucket.pieces:
                         part = cut.get(piece.name)
                         # Of ranks that hold the same one writes.
-                        if (part is None and tp[0]) or (is_second_table and piece.name == HEAD):
+                        is_second = (part is None and tp[0]) or (is_second_table and piece.name == HEAD)
+                        if is_second or model.place.dp_replicate:
                             continue
                         self._add(kind, bucket, piece, part, tp, vocab_size, optimizer, group)
                 group += 1

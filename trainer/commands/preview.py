@@ -35,6 +35,8 @@ def size(job: JobConfig, backend: Literal["gloo", "nccl"]) -> str:
     count = job.optimizer.steps
     chunks = f"vpp {layout.vpp}, " * (layout.vpp > 1)
     degrees = f"tp {layout.tp}, pp {layout.pp}{_layers_by_stage(job)}, {chunks}dp {layout.dp}"
+    if layout.dp_replicate > 1:
+        degrees += f", dp_replicate {layout.dp_replicate}"
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)} ({degrees}; {backend})"
     ramped = f"{batch.start_size} to " * (0 < batch.start_size < batch.global_batch_size)
     sequences = f"{ramped}{batch.global_batch_size} sequences of {job.model.seq_len:,} tokens"
@@ -159,7 +161,7 @@ def _scaling_without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     is_alone, is_wide = job.parallel.dp == 1, job.model.dtype == "float64"
-    if job.overlap.reduce_dtype == "bfloat16" and (is_alone or is_wide):
+    if job.overlap.reduce_dtype == "bfloat16" and (job.parallel.data_ranks == 1 or is_wide):
         why = "job.model.dtype is float64" if is_wide else "job.parallel.dp is 1: none are reduced"
         yield "overlap.reduce_dtype = bfloat16", why
     no_copies = _why_no_copies(job)
@@ -181,7 +183,7 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
 def _why_no_copies(job: JobConfig) -> str:
     """Why gradients are not copied to the peers, whatever `overlap.peer_reduce` says; or nothing."""
     if job.parallel.dp == 1:
-        return "job.parallel.dp is 1: none are reduced"
+        return "job.parallel.dp is 1: none are " + ("reduced" if job.parallel.data_ranks == 1 else "scattered")
     if job.model.dtype == "float64":
         return "job.model.dtype is float64"
     return "" if job.overlap.windows else "job.overlap.windows is false"

@@ -127,9 +127,9 @@ def check_samples(job: JobConfig, corpus: Corpus | Mixture, before: Meta | None)
 def batch_plan(job: JobConfig, before: Meta | None) -> BatchPlan:
     """Return the samples of each step; a run that resumes counts on where its checkpoint stopped."""
     if before is None:
-        return BatchPlan(job.batch, job.parallel.dp)
+        return BatchPlan(job.batch, job.parallel.data_ranks)
     had = 0 if before.data is None else int(before.data["num_samples"])
-    return BatchPlan(job.batch, job.parallel.dp, before.step + 1, had)
+    return BatchPlan(job.batch, job.parallel.data_ranks, before.step + 1, had)
 
 
 def _open_source(

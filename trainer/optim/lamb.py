@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from collectives.sharded.norms import each_norm
+from collectives.sharded.gradient import each_norm
 
 Group = dict[str, Any]
 Move = tuple[Group, list[Tensor], list[Tensor]]

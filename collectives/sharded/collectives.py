@@ -1,0 +1,508 @@
+"""Collectives of a sharded model: all-gathers of parameters, reduce-scatters of gradients, and the comparison of steps.
+
+A `ReduceScatter` has three backends: gloo, NCCL with or without windows, and copy engines. An `AllGather` has gloo, and
+NCCL with or without windows, from which its copy engines gather where the group was made for that. Each says where what
+travels lies, and launches it on a communicator. Which bucket leaves when is `collectives.sharded.reduce`'s and
+`collectives.sharded.gather`'s; the buffers of a bucket are `collectives.sharded.bucket`'s.
+
+[Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
+divided before the sum, by a power of two no less than the number of ranks (it rounds nothing but what is subnormal),
+and the rest of the mean's factor comes after it. Other dtypes have room, and are divided once, after the sum.
+
+[Note: means] Where NCCL divides by a power of two as it adds, that loses nothing and saves a pass over each shard; from
+windows it would take its slower kernels for that. `PeerReduce` divides as it adds. So elsewhere sums come, and are
+scaled as they are stored. Whoever divides the loss by the number of ranks wants no more than the sum (`mean=False`):
+nothing is scaled then.
+
+[Note: replicas] Where several groups hold the same shards, each sum is all-reduced among the ranks that hold the same
+shard, in the dtype of the sum, before it is scaled and stored: bucket by bucket, after its reduce-scatter.
+
+[Note: what a check costs] A rank that skips a step alone launches the same collectives as the others, only for other
+data: nothing that is exchanged anyway would tell. So each rank sends the step that it is at, in a gather of its own
+before a round of reductions: not with the gradients (a rank sees its own slice of their sum alone), nor with the
+parameters (a shard has no room that would not tear parameters apart). Rounds 1, 2, 4, 8 and each 16th are checked: what
+has gone apart stays apart, so it is found all the same, and 15 of 16 rounds have no collective more. On CUDA nobody
+waits for it: the numbers are looked at in the next round, when they have come long ago. The first round waits, for what
+ranks do differently may hang there. A watch hears of it, a recorder does not. Nothing is compared inside the capture of
+a CUDA graph, or on a muted communicator.
+
+[Note: which step] The announced one (`ShardedDataParallel.start_step`, `Watch.begin_step`, `Recorder.begin_step`).
+Where not every rank announces one: the steps taken so far, and the forward passes in training that no backward pass
+followed, which is what a step omitted after its forward pass looks like. A rank that omits the forward pass too
+is noticed only where steps are announced.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from collectives.alike import spread
+from collectives.sharded.bucket import Bucket, BucketPlan, CopyIn
+from collectives.transport.communicator import Communicator, Work
+from collectives.transport.peer_reduce import DTYPES, PeerReduce
+from collectives.transport.symmetric import why_unusable
+from collectives.transport.windows import Windows
+from netlayer.errors import CheckFailed
+from netlayer.workload.buckets import buffer_sizes
+
+
+class AllGather:
+    """All-gathers of buckets' parameters, in place: on gloo or NCCL, or from NCCL's windows.
+
+    Args:
+        comm: which nothing else uses but calls from the same place in every rank's program.
+        plans: of the buckets whose parameters shall lie in windows; none: they lie in memory as any other.
+    """
+
+    def __init__(self, comm: Communicator, plans: Sequence[BucketPlan] = ()) -> None:
+        self.comm, self._windows = comm, None
+        # One rank alone exchanges nothing: windows would only cost memory.
+        if plans and comm.group is not None:
+            room = sum(Windows.room(plan.padded_numel, plan.dtype) for plan in plans)
+            self._windows = Windows(comm.group, comm.device, room)
+
+    def allocate(self, plan: BucketPlan) -> Tensor | None:
+        """Return the memory for a bucket's unsharded parameters, [N]; None: any memory will do."""
+        return None if self._windows is None else self._windows.take(plan.padded_numel, plan.dtype)
+
+    def __call__(
+        self,
+        unsharded_N: Tensor,
+        prepare: Callable[[], None] | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> Work:
+        """Gather every rank's own slice on all ranks; arguments as in `Communicator.all_gather`."""
+        return self.comm.all_gather(unsharded_N, prepare, after)
+
+    def close(self) -> None:
+        """Give the windows back, once the device has come here. Every rank does so at the same point; twice is once."""
+        if self._windows is not None:
+            self._windows.close()
+
+
+class ReduceScatter(ABC):
+    """Reduce-scatters of buckets' gradients, to means (or sums) over ranks on the shards.
+
+    Args:
+        comm: which nothing else uses but calls from the same place in every rank's program.
+        dtype: of gradients on the wire.
+        mean: over ranks; False: sums.
+        replicas: of ranks that hold the same shard; None: there are no replicas.
+        divides: the backend divides as it adds: [Note: means].
+        sum_dtype: in which sums come; None: `dtype`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        dtype: torch.dtype,
+        mean: bool = True,
+        replicas: Communicator | None = None,
+        *,
+        divides: bool = False,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.comm, self.dtype, self.replicas = comm, dtype, replicas
+        self._sum_dtype = sum_dtype or dtype
+        num_replicas = 1 if replicas is None else replicas.world_size
+        num_ranks = comm.world_size * num_replicas
+        self._gets_means = mean and divides  # [Note: means]
+        has_to_divide = mean and not self._gets_means
+        is_short = has_to_divide and dtype == torch.float16  # [Note: float16]
+        self.divisor = 1 << (num_ranks - 1).bit_length() if is_short else 1
+        """Of gradients, before their sum."""
+        # What the shards' group has divided already is still to be divided by the replicas.
+        to_divide = num_ranks if has_to_divide else num_replicas if mean else 1
+        self.scale = self.divisor / to_divide
+        """Of sums."""
+        self.stream = comm.post_reduce_stream
+        """What makes the mean of a sum, and a step, runs there."""
+        self.gradients: Mapping[int, Tensor] = {}
+        """Memory where reduced gradients stay, by the index of a bucket; of others any memory will do."""
+
+    def is_local(self, bucket: Bucket) -> bool:
+        """Whether nothing is sent: one rank alone, whose gradients lose no digits where the optimiser reads them."""
+        wide = bucket.grad_S.dtype
+        return self.comm.world_size == 1 and self.replicas is None and torch.promote_types(wide, self.dtype) == wide
+
+    def acquire(self, bucket: Bucket) -> None:
+        """Open a bucket's gradients in what its reduce-scatter sends: autograd adds them up there.
+
+        It is the bucket that is launched next.
+        """
+        bucket.open_new(self.dtype)
+
+    def allocate(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Memory for the gradients of a bucket on their way, and for their sum: that nothing under way uses."""
+        whole_N = bucket.unsharded_N.new_empty(bucket.plan.padded_numel, dtype=self.dtype)
+        return whole_N, whole_N.new_empty(bucket.plan.shard_numel)
+
+    def __call__(self, bucket: Bucket, adds: bool) -> Work:
+        """Send the gradients of a bucket; they are gone from it.
+
+        Args:
+            bucket: of one that `is_local` the shard is open for its gradients.
+            adds: to the reduced gradients that the shard holds, where they travel.
+        """
+        if self.is_local(bucket):
+            assert bucket.local_N is bucket.grad_S, "open where gradients stay"
+            bucket.copy_in(bucket.grad_S.dtype).fill()
+            # A work all the same, so that callers wait for it as for any other.
+            return Work(self.comm, None, None, None, None, ())
+        copy_in, shard_S = self._copy_in(bucket)
+        if not adds and self._sum_dtype == bucket.grad_S.dtype:
+            output_S = bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it
+        elif shard_S is None or shard_S is bucket.grad_S:
+            output_S = copy_in.buffer.new_empty(bucket.plan.shard_numel, dtype=self._sum_dtype)
+        else:
+            output_S = shard_S
+        work = self._reduce(output_S, copy_in)
+        if self.replicas is not None:
+            work.then(functools.partial(self.replicas.all_reduce, output_S), self.stream)
+        # Else the sum has landed where, and as, the optimiser reads it.
+        if self.scale != 1 or output_S is not bucket.grad_S:
+            work.then(functools.partial(bucket.store_reduced, output_S, self.scale, adds), self.stream)
+        return work
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to give back
+        """Give all memory back, once the device has come here. Every rank does so at the same point; twice is once."""
+
+    def _copy_in(self, bucket: Bucket) -> tuple[CopyIn, Tensor | None]:
+        """The gradients to send, and memory for their sum where there is some."""
+        return bucket.copy_in(self.dtype, self.divisor), None
+
+    @abstractmethod
+    def _reduce(self, output_S: Tensor, copy_in: CopyIn) -> Work:
+        """Launch the sum (or mean, where this backend divides) of the ranks' gradients into `output_S`."""
+
+
+class GlooReduceScatter(ReduceScatter):
+    """Sums by gloo: where it has no reduce-scatter of the dtype, by an all-reduce in a wide one."""
+
+    def _reduce(self, output_S: Tensor, copy_in: CopyIn) -> Work:
+        return self.comm.reduce_scatter(output_S, copy_in.buffer, copy_in.fill, copy_in.read)
+
+
+@dataclass
+class _Buffer:
+    """A buffer in a window, for a bucket whole [N] and for its shard [S]; the last work that has used it."""
+
+    whole: Tensor
+    shard: Tensor
+    user: Work | None = None
+
+
+class NcclReduceScatter(ReduceScatter):
+    """Sums, or means over a power of two of ranks, by NCCL; from windows where it is given any.
+
+    Args:
+        windows: in which `buffers` and `gradients` lie; kept as long. None: gradients travel in memory that is
+            allocated for them.
+        buffers: for a bucket whole and for its shard, one more than are in flight, which take turns; some may be too
+            small for some buckets.
+        gradients: where reduced gradients stay, by the index of a bucket.
+        others: of `ReduceScatter`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        dtype: torch.dtype,
+        mean: bool = True,
+        replicas: Communicator | None = None,
+        *,
+        windows: Windows | None = None,
+        buffers: Sequence[tuple[Tensor, Tensor]] = (),
+        gradients: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        super().__init__(comm, dtype, mean, replicas, divides=comm.divides_on_the_way and windows is None)
+        self.windows, self.gradients = windows, gradients or {}
+        self._buffers = [_Buffer(*buffer) for buffer in buffers]
+        """Those that were taken last come last."""
+        self._acquired: tuple[Tensor, Tensor] | None = None
+        """Of the buffers, the pair that the next bucket to be launched fills already."""
+
+    def acquire(self, bucket: Bucket) -> None:
+        if not self._buffers:
+            super().acquire(bucket)
+            return
+        # Kept, for buffers take turns: the one that is filled from now on must be the one that is sent.
+        self._acquired = self.allocate(bucket)
+        bucket.open(self._acquired[0])
+
+    def allocate(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        if not self._buffers:
+            return super().allocate(bucket)
+        plan = bucket.plan
+        # By the order of use alone, and not by what has landed: a peer looks for this one where its own lies.
+        index = next(i for i, each in enumerate(self._buffers) if len(each.whole) >= plan.padded_numel)
+        buffer = self._buffers.pop(index)
+        self._buffers.append(buffer)
+        user, buffer.user = buffer.user, None
+        if user is not None:
+            user.wait()
+        # The shard's part is sized by the buckets that need it: the sums of all others land in `grad_S`.
+        has_room = len(buffer.shard) >= plan.shard_numel
+        shard_S = buffer.shard[: plan.shard_numel] if has_room else bucket.grad_S
+        return buffer.whole[: plan.padded_numel], shard_S
+
+    def __call__(self, bucket: Bucket, adds: bool) -> Work:
+        work = super().__call__(bucket, adds)
+        if self._buffers and not self.is_local(bucket):
+            self._buffers[-1].user = work
+        return work
+
+    def close(self) -> None:
+        if self.windows is not None:
+            self.windows.close()
+
+    def _copy_in(self, bucket: Bucket) -> tuple[CopyIn, Tensor | None]:
+        if not self._buffers:
+            return super()._copy_in(bucket)
+        whole_N, shard_S = self._acquired or self.allocate(bucket)
+        self._acquired = None
+        return bucket.copy_in(self.dtype, self.divisor, whole_N), shard_S
+
+    def _reduce(self, output_S: Tensor, copy_in: CopyIn) -> Work:
+        return self.comm.reduce_scatter(output_S, copy_in.buffer, copy_in.fill, copy_in.read, self._gets_means)
+
+
+class PeerReduceScatter(ReduceScatter):
+    """Sums or means, in float32, of what copy engines have carried to the peers (`collectives.transport.peer_reduce`).
+
+    Args:
+        peers: carries and adds.
+        others: of `ReduceScatter`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        dtype: torch.dtype,
+        mean: bool = True,
+        replicas: Communicator | None = None,
+        *,
+        peers: PeerReduce,
+    ) -> None:
+        super().__init__(comm, dtype, mean, replicas, divides=True, sum_dtype=torch.float32)
+        self._peers = peers
+
+    def close(self) -> None:
+        self._peers.close()
+
+    def _reduce(self, output_S: Tensor, copy_in: CopyIn) -> Work:
+        mean = self._gets_means
+        return self.comm.reduce_scatter(output_S, copy_in.buffer, copy_in.fill, copy_in.read, mean, self._peers)
+
+
+def open_reduce_scatter(
+    comm: Communicator,
+    plans: Sequence[BucketPlan],
+    dtype: torch.dtype,
+    master_dtypes: Sequence[torch.dtype],
+    *,
+    mean: bool,
+    replicas: Communicator | None,
+    in_flight: int,
+    adds: bool,
+    windows: bool,
+    peers: bool,
+) -> ReduceScatter:
+    """Open the reduce-scatters of a module's gradients by the backend that its communicator and settings give.
+
+    Args:
+        comm, dtype, mean, replicas: as in `ReduceScatter`.
+        plans, master_dtypes: of the buckets.
+        in_flight: reduce-scatters that may be under way.
+        adds: sums are added to those of a pass before: then none stays where it lands.
+        windows: gradients travel in NCCL's windows.
+        peers: they are copied to the peers, whatever `windows` says.
+
+    Raises:
+        ValueError: the peers' memory cannot be written to, or takes no `dtype`.
+    """
+    # One rank alone exchanges nothing: windows and copies would only cost memory.
+    if comm.group is not None and peers:
+        return PeerReduceScatter(comm, dtype, mean, replicas, peers=_open_peer_reduce(comm, plans, dtype))
+    if comm.group is not None and windows:
+        return _open_in_windows(comm, plans, dtype, master_dtypes, mean, replicas, in_flight + 1, adds)
+    backend = GlooReduceScatter if comm.device.type == "cpu" else NcclReduceScatter
+    return backend(comm, dtype, mean, replicas)
+
+
+def _open_peer_reduce(comm: Communicator, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
+    """Open the reduction of gradients by copies to the peers, with buffers for the largest bucket.
+
+    Raises:
+        ValueError: peers cannot be reached, or gradients are of a type that it cannot add.
+    """
+    assert comm.group is not None
+    reason = why_unusable(comm.group, comm.device)
+    if reason is None and dtype not in DTYPES:
+        reason = f"gradients travel in {dtype}"
+    if reason is not None:
+        raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); omit it")
+    part_bytes = max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize
+    peers = PeerReduce(comm.group, comm.device, part_bytes, comm.peer_streams)
+    comm.peer_streams = peers.streams
+    return peers
+
+
+def _open_in_windows(
+    comm: Communicator,
+    plans: Sequence[BucketPlan],
+    dtype: torch.dtype,
+    master_dtypes: Sequence[torch.dtype],
+    mean: bool,
+    replicas: Communicator | None,
+    count: int,
+    adds: bool,
+) -> NcclReduceScatter:
+    """Register with NCCL one allocation for all buffers of the reduce-scatters: pairs of input and output, and shards.
+
+    Args:
+        count: of the buffers: one more than may be in flight, for the next bucket's gradients fill it meanwhile.
+        adds: gradients add up in the masters' shards over passes, so none is reduced in place.
+    """
+    assert comm.group is not None
+    of_plans = zip(plans, master_dtypes, strict=True)
+    staying = {plan.index: plan.shard_numel for plan, master in of_plans if not adds and master == dtype}
+    wholes = buffer_sizes([plan.padded_numel for plan in plans], count)
+    shards = [
+        max((p.shard_numel for p in plans if p.index not in staying and p.padded_numel <= whole), default=0)
+        for whole in wholes
+    ]
+    sizes = list(zip(wholes, shards, strict=True))
+    num_bytes = sum(Windows.room(whole, dtype) + Windows.room(shard, dtype) for whole, shard in sizes)
+    num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
+    windows = Windows(comm.group, comm.device, num_bytes)
+    buffers = [(windows.take(whole, dtype), windows.take(shard, dtype)) for whole, shard in sizes]
+    gradients = {index: windows.take(numel, dtype) for index, numel in staying.items()}
+    return NcclReduceScatter(comm, dtype, mean, replicas, windows=windows, buffers=buffers, gradients=gradients)
+
+
+CHECKED_EVERY = 16
+UNANNOUNCED = -1
+
+
+class StepState(NamedTuple):
+    """Step and settings of one rank.
+
+    Args:
+        announced: the step that the caller has announced, or `UNANNOUNCED`.
+        counted: the step by this rank's own count.
+        prefetch, overlap, step_in_backward: as in `ShardedDataParallel`, now.
+        gather_in_backward: the share in millionths; 0 without `step_in_backward`.
+    """
+
+    announced: int
+    counted: int
+    prefetch: int
+    overlap: int
+    step_in_backward: int
+    gather_in_backward: int
+
+
+def announced_step(step: int | None, comm: Communicator) -> int:
+    """Return the step that was announced to the wrapper (None: none was), else to the communicator's watch or
+    recorder."""
+    of_watch = None if comm.track is None else comm.track.watch.step
+    of_recorder = None if comm.recorder is None else comm.recorder.step
+    return next((each for each in (step, of_watch, of_recorder) if each is not None), UNANNOUNCED)
+
+
+class StepCheck:
+    """Compares the places of all ranks before a round of reductions: [Note: what a check costs].
+
+    Args:
+        comm: of the reductions.
+        place: where this rank is; asked when a round is checked.
+    """
+
+    def __init__(self, comm: Communicator, place: Callable[[], StepState]) -> None:
+        self._comm, self._step_state = comm, place
+        self._num_reductions = 0
+        self._coming: tuple[Tensor, torch.cuda.Event, object] | None = None
+        """Numbers of an earlier round on their way to the host, the event after that, and what is read until then."""
+
+    def begin_round(self) -> None:
+        """Compare the places of all ranks; every rank calls it before the first reduction of a round.
+
+        Raises:
+            CheckFailed: ranks are at different steps.
+            ValueError: ranks run with different settings.
+        """
+        self._look_at_earlier()
+        self._num_reductions += 1
+        comm = self._comm
+        if comm.world_size == 1 or comm.muted or comm.is_capturing or not is_checked(self._num_reductions):
+            return
+        numbers = torch.empty(comm.world_size * len(StepState._fields), dtype=torch.int64, device=comm.device)
+        # From pinned memory: a copy from other memory lets the host wait for all that the stream does by now.
+        own = torch.tensor(self._step_state(), dtype=numbers.dtype, device="cpu", pin_memory=numbers.is_cuda)
+
+        def prepare() -> None:
+            numbers.chunk(comm.world_size)[comm.rank].copy_(own, non_blocking=True)
+
+        work = comm.all_gather(numbers, prepare, is_recorded=False)
+        if comm.stream is None or self._num_reductions == 1:
+            work.wait()
+            self._judge(numbers)
+            return
+        on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+
+        def bring() -> None:
+            on_host.copy_(numbers, non_blocking=True)
+
+        work.then(bring, comm.stream)
+        assert work.done_event is not None
+        self._coming = on_host, work.done_event, (numbers, own)
+
+    def _look_at_earlier(self) -> None:
+        if self._coming is not None and not self._comm.is_capturing:
+            numbers, landed, _ = self._coming
+            self._coming = None
+            landed.synchronize()
+            self._judge(numbers)
+
+    def _judge(self, numbers: Tensor) -> None:
+        states = [StepState(*row) for row in numbers.view(self._comm.world_size, -1).tolist()]
+        if len(set(states)) > 1:
+            raise_difference(states, self._comm.ranks)
+
+
+def is_checked(number: int) -> bool:
+    """Whether the round of this number, counted from 1, is checked: see [Note: what a check costs]."""
+    return number % CHECKED_EVERY == 0 or (number < CHECKED_EVERY and number & (number - 1) == 0)
+
+
+def raise_difference(states: Sequence[StepState], ranks: Sequence[int]) -> None:
+    """Raise what `StepCheck.begin_round` raises, if these places of these ranks differ."""
+    for field in StepState._fields[2:]:
+        values = [getattr(place, field) for place in states]
+        if len(set(values)) > 1:
+            texts = [_format_setting(field, value) for value in values]
+            raise ValueError(f"ranks differ in their settings: {spread(field, texts, ranks)}; give every rank the same")
+    are_announced = all(place.announced != UNANNOUNCED for place in states)
+    steps = [place.announced if are_announced else place.counted for place in states]
+    if len(set(steps)) > 1:
+        hint = (
+            "" if are_announced else ", and run forward passes that are not trained on under torch.no_grad() or eval()"
+        )
+        raise CheckFailed(
+            f"ranks train different steps: {spread('step', steps, ranks)}; gradients of different steps may have been "
+            f"averaged since the last check, so load a checkpoint; skip a step on every rank or on none{hint}"
+        )
+
+
+def _format_setting(field: str, value: int) -> str:
+    if field == "gather_in_backward":
+        return f"{value / 1e6:g}"
+    return str(value) if field == "prefetch" else str(bool(value))
