@@ -12,7 +12,7 @@ GROUND := tests/netlayer
 NONE := 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-gpu full check reference format bench reports claims rdma-lab clean
+.PHONY: help setup page quickstart test test-slow test-gpu full check reference format bench reports claims rdma-lab clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,7 +27,11 @@ $(STAMP): pyproject.toml constraints.txt
 	  || { echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu run: apt-get install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python hatch_build.py
 	@touch $(STAMP)
+
+page: setup  ## build the page of `netlayer observe serve` (needs npm; setup does it where npm is there)
+	@$(BIN)/python hatch_build.py --require
 
 quickstart: setup  ## the main job: bench, fabric, training and one report (ARGS="--steps 50 --out DIR")
 	@$(BIN)/netlayer quickstart $(ARGS)
@@ -93,4 +97,4 @@ rdma-lab: setup  ## tests on real verbs (Soft-RoCE), in a small virtual machine 
 	@lab/run.sh $(ARGS)
 
 clean:  ## remove what the other targets made, but for tokenised text in ~/.cache/netlayer
-	rm -rf $(VENV) runs dist .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) runs dist netlayer/observe/page/web/dist netlayer/observe/page/web/node_modules .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

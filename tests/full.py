@@ -125,6 +125,13 @@ COMMANDS: tuple[Command, ...] = (
         "where kind = 'segment' group by all order by rank, ms desc\""
     ),
     Command(".venv/bin/netlayer observe report runs/observed --out runs/observed/observe"),
+    Command(
+        ".venv/bin/netlayer observe serve runs/observed",
+        instead="timeout --signal=INT 20 .venv/bin/netlayer observe serve runs/observed --port 0",
+        why="it serves until Ctrl-C, which comes after 20 s",
+        exit_codes=(124,),
+    ),
+    Command(".venv/bin/netlayer observe page runs/observed --out runs/observed/observe"),
     _gpus(".venv/bin/python -m bench.data_idle --ranks 8 --model 125m --runs 5", 8),
     Command(".venv/bin/netlayer estimate step --config examples/megascale-12288.toml --device A100"),
     Command(
@@ -298,6 +305,7 @@ COMMANDS: tuple[Command, ...] = (
         "--set job.checkpoint.every_steps=50 --out runs/kept"
     ),
     Command(".venv/bin/netlayer run status runs/kept"),
+    _only_parsed(".venv/bin/netlayer run serve runs/kept", "it serves until Ctrl-C"),
     Command(".venv/bin/netlayer run logs runs/kept node-1 -n 50"),
     Command(".venv/bin/netlayer run evict runs/kept node-1"),
     Command(".venv/bin/netlayer run pause runs/kept"),

@@ -177,9 +177,32 @@ def evict(out: Path, node: str) -> None:
     Example:
       netlayer run evict runs/a node-2
     """
+    _evict(_existing(out), node)
+
+
+@run.command()
+@_OUT
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8642, show_default=True, help="0: a free one.")
+def serve(out: Path, host: str, port: int) -> None:
+    """Serve the page of the run in OUT, as `netlayer observe serve` does, with its nodes and a button that evicts one.
+
+    The button does what `netlayer run evict` does, after a question. It needs the token in the address that is printed:
+    who has it may evict nodes. It is another one at each start.
+
+    \b
+    Example:
+      netlayer run serve runs/a
+    """
+    from netlayer.observe.page.command import serve_until_signal
+    from netlayer.observe.page.server import Actions
+    from trainer.resilience import status as report
+
     folder = _existing(out)
-    _check_node(folder, node)
-    _ask(folder, "evict", node)
+    actions = Actions(
+        facts=lambda: report.facts(folder, has_driver=_has_driver(folder)), evict=lambda node: _evict(folder, node)
+    )
+    serve_until_signal((folder.out,), host, port, None, actions)
 
 
 @run.command()
@@ -542,6 +565,11 @@ def _check_node(folder: RunFolder, node: str) -> None:
     # A name that is none is refused where it is used, with the rule for names.
     if is_node_name(node) and not folder.node(node).is_dir():
         raise ConfigError("node", node, "is none of this run", f"netlayer run status {folder.out} lists them")
+
+
+def _evict(folder: RunFolder, node: str) -> None:
+    _check_node(folder, node)
+    _ask(folder, "evict", node)
 
 
 def _existing(out: Path, verbosity: int = 0) -> RunFolder:

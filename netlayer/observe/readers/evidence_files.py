@@ -29,8 +29,8 @@ KINDS = (
 _HEAD = 1 << 18
 _MOST_NOTES = 20
 _SKIPPED = ("report.html", ".png", ".toml", ".lock", "attempt")
-_Reader = Callable[[Path, list[str]], Iterator[Event]]
-_BY_TEXT: tuple[tuple[str, Callable[[str], bool], _Reader], ...] = (
+Reader = Callable[[Path, list[str]], Iterator[Event]]
+_BY_TEXT: tuple[tuple[str, Callable[[str], bool], Reader], ...] = (
     ("MLPerf", mlperf.is_log, mlperf.read),
     ("NCCL Inspector", nccl.is_inspector, nccl.read_inspector),
     ("NCCL profiler plug-in", nccl.is_profiler, nccl.read_profiler),
@@ -58,7 +58,7 @@ class EvidenceFiles:
         self.kinds, self.notes, self.hang = Counter(), [], []
         for path in self.files:
             try:
-                kind, read = _recognise(path)
+                kind, read = recognise(path)
                 notes: list[str] = []
                 yield from read(path, notes)
                 self.kinds[kind] += 1
@@ -100,18 +100,17 @@ def _is_candidate(path: Path) -> bool:
     return path.is_file() and not path.name.startswith(".") and not path.name.endswith(_SKIPPED)
 
 
-def _recognise(path: Path) -> tuple[str, _Reader]:
-    """Kind of a file and its reader.
+def recognise(path: Path) -> tuple[str, Reader]:
+    """Kind of a file and its reader, which gives events and appends to a list what it could not read.
 
     Raises:
         ValueError: it is empty, of no known kind, or cannot be read; a phrase that continues the file's name.
     """
-    if path.suffix in (".arrows", ".jsonl"):
-        head = _head(path)
-        if path.suffix == ".arrows" or b'"netlayer.events"' in head:
-            return EVENTS, _read_events
-    else:
-        head = _head(path)
+    if path.name.endswith((".arrows", ".arrows.zst")):
+        return EVENTS, _read_events
+    head = _head(path)
+    if path.suffix == ".jsonl" and b'"netlayer.events"' in head:
+        return EVENTS, _read_events
     if not head:
         raise ValueError("is empty")
     if head.startswith(b"PAR1") or path.suffix == ".parquet":
@@ -131,7 +130,7 @@ def _head(path: Path) -> bytes:
         raise ValueError(f"cannot be read ({exc})") from exc
 
 
-def _recognise_parquet(path: Path) -> tuple[str, _Reader]:
+def _recognise_parquet(path: Path) -> tuple[str, Reader]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -238,7 +238,7 @@ class _Collector:
             start = self._starts.setdefault(attempt, Start(attempt, event.start_ns))
             start.at_ns = min(start.at_ns, event.start_ns)
             start.is_marked = True
-            if not self._facts and event.attributes:
+            if event.name == "run_start" and not self._facts and event.attributes:
                 self._facts = dict(event.attributes)
         if event.name == "run_end" and attempt in self._starts:
             self._starts[attempt].ended = True

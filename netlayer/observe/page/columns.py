@@ -1,0 +1,342 @@
+"""Columns of the evidence of a run as arrays, file by file, each file read again only where it has changed.
+
+An event as a Python object costs microseconds, and a run of 12,288 ranks has tens of millions: here they stay Arrow
+batches and become NumPy columns. Files of other programs are events already; their rows are kept, since to parse them
+again for each look at a timeline would take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from netlayer.errors import ConfigError
+from netlayer.observe.events import SEGMENTS, Event, Mark, events_of, read_events, to_batch
+from netlayer.observe.events.schema import PROCESSOR_WAIT
+from netlayer.observe.readers.evidence_files import EVENTS, HANG, open_evidence, recognise
+from netlayer.printing import printable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Ints = NDArray[np.int64]
+
+CLASSES = tuple(SEGMENTS)
+"""Classes of segments, in the order of their codes."""
+NO_STEP = -1
+_CHUNK = 1 << 14
+_MOST_NOTES = 20
+_MOST_MARKS = 200_000
+_PLACES = ("tp", "pp", "dp", "cp")
+_SEGMENT_COLUMNS = ("rank", "step", "attempt", "start_ns", "end_ns")
+
+
+@dataclass
+class Readings:
+    """Readings of one counter of one rank or host: `values[i]` between `start_ns[i]` and `end_ns[i]`."""
+
+    name: str
+    rank: int | None
+    host: str
+    port: str
+    unit: str
+    start_ns: Ints
+    end_ns: Ints
+    values: NDArray[np.float64]
+
+
+@dataclass
+class FileColumns:
+    """Content of one file.
+
+    Args:
+        path, kind: of `netlayer.observe.readers.KINDS`.
+        segments: rank, step (`NO_STEP`: none), attempt, start_ns, end_ns, code (into `CLASSES`), on_host, each [row];
+            rows without a rank are omitted.
+        places: of each rank its host and tp, pp, dp, cp; None where they are not known.
+        collectives: rows of collectives within steps, with all columns.
+        table: all rows; None: of an event stream, which is read again where its rows are needed.
+    """
+
+    path: Path
+    kind: str
+    notes: list[str] = field(default_factory=list)
+    segments: dict[str, NDArray[Any]] = field(default_factory=dict)
+    places: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
+    collectives: list[pa.RecordBatch] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    readings: list[Readings] = field(default_factory=list)
+    queued: list[tuple[int, int, int, float, float]] = field(default_factory=list)
+    """Of a step: attempt, rank, step, seconds in which the rank had no processor, and of these those before it."""
+    table: pa.Table | None = None
+    tail: list[pa.RecordBatch] = field(default_factory=list)
+    """Batches with the rows of the two last steps, beside others."""
+    last_ns: int = 0
+    last_sign_ns: dict[int, int] = field(default_factory=dict)
+    """Of each rank its last reading or mark."""
+
+
+class Columns:
+    """Files of a run with what was read of them; `refresh` reads what is new.
+
+    Args:
+        paths: as those of `open_evidence`.
+
+    Raises:
+        ConfigError: a path does not exist, or there is no file.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = tuple(paths)
+        self._read: dict[Path, tuple[tuple[int, int], FileColumns]] = {}
+        self.files: list[FileColumns] = []
+        self.notes: list[str] = []
+        self.newest_s = 0.0
+        """When the last file was written to, seconds since 1970."""
+        open_evidence(*paths)
+
+    def refresh(self, progress: Callable[[int, int], None] | None = None) -> bool:
+        """Read files that are new or have grown; return whether there were any."""
+        try:
+            paths = open_evidence(*self._paths).files
+        except ConfigError:  # a folder that is emptied while it is looked at
+            paths = ()
+        changed = set(self._read) != set(paths)
+        files, notes = [], []
+        for number, path in enumerate(paths):
+            try:
+                status = path.stat()
+            except OSError:
+                continue  # rotated away meanwhile
+            stamp = (status.st_size, status.st_mtime_ns)
+            self.newest_s = max(self.newest_s, status.st_mtime)
+            if path not in self._read or self._read[path][0] != stamp:
+                self._read[path] = (stamp, read_file(path))
+                changed = True
+            files.append(self._read[path][1])
+            notes += files[-1].notes
+            if progress:
+                progress(number + 1, len(paths))
+        self._read = {file.path: self._read[file.path] for file in files}
+        self.files, self.notes = files, notes
+        return changed
+
+    def rows(self, ranks: Sequence[int], steps: tuple[int, int] | None) -> Iterator[pa.RecordBatch]:
+        """All rows of some ranks; `steps` are the first and the last of these, None: those outside of steps too."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        wanted = set(ranks)
+        for file in self.files:
+            if file.table is None:
+                if not file.places or wanted & file.places.keys():
+                    yield from read_events(file.path, ranks=ranks, steps=steps).batches()
+                continue
+            mask = pc.is_in(file.table["rank"], pa.array(list(ranks), pa.int32()))
+            if steps:
+                inside = pc.and_(
+                    pc.greater_equal(file.table["step"], steps[0]), pc.less_equal(file.table["step"], steps[1])
+                )
+                mask = pc.and_(mask, inside)
+            yield from file.table.filter(pc.fill_null(mask, False)).to_batches()
+
+
+def read_file(path: Path) -> FileColumns:
+    """Read one file of any kind; one that cannot be read is a note."""
+    try:
+        kind, read = recognise(path)
+        file = FileColumns(path, kind)
+        builder = _Builder(file)
+        if kind == EVENTS:
+            reader = read_events(path)
+            for batch in reader.batches():
+                builder.add(batch)
+            file.notes += [printable(note) for note in reader.notes[:_MOST_NOTES]]
+        else:
+            batches = list(_batches(read(path, file.notes)))
+            for batch in batches:
+                builder.add(batch)
+            if batches:
+                import pyarrow as pa
+
+                file.table = pa.Table.from_batches(batches).unify_dictionaries()
+            file.notes = [printable(note) for note in file.notes]
+        builder.finish()
+    except (ValueError, ConfigError) as exc:
+        return FileColumns(path, "", [printable(f"{path}: {exc}: skipped")])
+    return file
+
+
+def is_hang(file: FileColumns) -> bool:
+    """Whether a file is what a hung job left (Flight Recorder, RAS), which `netlayer.observe.files` judges."""
+    return file.kind == HANG
+
+
+def _batches(events: Iterator[Event]) -> Iterator[pa.RecordBatch]:
+    part: list[Event] = []
+    for event in events:
+        part.append(event)
+        if len(part) == _CHUNK:
+            yield to_batch(part)
+            part = []
+    if part:
+        yield to_batch(part)
+
+
+class _Builder:
+    """Takes batches of one file in, and leaves its columns."""
+
+    def __init__(self, file: FileColumns) -> None:
+        self._file = file
+        self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in (*_SEGMENT_COLUMNS, "code", "on_host")}
+        self._counters: dict[tuple[Any, ...], list[tuple[NDArray[Any], ...]]] = {}
+        self._tail: list[tuple[int, pa.RecordBatch]] = []
+        self._newest = NO_STEP
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Take a batch of `arrow_schema()` in."""
+        kinds = texts(batch["kind"])
+        ends = np.asarray(batch["end_ns"])
+        if len(ends):
+            self._file.last_ns = max(self._file.last_ns, int(ends.max()))
+        if (kinds == "segment").any():
+            self._segments(batch.filter(_mask(kinds == "segment")))
+        if (kinds == "mark").any() and len(self._file.marks) < _MOST_MARKS:
+            marks = batch.filter(_mask(kinds == "mark"))
+            self._file.marks += [event for event in events_of(marks) if isinstance(event, Mark)]
+            self._places(marks)
+        if (kinds == "counter").any():
+            self._readings(batch.filter(_mask(kinds == "counter")))
+
+    def finish(self) -> None:
+        """Join the parts."""
+        self._file.tail = [batch for _, batch in self._tail]
+        for one in self._file.marks:
+            if one.origin.rank is not None:
+                self._sign(one.origin.rank, one.end_ns)
+        self._file.segments = {
+            name: np.concatenate(parts) if parts else np.empty(0, np.int64) for name, parts in self._parts.items()
+        }
+        for (name, rank, host, port, unit), parts in self._counters.items():
+            start_ns, end_ns, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+            if rank is not None:
+                self._sign(rank, int(end_ns.max()))
+            order = np.argsort(end_ns, kind="stable")
+            self._file.readings.append(
+                Readings(name, rank, host, port, unit, start_ns[order], end_ns[order], values[order])
+            )
+
+    def _sign(self, rank: int, at_ns: int) -> None:
+        self._file.last_sign_ns[rank] = max(at_ns, self._file.last_sign_ns.get(rank, 0))
+
+    def _segments(self, batch: pa.RecordBatch) -> None:
+        import pyarrow.compute as pc
+
+        batch = batch.filter(pc.is_valid(batch["rank"]))
+        if not batch.num_rows:
+            return
+        columns = {name: integers(batch[name]) for name in _SEGMENT_COLUMNS}
+        columns["attempt"] = np.maximum(columns["attempt"], 0)  # null: the first
+        names = texts(batch["segment"])
+        codes = np.full(len(names), CLASSES.index("other"), np.uint8)
+        for code, name in enumerate(CLASSES):
+            codes[names == name] = code
+        columns["code"] = codes
+        columns["on_host"] = texts(batch["timing"]) == "host"
+        narrow = {"rank": np.int32, "step": np.int64, "attempt": np.int32}
+        for name, values in columns.items():
+            self._parts[name].append(values.astype(narrow.get(name, values.dtype)))
+        self._places(batch)
+        self._keep_tail(batch, columns["step"])
+        in_step = (codes == CLASSES.index("collective")) & (columns["step"] != NO_STEP)
+        if in_step.any():
+            self._file.collectives.append(batch.filter(_mask(in_step)))
+
+    def _keep_tail(self, batch: pa.RecordBatch, steps: Ints) -> None:
+        """Keep a batch of late steps, and drop those of earlier ones."""
+        self._newest = max(self._newest, int(steps.max()))
+        self._tail.append((int(steps.max()), batch))
+        self._tail = [(last, kept) for last, kept in self._tail if last >= self._newest - 1]
+
+    def _places(self, batch: pa.RecordBatch) -> None:
+        """Note host and coordinates of ranks that are new."""
+        ranks = integers(batch["rank"])
+        numbers, first = np.unique(ranks, return_index=True)
+        fresh = [(int(rank), int(at)) for rank, at in zip(numbers, first, strict=True) if rank >= 0]
+        fresh = [(rank, at) for rank, at in fresh if rank not in self._file.places]
+        for rank, at in fresh:
+            places = tuple(batch[name][at].as_py() for name in ("host", *_PLACES))
+            self._file.places[rank] = places
+
+    def _readings(self, batch: pa.RecordBatch) -> None:
+        """Sort readings by counter, rank, host and port."""
+        names, hosts, units = (texts(batch[name]) for name in ("name", "host", "unit"))
+        ranks = integers(batch["rank"])
+        attributes = texts(batch["attributes"])
+        waits = names == PROCESSOR_WAIT
+        columns = (np.asarray(batch["start_ns"]), np.asarray(batch["end_ns"]), np.asarray(batch["value"], float))
+        if waits.any():
+            self._queued(batch.filter(_mask(waits)), attributes[waits])
+        facts = {text: _facts(text) for text in set(attributes[~waits])}
+        ports = np.array([str(facts[text].get("port", "")) if text in facts else "" for text in attributes], object)
+        # A mask a series would be quadratic where a host has many: rows of one series lie together after a sort.
+        keys: dict[tuple[Any, ...], int] = {}
+        rows = zip(names, ranks, hosts, ports, units, strict=True)
+        codes = np.array([keys.setdefault(row, len(keys)) for row in rows], np.int64)
+        order = np.argsort(codes, kind="stable")
+        begins = np.searchsorted(codes[order], np.arange(len(keys) + 1))
+        for (name, rank, host, port, unit), code in keys.items():
+            of_series = order[begins[code] : begins[code + 1]]
+            key = (str(name), int(rank) if rank >= 0 else None, str(host), str(port), str(unit))
+            self._counters.setdefault(key, []).append(tuple(column[of_series] for column in columns))
+
+    def _queued(self, batch: pa.RecordBatch, attributes: NDArray[Any]) -> None:
+        columns = [integers(batch[name]) for name in ("attempt", "rank", "step")]
+        values = np.asarray(batch["value"], float)
+        for attempt, rank, step, value, text in zip(*columns, values, attributes, strict=True):
+            facts = _facts(text)
+            before_s = facts.get("before_s")
+            if rank >= 0 and step != NO_STEP and facts.get("timing") == "host":
+                before = float(before_s) if isinstance(before_s, int | float) else 0.0
+                self._file.queued.append((max(int(attempt), 0), int(rank), int(step), float(value), before))
+
+
+def integers(column: pa.Array) -> Ints:
+    """A column of whole numbers with -1 for null."""
+    import pyarrow.compute as pc
+
+    return np.asarray(pc.fill_null(column, -1)).astype(np.int64, copy=False)
+
+
+def texts(column: pa.Array) -> NDArray[Any]:
+    """A column of texts as objects, "" for null; one object a distinct text."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_dictionary(column.type):
+        column = column.dictionary_encode()
+    if isinstance(column, pa.ChunkedArray):
+        column = column.unify_dictionaries().combine_chunks()
+    values = np.array([*column.dictionary.to_pylist(), ""], object)
+    values[values == None] = ""  # noqa: E711  (element by element)
+    return np.asarray(values[np.asarray(pc.fill_null(column.indices, len(values) - 1))])
+
+
+def _mask(flags: NDArray[Any]) -> pa.Array:
+    import pyarrow as pa
+
+    return pa.array(np.asarray(flags, bool))
+
+
+def _facts(text: str) -> dict[str, Any]:
+    try:
+        tree = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return {}
+    return tree if isinstance(tree, dict) else {}

@@ -1,0 +1,294 @@
+"""Server of the page: on loopback unless told otherwise, of one run, with a token for whatever changes something.
+
+[Note: who may do what] To read needs no token on loopback, as the files that are shown lie on the same machine; on any
+other address every request for data needs it. A request must name this server in its Host header, so that no page of
+another site reaches it by a name of its own (DNS rebinding). A POST needs the token in the header `X-Netlayer-Token`,
+which no form and no other site can send. The token is drawn at each start and stands behind the # of the address that
+is printed, so that a browser never sends it in a URL.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import secrets
+import socket
+import threading
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from typing import Any
+
+from netlayer.errors import ConfigError, NetlayerError
+from netlayer.observe.page.payload import plain, squeeze
+from netlayer.observe.page.source import PageSource
+
+logger = logging.getLogger(__name__)
+
+TOKEN_HEADER = "X-Netlayer-Token"
+BUILD_REMEDY = "build it with `make page` (needs npm) in a checkout, or install a wheel that has it"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/app.css": ("app.css", "text/css; charset=utf-8"),
+}
+_DATA = ("overview", "map", "events", "rank", "counters")
+_MAX_BODY_BYTES = 4096
+_MAX_CONNECTIONS = 64
+_WAIT_S = 25.0
+_POLL_S = 1.0
+_PORT = re.compile(r":\d{1,5}$")
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True)
+class Actions:
+    """Hooks of whoever keeps the run; without them the page shows and changes nothing.
+
+    Args:
+        facts: state of the run and its nodes, for the page: JSON values.
+        evict: takes a node out of the run; raises NetlayerError where it is none.
+    """
+
+    facts: Callable[[], Mapping[str, Any]]
+    evict: Callable[[str], None]
+
+
+def front_end() -> dict[str, bytes]:
+    """Return the built files of the front end by name.
+
+    Raises:
+        ConfigError: they were never built.
+    """
+    folder = files("netlayer.observe.page") / "web" / "dist"
+    names = [name for name, _ in _FILES.values()]
+    try:
+        return {name: (folder / name).read_bytes() for name in names}
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError("page", None, "its front end is not built", BUILD_REMEDY) from None
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of a run.
+
+    Args:
+        source: of the data.
+        host, port: to listen on; port 0: a free one.
+        actions: what the page may change; None: nothing.
+        metrics: text of /metrics; None: there is none.
+
+    Raises:
+        ConfigError: the address is not of this machine, or the port is taken; the front end is not built.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self,
+        source: PageSource,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        actions: Actions | None = None,
+        metrics: Callable[[], bytes] | None = None,
+    ) -> None:
+        self.source, self.actions, self.metrics = source, actions, metrics
+        self.token = secrets.token_urlsafe(24)
+        built = front_end()
+        self.assets = {path: (built[name], kind) for path, (name, kind) in _FILES.items()}
+        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self.ending = threading.Event()
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as exc:
+            rule = f"cannot be listened on ({getattr(exc, 'strerror', None) or exc})"
+            raise ConfigError("--host, --port", f"{host}:{port}", rule, "give an address of this machine, and a free port") from exc  # fmt: skip  # noqa: E501
+        self.host = host
+        shown = f"[{host}]" if ":" in host else host
+        names = (*_LOOPBACK, shown, socket.gethostname(), socket.getfqdn())
+        # Without the port: a tunnel has another one.
+        self.names = {name.lower() for name in names}
+        self.is_local = host in ("127.0.0.1", "::1", "localhost")
+        self._watch = threading.Thread(target=self._follow, daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Address for a browser, with the token behind its #."""
+        host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host else host
+        needs_token = self.actions is not None or not self.is_local
+        return f"http://{host}:{self.server_port}/" + (f"#token={self.token}" if needs_token else "")
+
+    def serve(self) -> None:
+        """Serve until `end`, and read files that change."""
+        self._watch.start()
+        self.serve_forever(poll_interval=0.2)
+
+    def end(self) -> None:
+        """Have `serve` return."""
+        self.ending.set()
+        threading.Thread(target=self.shutdown, daemon=True).start()
+
+    def _follow(self) -> None:
+        while not self.ending.wait(_POLL_S):
+            try:
+                self.source.refresh()
+            except (NetlayerError, OSError, ValueError, MemoryError):
+                logger.exception("the run could not be read again")
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._connections.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._connections.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (of socketserver)
+        logger.debug("a request of %s failed", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "netlayer", ""
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """Answer a request for a file or for data."""
+        parts = urllib.parse.urlsplit(self.path)
+        if not self._is_addressed():
+            return
+        if parts.path in self.server.assets:
+            body, kind = self.server.assets[parts.path]
+            self._send(HTTPStatus.OK, body, kind)
+        elif not self.server.is_local and not self._has_token():
+            self._refuse(HTTPStatus.FORBIDDEN, "the token is needed: open the address that `observe serve` printed")
+        else:
+            self._data(parts.path, dict(urllib.parse.parse_qsl(parts.query, max_num_fields=20)))
+
+    def do_POST(self) -> None:
+        """Do what changes something, for who has the token."""
+        if not self._is_addressed():
+            return
+        length = self.headers.get("Content-Length", "")
+        body = self.rfile.read(int(length)) if length.isdigit() and int(length) <= _MAX_BODY_BYTES else None
+        if body is None:
+            self.close_connection = True
+            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body of at most {_MAX_BODY_BYTES} bytes")
+        elif not self._has_token():
+            self._refuse(HTTPStatus.FORBIDDEN, "the token is missing or another one")
+        elif self.path != "/api/evict" or self.server.actions is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is no such action")
+        else:
+            self._evict(body)
+
+    def _evict(self, body: bytes) -> None:
+        assert self.server.actions is not None
+        try:
+            node = json.loads(body)["node"]
+            if not isinstance(node, str):
+                raise TypeError("node")
+        except (ValueError, LookupError, TypeError):
+            self._refuse(HTTPStatus.BAD_REQUEST, "an object with a node's name")
+            return
+        try:
+            self.server.actions.evict(node)
+        except NetlayerError as exc:
+            self._refuse(HTTPStatus.CONFLICT, str(exc))
+            return
+        self._json({"evicting": node})
+
+    def _data(self, path: str, query: dict[str, str]) -> None:
+        name = path.removeprefix("/api/")
+        if path == "/metrics" and self.server.metrics is not None:
+            self._send(HTTPStatus.OK, self.server.metrics(), "text/plain; version=0.0.4; charset=utf-8")
+        elif path == "/api/changes":
+            self._changes(query)
+        elif path == "/api/run":
+            actions = self.server.actions
+            self._json(plain(actions.facts()) if actions else {})
+        elif path.startswith("/api/") and name in _DATA:
+            try:
+                self._send(HTTPStatus.OK, self.server.source.get(name, query), "application/octet-stream")
+            except ValueError as exc:
+                self._refuse(HTTPStatus.BAD_REQUEST, str(exc))
+            except LookupError as exc:
+                self._refuse(HTTPStatus.NOT_FOUND, str(exc))
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _changes(self, query: Mapping[str, str]) -> None:
+        """Answer once there is another state than the one that the page has, or after a while."""
+        known = query.get("version", "")
+        for _ in range(round(_WAIT_S / _POLL_S)):
+            if str(self.server.source.view.version) != known or self.server.ending.wait(_POLL_S):
+                break
+        view = self.server.source.view
+        self._json({"version": view.version, "live": view.is_live})
+
+    def _is_addressed(self) -> bool:
+        """Whether the request names this server; it is refused where not."""
+        host = self.headers.get("Host", "").lower()
+        origin = self.headers.get("Origin")
+        good = _PORT.sub("", host) in self.server.names
+        good = good and (origin is None or origin.lower() == f"http://{host}")
+        if not good:
+            self.close_connection = True
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "the request names another host")
+        return good
+
+    def _has_token(self) -> bool:
+        token = self.headers.get(TOKEN_HEADER, "")
+        return hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
+
+    def _json(self, tree: Mapping[str, Any]) -> None:
+        self._send(HTTPStatus.OK, json.dumps(tree).encode(), "application/json")
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        self._send(status, json.dumps({"error": why}).encode(), "application/json")
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        packs = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
+        body = squeeze(body) if packs else body
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Cache-Control", "no-store")
+        if packs:
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (of http.server)
+        logger.debug("%s %s", self.address_string(), format % args)

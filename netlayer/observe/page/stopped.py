@@ -1,0 +1,221 @@
+"""Who holds a run up where its record stops: each rank's place in the last step, and who waits for whom.
+
+[Note: where a rank is] An operation that never ends is not in the record. What a rank does at the end follows from
+its last whole step: in the order in which operations begin, the first of them that the last step lacks is the one
+that it is in. If that is its own work (a pass, the optimizer, data), it waits for nobody; if it is a collective or a
+message, it waits for those of the group that are not in the same one.
+
+[Note: silence] A record that stops is no proof of a fault, for a run may just have been ended. A rank is named as
+silent only where the others wait for it, directly or through others, and evidence goes on for a while after the last
+thing that it did: counters, marks, or the present time where the files are being written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from netlayer.layout import describe_ranks
+from netlayer.observe.events import Segment, parse_ranks
+
+MIN_SILENCE_S = 5.0
+MIN_SILENCE_STEPS = 3.0
+_OWN_WORK = ("forward", "backward", "weights", "optimizer", "data")
+_WAITS = ("collective", "wait")
+
+
+class Operation(NamedTuple):
+    """One operation of a step: what tells it from the others of that step on its rank."""
+
+    segment: str
+    name: str
+    group: str
+    micro_batch: int
+    chunk: int
+    number: int
+    """Which of several that are alike."""
+
+    def __str__(self) -> str:
+        text = self.name if self.segment in ("collective", "wait") else self.segment
+        text += f" ({self.group})" if self.group else ""
+        return text + (f" of micro-batch {self.micro_batch}" if self.micro_batch >= 0 else "")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank at the end of the record.
+
+    Args:
+        step: that it is in.
+        operation: that it is in; None: not known.
+        members: ranks that take part in that operation; empty: it is its own work.
+        last_ns: end of the last thing that it recorded, on the reference clock.
+    """
+
+    rank: int
+    step: int
+    operation: Operation | None
+    members: Sequence[int]
+    last_ns: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The end of a record.
+
+    Args:
+        state: `silent`: one rank, or several, hold the others up; `suspected`: it is one of several ranks, and nothing
+            tells which; `running`: the record goes on to its end; `ended`: as intended; `cannot tell`.
+        line: the same for a person.
+        silent: those ranks.
+        places: of the ranks, where they could be told.
+        waiting: for each rank that waits for one of them, directly or not, that rank and how many ranks lie between.
+    """
+
+    state: str
+    line: str
+    silent: tuple[int, ...] = ()
+    places: Mapping[int, Place] = field(default_factory=dict)
+    waiting: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+
+def judge_stop(
+    segments: Iterable[Segment], until_ns: int, step_s: float, *, ended: bool, last_sign_ns: Mapping[int, int]
+) -> Stop:
+    """Say who holds up a run whose record stops.
+
+    Args:
+        segments: of the last start: each rank's two last steps, in any order.
+        until_ns: how far evidence of any kind goes.
+        step_s: a typical step.
+        ended: the run says that it ended as intended.
+        last_sign_ns: the last reading or mark of each rank that has any.
+    """
+    if ended:
+        return Stop("ended", "the run ended as intended")
+    rows: dict[int, dict[int, list[Segment]]] = defaultdict(lambda: defaultdict(list))
+    for event in segments:
+        if event.origin.rank is not None and event.step is not None:
+            rows[event.origin.rank][event.step].append(event)
+    places = {rank: _place(rank, steps) for rank, steps in rows.items()}
+    if not places:
+        return Stop("cannot tell", "no rank has a step")
+    last_ns = max(place.last_ns for place in places.values())
+    silence_s = (until_ns - last_ns) / 1e9
+    if silence_s < max(MIN_SILENCE_S, MIN_SILENCE_STEPS * step_s):
+        return Stop("running", "the record goes on to its end", places=places)
+    working = [rank for rank, place in places.items() if place.operation is not None and not place.members]
+    waiting = _waiting(places, working)
+    silent = sorted({root for root, _ in waiting.values()})
+    suspects = len(silent)
+    # Of ranks in one operation only the dead one gives no sign any more: that of all others goes on.
+    middle_ns = (last_ns + max(last_sign_ns.values(), default=last_ns)) // 2
+    alive = {rank for rank in places if last_sign_ns.get(rank, last_ns) > middle_ns}
+    quiet = [rank for rank in silent if rank not in alive]
+    if suspects > 1 and 0 < len(quiet) < suspects and len(alive) >= len(places) / 2:
+        silent = quiet
+    operations = {(places[rank].step, places[rank].operation) for rank in silent}
+    others = len(places) - len(waiting) - suspects
+    if not silent or len(operations) > 1 or len(silent) > max(1, len(places) // 4) or others > len(places) / 4:
+        line = f"nothing is recorded in the last {silence_s:.0f} s, and who waits for whom does not show"
+        return Stop("cannot tell", line, (), places)
+    if len(silent) < suspects:
+        root = silent[0]
+        waiting = {rank: (other if other in silent else root, between) for rank, (other, between) in waiting.items()}
+    [(step, operation)] = operations
+    where = f"in {operation} of step {step}"
+    num = f"{len(waiting)} ranks wait" if len(waiting) != 1 else "1 rank waits"
+    since = f"nothing is recorded in the last {silence_s:.0f} s"
+    if len(silent) == 1:
+        line, state = f"rank {silent[0]} is silent, {where}; {num} for it; {since}", "silent"
+    else:
+        line = f"one of {describe_ranks(silent)} is silent, {where}, and nothing shows which; {num} for them; {since}"
+        state = "suspected"
+    return Stop(state, line, tuple(silent), places, waiting)
+
+
+def _place(rank: int, steps: Mapping[int, Sequence[Segment]]) -> Place:
+    """Place of one rank: [Note: where a rank is]."""
+    last = max(steps)
+    last_ns = max(event.end_ns - (event.clock_offset_ns or 0) for event in steps[last])
+    if any(event.segment == "step" for event in steps[last]):
+        # It ended its step, and is before the first operation of the next one, as far as the record shows.
+        template, done, step = _operations(steps[last]), set[Operation](), last + 1
+    else:
+        template = _operations(steps.get(last - 1, ()))
+        done, step = set(_operations(steps[last])), last
+    for operation, event in template.items():
+        if operation not in done:
+            return Place(rank, step, operation, _members(operation, event), last_ns)
+    return Place(rank, step, None, (), last_ns)
+
+
+def _operations(events: Sequence[Segment]) -> dict[Operation, Segment]:
+    """Operations of a step in the order of their begin; of equal begins a wait comes last."""
+    counts: dict[tuple[object, ...], int] = defaultdict(int)
+    result = {}
+    for event in sorted(events, key=lambda one: (one.start_ns, one.segment == "wait", one.end_ns)):
+        if event.segment not in _OWN_WORK and event.segment not in _WAITS:
+            continue
+        if event.segment == "wait":  # what it waits for has a row of its own, or is inside a pass
+            continue
+        key = (event.segment, event.name, event.group or "", _index(event.micro_batch), _index(event.chunk))
+        counts[key] += 1
+        result[Operation(*key, counts[key])] = event  # type: ignore[arg-type]
+    return result
+
+
+def _index(value: int | None) -> int:
+    return -1 if value is None else value
+
+
+def _members(operation: Operation, event: Segment) -> Sequence[int]:
+    if operation.segment in _OWN_WORK:
+        return ()
+    if event.peer is not None:
+        return (event.peer,)
+    try:
+        return parse_ranks(event.group_ranks)
+    except ValueError:
+        return ()
+
+
+def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Ranks that wait for one that works, directly or through others: that rank, and how many are between."""
+    # Who is in the same collective waits for the same others, so that each group is looked at once.
+    missing: dict[tuple[object, ...], list[int]] = {}
+    waiters: dict[int, list[tuple[object, ...]]] = defaultdict(list)
+    in_group: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank, place in places.items():
+        if not place.members:
+            continue
+        key = (place.operation, place.step, place.members)
+        in_group[key].append(rank)
+        if key not in missing:
+            missing[key] = [peer for peer in place.members if peer in places and _differs(place, places[peer])]
+            for peer in missing[key]:
+                waiters[peer].append(key)
+    known = set(working)
+    reached: dict[int, tuple[int, int]] = {}
+    border = [(rank, rank) for rank in sorted(working)]
+    distance = 0
+    while border:
+        following = []
+        for rank, root in border:
+            for key in waiters.pop(rank, ()):
+                for waiter in in_group.pop(key, ()):
+                    if waiter not in known:
+                        known.add(waiter)
+                        reached[waiter] = (root, distance)
+                        following.append((waiter, root))
+        border, distance = following, distance + 1
+    return reached
+
+
+def _differs(place: Place, peer: Place) -> bool:
+    """Whether a peer is elsewhere than in the collective or message that a rank is in."""
+    if place.operation is not None and place.operation.name in ("send", "recv"):
+        return True
+    return peer.operation != place.operation or peer.step != place.step

@@ -1,0 +1,185 @@
+// The page: what stands out, six views, and the address that says what is selected.
+
+import { forget, isStatic, json, keepToken, load } from "./data.js";
+import { h } from "./dom.js";
+import { count } from "./format.js";
+import { Run } from "./run.js";
+import * as state from "./state.js";
+import { view as counters } from "./counters.js";
+import { view as life } from "./life.js";
+import { view as map } from "./heatmap.js";
+import { view as parallel } from "./parallel.js";
+import { view as steps } from "./steps.js";
+import { view as timeline } from "./timeline.js";
+
+const VIEWS = [map, steps, timeline, parallel, counters, life];
+const STATES = { found: "Found", suspected: "Suspected", "cannot tell": "Cannot tell", none: "None" };
+
+class Page {
+  constructor() {
+    this.heading = h("h1");
+    this.subtitle = h("p", { class: "subtitle" });
+    this.live = h("span", { class: "live", role: "status" });
+    this.findings = h("section", { class: "findings", "aria-label": "Findings" });
+    this.tabs = h("div", { role: "tablist", "aria-label": "Views" });
+    this.panel = h("main", { role: "tabpanel", id: "panel" });
+    this.help = h("p", { class: "keys" });
+    this.instances = new Map();
+    document.body.append(h("div", { class: "shell" },
+      h("header", {}, h("div", { class: "row" }, this.heading, this.live), this.subtitle), this.findings, this.tabs, this.panel, h("footer", {}, this.help)));
+  }
+
+  async start() {
+    const token = state.takeToken();
+    if (token) keepToken(token);
+    try {
+      this.take(await load("overview"));
+    } catch (error) {
+      this.panel.replaceChildren(h("p", { class: "problem", role: "alert" }, error.message));
+      return;
+    }
+    state.onChange((changed) => this.follow(changed));
+    document.addEventListener("keydown", (event) => this.press(event));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.refresh());
+    new ResizeObserver(() => this.resize()).observe(this.panel);
+    performance.mark("netlayer-ready");
+    if (!isStatic()) this.watch();
+  }
+
+  take(overview) {
+    this.run = new Run(overview);
+    const { facts } = overview;
+    document.title = `${facts.title} - netlayer`;
+    this.heading.textContent = facts.title;
+    const kinds = Object.entries(facts.kinds).map(([kind, number]) => `${kind} (${count(number)} ${number === 1 ? "file" : "files"})`);
+    this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, this.run.facts.hosts.filter(Boolean).length ? `${count(facts.hosts.length)} hosts` : "", `${count(this.run.steps.length)} steps`, this.layout(), ...kinds].filter(Boolean).join(" · ");
+    this.live.textContent = isStatic() ? "exported page" : facts.live ? "live" : "";
+    this.showFindings();
+    this.showTabs();
+    this.refresh();
+  }
+
+  layout() {
+    const { layout } = this.run.facts;
+    return layout ? ["tp", "pp", "dp"].map((name) => `${name} ${layout[name]}`).join(" ") : "";
+  }
+
+  // What a person should act on first, then all other answers on demand.
+  showFindings() {
+    const { facts } = this.run;
+    const cards = [];
+    const { stop } = facts;
+    if (stop.silent.length) cards.push(this.card(stop.state === "silent" ? "found" : "suspected", "silent rank", stop.line, { view: "parallel", rank: stop.silent[0] }));
+    for (const finding of facts.hang?.findings ?? []) {
+      cards.push(this.card(finding.certain ? "found" : "suspected", `hang: ${finding.kind}`, finding.line, finding.ranks.length ? { view: "parallel", rank: finding.ranks[0] } : { view: "map" }));
+    }
+    const place = { straggler: "steps", "slow link": "parallel", drift: "steps", traffic: "counters" };
+    const calm = [];
+    for (const verdict of facts.verdicts) {
+      const alarming = verdict.subject in place && (verdict.state === "found" || verdict.state === "suspected");
+      const rank = verdict.subject === "straggler" ? facts.stragglers[0]?.rank : undefined;
+      const card = this.card(verdict.state, verdict.subject, verdict.line, { view: place[verdict.subject] ?? "life", rank });
+      (alarming ? cards : calm).push(card);
+    }
+    if (!stop.silent.length && facts.verdicts.length && this.run.steps.length) calm.push(this.card(stop.state === "cannot tell" ? "cannot tell" : "none", "silent rank", stop.line, { view: "parallel" }));
+    if (facts.notes.length) calm.push(h("div", { class: "card calm" }, h("b", {}, "Notes"), h("ul", {}, facts.notes.map((note) => h("li", {}, note)))));
+    const nothing = cards.length ? [] : [h("p", { class: "card calm" }, this.run.steps.length || facts.hang ? "Nothing that stands out: no silent rank, straggler, slow link, drift or fallen traffic is seen." : "No step is recorded in this evidence; see the timeline.")];
+    this.findings.replaceChildren(...cards, ...nothing, h("details", {}, h("summary", {}, `${calm.length} other answers`), ...calm));
+  }
+
+  card(kind, subject, line, target) {
+    const changes = { event: null, group: null, ...target };
+    return h("button", { class: `card ${kind.replace(" ", "-")}`, onclick: () => state.set(changes, { replace: false }) },
+      h("span", { class: "badge" }, STATES[kind] ?? kind), h("b", {}, subject), h("span", { class: "line" }, line));
+  }
+
+  showTabs() {
+    this.tabs.replaceChildren(...VIEWS.map((view, number) => h("button", {
+      role: "tab", id: `tab-${view.id}`, "aria-controls": "panel", "aria-selected": String(view === this.current), tabIndex: view === this.current ? 0 : -1,
+      onclick: () => state.set({ view: view.id }, { replace: false }), onkeydown: (event) => this.turn(event, number),
+    }, h("kbd", {}, String(number + 1)), view.title)));
+  }
+
+  turn(event, number) {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!by) return;
+    const next = (number + by + VIEWS.length) % VIEWS.length;
+    state.set({ view: VIEWS[next].id }, { replace: false });
+    this.tabs.children[next].focus();
+    event.preventDefault();
+  }
+
+  get current() {
+    return VIEWS.find((view) => view.id === state.get("view", "map")) ?? map;
+  }
+
+  follow(changed) {
+    if (changed.has("view")) this.showTabs();
+    this.refresh(changed.has("view"));
+  }
+
+  async refresh(isNew = false) {
+    const { current } = this;
+    if (!this.instances.has(current.id)) this.instances.set(current.id, current.create(this.run));
+    const instance = this.instances.get(current.id);
+    if (this.panel.firstChild !== instance.element) this.panel.replaceChildren(instance.element);
+    this.panel.setAttribute("aria-labelledby", `tab-${current.id}`);
+    this.help.textContent = `${current.help} 1–6: views. /: rank by number.`;
+    this.panel.dataset.state = "loading";
+    await instance.show(this.run);
+    if (this.current === current) this.panel.dataset.state = "shown";
+    if (isNew && (document.activeElement === document.body || document.activeElement === null)) instance.focus();
+  }
+
+  resize() {
+    const width = this.panel.clientWidth;
+    if (width === this.width) return;
+    this.width = width;
+    this.instances.get(this.current.id)?.redraw?.();
+  }
+
+  press(event) {
+    const typing = ["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName) || document.querySelector("dialog");
+    if (event.ctrlKey || event.metaKey || event.altKey || typing) return;
+    const number = Number(event.key);
+    if (number >= 1 && number <= VIEWS.length) {
+      state.set({ view: VIEWS[number - 1].id }, { replace: false });
+      this.instances.get(this.current.id)?.focus();
+    } else if (event.key === "/") this.ask();
+    else return;
+    event.preventDefault();
+  }
+
+  // A rank by its number.
+  ask() {
+    const input = h("input", { type: "number", min: 0, "aria-label": "Rank", value: state.get("rank", "") });
+    const dialog = h("dialog", { onclose: () => dialog.remove() }, h("form", { method: "dialog", onsubmit: () => this.go(input.value) }, h("label", {}, "Rank ", input), " ", h("button", {}, "Go")));
+    document.body.append(dialog);
+    dialog.showModal();
+    input.select();
+  }
+
+  go(text) {
+    if (this.run.at.has(Number(text))) state.set({ rank: Number(text) });
+    queueMicrotask(() => this.instances.get(this.current.id)?.focus());
+  }
+
+  // New states of a run that is under way, as the server says that there are any.
+  async watch() {
+    for (;;) {
+      try {
+        const { version } = await json(`api/changes?version=${this.run.facts.version}`);
+        if (version !== this.run.facts.version) {
+          forget();
+          this.take(await load("overview"));
+        }
+        this.panel.classList.remove("lost");
+      } catch {
+        this.live.textContent = "the server is away";
+        await new Promise((resolve) => setTimeout(resolve, 5000));
+      }
+    }
+  }
+}
+
+new Page().start();

@@ -1,0 +1,74 @@
+// The run as the overview has it, with what several views ask of it.
+
+import { inUnit } from "./format.js";
+
+export class Run {
+  constructor(overview) {
+    Object.assign(this, overview);
+    this.at = new Map();
+    this.ranks.forEach((rank, index) => this.at.set(rank, index));
+    this.silent = new Set(this.facts.stop.silent);
+    this.culprits = new Set((this.facts.hang?.findings ?? []).filter((finding) => finding.certain).flatMap((finding) => finding.ranks));
+    this.slow = new Map(this.facts.stragglers.map((row) => [row.rank, row]));
+    this.hasLayout = this.ranks.length > 0 && this.pp.every((stage) => stage >= 0) && this.dp.every((place) => place >= 0);
+    this.rows = this.hostRows();
+  }
+
+  // Ranks by host, in order; where no host is known, eight a row.
+  hostRows() {
+    const rows = new Map();
+    this.ranks.forEach((rank, index) => {
+      const host = this.facts.hosts[this.host[index]];
+      const name = host || `ranks ${rank - (rank % 8)}–${rank - (rank % 8) + 7}`;
+      if (!rows.has(name)) rows.set(name, []);
+      rows.get(name).push(index);
+    });
+    return [...rows].map(([name, indices]) => ({ name, indices }));
+  }
+
+  hostOf(index) {
+    return this.facts.hosts[this.host[index]] ?? "";
+  }
+
+  // Ranks of one dimension's group that a rank is in: all coordinates equal but that one's.
+  group(dimension, rank) {
+    const own = this.at.get(rank);
+    if (own === undefined || !this.hasLayout) return [];
+    const others = ["tp", "pp", "dp"].filter((name) => name !== dimension);
+    const ranks = [];
+    for (let index = 0; index < this.ranks.length; index += 1) {
+      if (others.every((name) => this[name][index] === this[name][own])) ranks.push(this.ranks[index]);
+    }
+    return ranks.sort((one, other) => this[dimension][this.at.get(one)] - this[dimension][this.at.get(other)]);
+  }
+
+  // `tp 1, pp 0, dp 2`, as far as it is known.
+  place(index) {
+    const parts = ["tp", "pp", "dp"].filter((name) => this[name][index] >= 0).map((name) => `${name} ${this[name][index]}`);
+    return parts.join(", ");
+  }
+
+  // What a person should know of a rank at once, in words.
+  flags(rank) {
+    const flags = [];
+    if (this.silent.has(rank)) flags.push(this.facts.stop.state === "silent" ? "silent" : "may be silent");
+    if (this.culprits.has(rank)) flags.push("holds the job up");
+    const slow = this.slow.get(rank);
+    if (slow) flags.push(`${slow.confirmed ? "straggler" : "suspected straggler"}: ${inUnit(slow.slowdown, "share")}`);
+    const index = this.at.get(rank);
+    if (index !== undefined && this.waits_for[index] >= 0) flags.push(`waits for rank ${this.waits_for[index]}`);
+    return flags;
+  }
+
+  isFaulty(rank) {
+    return this.silent.has(rank) || this.culprits.has(rank);
+  }
+
+  values(measure, statistic) {
+    return this[`${statistic}${measure}`];
+  }
+
+  title(index) {
+    return [`rank ${this.ranks[index]}`, this.hostOf(index), this.place(index)].filter(Boolean).join(" · ");
+  }
+}

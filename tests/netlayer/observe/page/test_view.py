@@ -1,0 +1,236 @@
+"""What the page is told of a run: who holds it up, its measures, one rank, timelines, counters; and its export."""
+
+import base64
+import gzip
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from bench.page.synthetic import Faults, write_run
+from netlayer.errors import ConfigError
+from netlayer.layout import ParallelLayout
+from netlayer.observe.command import observe
+from netlayer.observe.events import Counter, Event, Mark, Origin, Segment
+from netlayer.observe.page import export
+from netlayer.observe.page.payload import MISSING, pack, pack_levels, unpack
+from netlayer.observe.page.source import PageSource
+from netlayer.observe.page.stopped import Stop, judge_stop
+from netlayer.observe.page.view import statistics
+from tests.netlayer.observe.page.test_tables import write
+from tests.netlayer.observe.test_report import events_of_run
+
+MS = 1_000_000
+HOSTILE = '</script><img src=x onerror="alert(1)">\x1b[31m'
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> PageSource:
+    """32 ranks: rank 5 is slow, rank 21 falls silent in step 12, and a first start is killed after step 6."""
+    folder = tmp_path_factory.mktemp("faulty")
+    faults = Faults(straggler=5, silent=21, silent_step=12, restart_step=6, text=HOSTILE)
+    write_run(folder, ParallelLayout(tp=2, pp=4, dp=4), 12, faults, micro_batches=2)
+    return PageSource([folder])
+
+
+def test_the_silent_rank_and_who_waits_for_it_are_named(faulty: PageSource) -> None:
+    stop = faulty.view.stop
+    assert (stop.state, stop.silent) == ("silent", (21,))
+    assert "in forward of micro-batch 0 of step 12" in stop.line
+    # Its data-parallel peers wait for it themselves; the stage before sends, and waits for what comes back.
+    assert stop.waiting[23] == (21, 0)
+    assert stop.waiting[5][0] == 21
+    assert set(stop.waiting) == set(range(32)) - {20, 21}
+    facts, arrays = unpack(faulty.get("overview", {}))
+    assert facts["stop"]["silent"] == [21]
+    assert arrays["waits_for"][5] == 21
+    assert arrays["waits_for"][21] == -1
+
+
+def run_that_stops(
+    behind: Iterable[int], *, until_s: float = 60.0, work: bool = True, signs: Iterable[int] = ()
+) -> Stop:
+    """Four ranks with a pass and a reduction a step; ranks `behind` end the record before the pass of step 3."""
+    segments: list[Segment] = []
+    for rank in range(4):
+        origin = Origin(rank=rank, host="h")
+        for step in (2, 3):
+            at = step * 100 * MS
+            more = {"step": step, "group": "reduce", "group_ranks": "0:4:1", "seq": step}
+            if step == 2 or rank not in set(behind):
+                segments.append(Segment(origin, "forward", "forward", at, at + 60 * MS, step=step))
+            if step == 2:
+                segments.append(Segment(origin, "collective", "all_reduce", at + 60 * MS, at + 70 * MS, **more))
+                segments.append(Segment(origin, "step", "step", at, at + 70 * MS, step=2))
+    last = dict.fromkeys(signs, round(until_s * 1e9))
+    return judge_stop(segments, round(until_s * 1e9), 0.1, ended=not work, last_sign_ns=last)
+
+
+def test_a_rank_that_is_in_its_own_work_is_silent() -> None:
+    stop = run_that_stops([2])
+    assert (stop.state, stop.silent) == ("silent", (2,))
+    assert stop.waiting == dict.fromkeys((0, 1, 3), (2, 0))
+
+
+def test_a_record_that_goes_on_accuses_nobody() -> None:
+    assert run_that_stops([2], until_s=1.0).state == "running"
+
+
+def test_a_run_that_ended_accuses_nobody() -> None:
+    assert run_that_stops([2], work=False).state == "ended"
+
+
+def test_ranks_that_all_stand_in_one_collective_accuse_nobody() -> None:
+    stop = run_that_stops([])
+    assert (stop.state, stop.silent) == ("cannot tell", ())
+
+
+def test_a_run_that_was_killed_in_its_passes_accuses_nobody() -> None:
+    assert run_that_stops([0, 1, 2, 3]).state == "cannot tell"
+    assert run_that_stops([0, 2, 3]).state == "cannot tell"
+
+
+def test_measures_leave_out_steps_without_an_end(faulty: PageSource) -> None:
+    table, _ = faulty.view.measures["step"]
+    assert np.isnan(table[-1]).all()
+    assert np.isfinite(table[:-1]).all()
+
+
+def test_statistics_of_ranks() -> None:
+    table = np.array([[1.0, 5.0, np.nan], [2.0, 5.0, np.nan], [3.0, 5.0, np.nan], [4.0, 5.0, 7.0]])
+    result = statistics(table)
+    np.testing.assert_allclose(result["mean"], [2.5, 5.0, 7.0])
+    np.testing.assert_allclose(result["trend"][:2], [3.0, 0.0])
+    assert np.isnan(result["trend"][2])
+    assert result["p99"][0] == pytest.approx(3.97)
+
+
+def test_levels_span_the_values_and_miss_none() -> None:
+    levels, low, high = pack_levels(np.array([[0.0, 1.0], [np.nan, 0.5]]))
+    assert levels[1, 0] == MISSING
+    assert levels[0, 0] == 0
+    assert levels[0, 1] == 254
+    assert low < 0.01
+    assert high > 0.99
+    assert (pack_levels(np.full((2, 2), 3.0))[0] != MISSING).all()
+    assert (pack_levels(np.full((2, 2), np.nan))[0] == MISSING).all()
+
+
+def test_a_payload_comes_back_as_it_was() -> None:
+    arrays = {"a": np.arange(3, dtype=np.uint8), "b": np.array([[1.5, np.nan]], np.float64)}
+    facts, back = unpack(pack({"x": math.nan, "t": (1, np.int32(2)), "ü": "ä"}, arrays))
+    assert facts == {"x": None, "t": [1, 2], "ü": "ä"}
+    assert back["b"].shape == (1, 2)
+    np.testing.assert_array_equal(back["a"], arrays["a"])
+    with pytest.raises(ValueError, match="int64"):
+        pack({}, {"a": np.arange(3)})
+
+
+def test_a_timeline_matches_messages_and_collectives(faulty: PageSource) -> None:
+    facts, arrays = unpack(faulty.get("events", {"ranks": "5:30:8", "first": "9", "last": "9"}))
+    names = [facts["names"]["name"][code] for code in arrays["name"]]
+    rows = [row for row in zip(arrays["key"].tolist(), names, arrays["rank"].tolist(), strict=True) if row[0] >= 0]
+    sends = {key: rank for key, name, rank in rows if name == "send"}
+    pairs = [(sends[key], rank) for key, name, rank in rows if name == "recv"]
+    assert (5, 13) in pairs
+    assert (13, 5) in pairs
+    assert all(abs(one - other) == 8 for one, other in pairs)
+    assert (arrays["end_ms"] >= arrays["start_ms"]).all()
+
+
+def test_a_rank_has_flows_operations_and_marks(faulty: PageSource) -> None:
+    facts, arrays = unpack(faulty.get("rank", {"rank": "21"}))
+    assert facts["place"] == "forward of micro-batch 0"
+    flows = {(flow["name"], flow["group"]): flow for flow in facts["flows"]}
+    assert flows["reduce_scatter", "reduce"]["group_ranks"] == "17:24:2"
+    assert flows["recv", "pipeline forward"]["peer"] == 13
+    assert flows["reduce_scatter", "reduce"]["a_step"] == 1
+    assert facts["operations"][0]["step"] == 12
+    assert len(arrays["series0"]) == 12
+    facts, _ = unpack(faulty.get("rank", {"rank": "10"}))
+    assert [mark["text"] for mark in facts["marks"] if mark["name"] == "failure"] == [HOSTILE]
+
+
+def test_counters_are_a_range_and_one_line_each(faulty: PageSource) -> None:
+    facts, arrays = unpack(faulty.get("counters", {"name": "gpu.power", "rank": "3"}))
+    assert [one["rank"] for one in facts["series"]] == [3]
+    known = np.isfinite(arrays["middle"])
+    assert (arrays["low"][known] <= arrays["middle"][known]).all()
+    assert (arrays["middle"][known] <= arrays["high"][known]).all()
+    facts, arrays = unpack(faulty.get("counters", {"name": "nic.xmit_bytes", "rank": "3", "from": "31", "to": "32"}))
+    assert facts["unit"] == "bytes/s"
+    assert facts["series"][0]["label"] == "host-0000 mlx5_0"
+    assert np.diff(arrays["at_s"]).max() < 0.02  # hundredths of a second, as they were read
+
+
+def test_readings_of_one_series_keep_their_sum(tmp_path: Path) -> None:
+    origin = Origin(host="h", rank=None)
+    readings: list[Event] = [
+        Counter(origin, "nic.rcv_bytes", at * MS, (at + 10) * MS, 1000.0, "bytes", attributes={"port": "p"})
+        for at in range(100, 1100, 10)
+    ]
+    source = PageSource([write(tmp_path, [*events_of_run(ranks=2, steps=3), *readings])])
+    _, arrays = unpack(source.get("counters", {"name": "nic.rcv_bytes"}))
+    assert np.nanmean(arrays["series0"]) == pytest.approx(1000.0 / 0.010)
+
+
+def test_a_life_has_restart_and_eviction_with_evidence(faulty: PageSource) -> None:
+    facts, arrays = unpack(faulty.get("overview", {}))
+    marks = {mark["name"]: mark for mark in facts["marks"]}
+    assert "Xid 79" in marks["eviction"]["text"]
+    assert "node host-0001" in marks["eviction"]["facts"]
+    assert [row["start"] for row in facts["starts"]] == [0, 1]
+    assert [span["ended"] for span in facts["spans"]] == [False, False]
+    mfu = arrays["mfu"]
+    assert np.isfinite(mfu[:-1]).all()
+    assert 0.05 < float(np.nanmedian(mfu)) < 0.55
+
+
+def test_marks_that_all_ranks_say_alike_are_one(tmp_path: Path) -> None:
+    more = [Mark(Origin(run="r", host="h", rank=rank, attempt=0), "nan", 5, step=2, text=HOSTILE) for rank in range(4)]
+    source = PageSource([write(tmp_path, [*events_of_run(ranks=4, steps=12), *more])])
+    [mark] = source.view.marks()
+    assert mark["ranks"] == "ranks 0-3"
+    assert mark["text"] == HOSTILE
+
+
+def test_the_export_is_one_file_whose_data_is_no_markup(
+    faulty: PageSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"index.html": b"", "app.js": b"let a = '</script>';", "app.css": b"a{}"}
+    monkeypatch.setattr(export, "front_end", lambda: files)
+    exported = export.export_page(faulty, tmp_path)
+    text = exported.path.read_text()
+    assert exported.num_omitted == 0
+    assert text.count("<img") == 0
+    assert "</script><img" not in text
+    blocks = dict(re.findall(r'data-key="([^"]+)">([^<]+)</script>', text))
+    facts, _ = unpack(gzip.decompress(base64.b64decode(blocks["overview"])))
+    assert facts["stop"]["silent"] == [21]
+    assert "rank?rank=21" in blocks
+    assert "events?ranks=5%3A30%3A8&amp;first=12&amp;last=12" in blocks
+    assert "connect-src" not in text
+    assert "default-src 'none'" in text
+
+
+def test_an_export_leaves_out_what_does_not_fit(
+    faulty: PageSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "front_end", lambda: {"index.html": b"", "app.js": b"", "app.css": b""})
+    exported = export.export_page(faulty, tmp_path, max_bytes=20_000)
+    assert exported.num_omitted > 0
+    assert exported.num_bytes < 60_000
+
+
+def test_nothing_that_can_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("nothing")
+    with pytest.raises(ConfigError, match="holds nothing that can be read"):
+        PageSource([tmp_path])
+    done = CliRunner().invoke(observe, ["page", str(tmp_path / "none"), "--out", str(tmp_path / "out")])
+    assert done.exit_code != 0
+    assert isinstance(done.exception, ConfigError)
+    assert not (tmp_path / "out").exists()
