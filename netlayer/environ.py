@@ -136,7 +136,7 @@ def list_gpus() -> list[Gpu]:
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines() if line.count(",") == 4]
     gpus = [Gpu(int(row[0]), row[1], int(row[2]) if row[2].isdigit() else 0, *row[3:]) for row in rows]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus if visible is None else list(_visible(gpus, visible))
+    return gpus if visible is None else list(visible_gpus(gpus, visible))
 
 
 def usable_gpus() -> list[Gpu]:
@@ -362,7 +362,7 @@ def _clashes() -> Iterator[Finding]:
         yield Finding("packages", "ok", f"{', '.join(PACKAGES)}: no other distribution has these names")
 
 
-def _visible(gpus: Sequence[Gpu], variable: str) -> Iterator[Gpu]:
+def visible_gpus(gpus: Sequence[Gpu], variable: str) -> Iterator[Gpu]:
     """Yield the GPUs of CUDA_VISIBLE_DEVICES as CUDA reads it: indices, or starts of UUIDs, until a word names none."""
     for word in (word.strip() for word in variable.split(",")):
         if word.startswith("MIG-"):

@@ -16,6 +16,7 @@ from netlayer.config.tree import EvaluationConfig
 from netlayer.errors import ConfigError
 from netlayer.units import format_size
 from trainer.checkpoint import save as checkpoint
+from trainer.replicas import ReplicaCheck
 
 if TYPE_CHECKING:
     from trainer.loop import Row, Trainer
@@ -41,17 +42,26 @@ class BetweenSteps:
         self._save_every = trainer.job.checkpoint.every_steps if checkpoints else 0
         self._retry_due = False
         """Whether the last checkpoint that was due found no room."""
+        self._compare_every = trainer.job.watch.compare_replicas_every
+        self._replicas: ReplicaCheck | None = None
         self._skipped = 0  # copies that were due, since a row was handed over
         self._has_said_skipped = False
 
     def open(self) -> None:
-        """Make ready for checkpoints."""
+        """Make ready for checkpoints, and for comparisons of the replicas."""
+        trainer = self._trainer
+        if self._compare_every:
+            device = trainer.place.device_name
+            self._replicas = ReplicaCheck(trainer.model, trainer.seed, device, trainer.steps_done)
         if self._checkpoints is not None:
             for line in self._trainer.open_saver(self._checkpoints, self._out):
                 self._on_warning(line)
 
     def evaluates(self, step: int) -> bool:
         return step % self._evaluation.every_steps == 0 or step == self.last
+
+    def compares(self, step: int) -> bool:
+        return self._replicas is not None and step % self._compare_every == 0
 
     def saves(self, step: int) -> bool:
         if not self._save_every:
@@ -150,10 +160,16 @@ class BetweenSteps:
     def run(self, step: int, row: Row, *, stops: bool) -> Path | None:
         """Evaluate and save where that is due after a step; return the last checkpoint where the run ends here.
 
+        Replicas are compared first: what differs is not saved.
+
         Args:
             row: of the step, which gets the times.
             stops: somebody has asked for the end, and waits: an evaluation is the first thing of a resumed run.
         """
+        if self._replicas is not None and self.compares(step):
+            self._trainer.exclude_time()
+            with self._trainer.phase("compares replicas"):
+                self._replicas.compare(step)
         if self.evaluates(step) and not stops:
             with _timed(row, "eval_s"):
                 self.evaluate(step)

@@ -583,7 +583,7 @@ def run(
             # A save before this one is finished first, and this step's numbers show that it is sound.
             waits = not is_asked and between.start_save(step)
             # Leave this step's numbers for later, and the device busy, unless something below needs them.
-            if not (is_asked or waits or between.saves_now(step) or between.evaluates(step)):
+            if not (is_asked or waits or between.saves_now(step) or between.evaluates(step) or between.compares(step)):
                 continue
             row, is_asked_now = read_one()
             # A request at the last step changes nothing: the run ends, with all that is due then.

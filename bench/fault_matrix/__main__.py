@@ -19,7 +19,8 @@ from typing import Any
 
 import click
 
-from bench.fault_matrix.job import FaultyJob, Lost, Row, config_of
+from bench.fault_matrix.job import HARDWARE_LINES, FaultyJob, Lost, Row, config_of
+from bench.fault_matrix.network import Network, enter
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.errors import CheckFailed
@@ -35,24 +36,37 @@ _KINDS: dict[str, str] = {
     "slow": "rank that sleeps in each step",
     "kill_executor": "SIGKILL of a node's executor",
     "freeze_node": "SIGSTOP of a node's executor and ranks",
-    "hardware": "line of XID 79 in a node's kernel log",
+    "hardware": "line of a hardware fault in a node's kernel log",
     "checkpoint": "damaged checkpoint, then SIGKILL of a rank",
     "store": "SIGKILL of the run's Redis",
     "driver": "SIGKILL of the driver",
     "two": "SIGKILL of ranks of two nodes at once",
     "in_recovery": "SIGKILL of a rank, and of another one while the first is repaired",
+    "abort": "SIGABRT of a rank, raised by itself",
+    "flip": "a stuck bit in a rank's copy of the parameters",
+    "disk": "the run's disk full, for 15 s",
+    "cut": "a host's network cut",
+    "flap": "a host's link down for 0.6 s, four times in 10 s",
 }
 _NO_INCIDENT = ("store", "driver")
+_MAYBE_INCIDENT = ("disk", "flap")
+"""Kinds that a run may get over with or without a restart; no other node may be blamed."""
+_NETWORK = ("cut", "flap")
+_DEFAULT = tuple(kind for kind in _KINDS if kind not in (*_NETWORK, "disk"))
 
 
 @click.command()
 @run_options_without_config
-@click.option("--kinds", default=",".join(_KINDS), show_default=True, help="Faults, comma-separated.")
+@click.option("--kinds", default=",".join(_DEFAULT), show_default=True, help="Faults, comma-separated.")
 @click.option("--cases", type=click.IntRange(1), default=26, show_default=True, help="Faults in all.")
 @click.option("--chain", type=click.IntRange(1), default=5, show_default=True, help="Faults in a row in one run.")
 @click.option("--nodes", type=click.IntRange(2, 16), default=4, show_default=True, help="Nodes of one rank each.")
 @click.option("--steps", type=click.IntRange(100), default=900, show_default=True, help="Steps of each run.")
-def main(options: RunOptions, kinds: str, cases: int, chain: int, nodes: int, steps: int) -> None:
+@click.option("--network", "is_network", is_flag=True, help="Nodes are network namespaces, over ssh; needs root.")
+@click.option("--minutes", type=click.FloatRange(0), default=0.0, help="Begin no further run after so long; 0: no end.")
+def main(
+    options: RunOptions, kinds: str, cases: int, chain: int, nodes: int, steps: int, is_network: bool, minutes: float
+) -> None:
     """Inject faults into runs of `netlayer run`, and say what became of them.
 
     \b
@@ -60,28 +74,43 @@ def main(options: RunOptions, kinds: str, cases: int, chain: int, nodes: int, st
       python -m bench.fault_matrix --out runs/faults
       python -m bench.fault_matrix --out runs/faults --cases 200        # goes on where it was ended
       python -m bench.fault_matrix --kinds kill,stop --cases 4
+      python -m bench.fault_matrix --kinds disk --cases 2               # as root: a file system of its own
+      python -m bench.fault_matrix --network --kinds cut,flap --chain 2 --cases 4
     """
     started, begin_s = utc_now(), time.time()
     chosen = kinds.split(",")
     unknown = [kind for kind in chosen if kind not in _KINDS]
     if unknown:
         raise click.BadParameter(f"{', '.join(unknown)}: one of {', '.join(_KINDS)}", param_hint="--kinds")
+    if not is_network and set(chosen) & set(_NETWORK):
+        raise click.BadParameter(f"{', '.join(_NETWORK)} need --network", param_hint="--kinds")
+    if is_network:
+        enter()
     out = (options.out or Path("runs") / "fault_matrix").absolute()
     out.mkdir(parents=True, exist_ok=True)
     plan = _plan(chosen, cases, options.seed)
     text = _text(out)
     config = config_of(nodes, steps, text, slow_factor=2.0, slow_steps=10, silence_floor_s=20.0)
+    # A cut takes a host away for good: each fault has one to spare.
+    network = Network(out / "network", nodes + chain) if is_network else None
+    if network is not None:
+        over_ssh = config.job.resilience.model_copy(update={"backend": "ssh", "spares": chain})
+        store = config.job.store.model_copy(update={"url": network.url})
+        job = config.job.model_copy(update={"resilience": over_ssh, "store": store})
+        config = config.model_copy(update={"job": job})
     rows = _rows(out)
     with ending_at(signal.SIGTERM):  # it ends its run, then
-        healthy = _healthy(out, config)
-        while len(rows) < len(plan):
+        healthy = _healthy(out, config, network)
+        while len(rows) < len(plan) and not (minutes and time.time() - begin_s > 60 * minutes):
             number = max((row["run"] for row in rows), default=-1) + 1
             part, draw = plan[len(rows) : len(rows) + chain], random.Random(f"{options.seed} {number}")
-            for row in _run(out / f"run-{number}", config, part, number, healthy, draw):
+            for row in _run(out / f"run-{number}", config, part, number, healthy, draw, network):
                 rows.append(row)
                 with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 click.echo(_line(row), err=True)
+    if network is not None:
+        network.close()
     table = summary(rows)
     record = RunRecord(
         name="bench.fault_matrix",
@@ -90,7 +119,7 @@ def main(options: RunOptions, kinds: str, cases: int, chain: int, nodes: int, st
         started_utc=started,
         ended_utc=utc_now(),
         arguments=options.arguments()
-        | {"kinds": kinds, "cases": cases, "chain": chain, "nodes": nodes, "steps": steps},
+        | {"kinds": kinds, "cases": cases, "chain": chain, "nodes": nodes, "steps": steps, "network": is_network},
         config=config.model_dump(mode="json"),
         environment=environ.snapshot(options.seed) | {"seconds": time.time() - begin_s},
         devices=["CPU"],
@@ -129,12 +158,12 @@ def _text(out: Path) -> Path:
     return folder
 
 
-def _healthy(out: Path, config: Any) -> dict[int, float]:
+def _healthy(out: Path, config: Any, network: Network | None) -> dict[int, float]:
     """Losses of a run without faults; also that nothing was found in it."""
     file = out / "healthy.json"
     if file.exists():
         return {int(step): loss for step, loss in json.loads(file.read_text(encoding="utf-8")).items()}
-    job = FaultyJob(out / "healthy", config)
+    job = FaultyJob(out / "healthy", config, network=network)
     try:
         job.start()
         code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S)
@@ -149,12 +178,21 @@ def _healthy(out: Path, config: Any) -> dict[int, float]:
 
 
 def _run(
-    folder: Path, config: Any, kinds: Sequence[str], number: int, healthy: dict[int, float], draw: random.Random
+    folder: Path,
+    config: Any,
+    kinds: Sequence[str],
+    number: int,
+    healthy: dict[int, float],
+    draw: random.Random,
+    network: Network | None,
 ) -> list[Row]:
     """One run with faults in a row; the rows of all of them, when its losses are compared."""
     while folder.exists():
         folder = folder.with_name(folder.name + "-again")
-    job = FaultyJob(folder, config)
+    for link in range(len(network.hosts) if network else 0):
+        assert network is not None
+        network.mend(link)
+    job = FaultyJob(folder, config, network=network, own_disk="disk" in kinds)
     rows: list[Row] = []
     begin_s = time.time()
     job.start()
@@ -166,9 +204,10 @@ def _run(
         code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S) if rows[-1]["handled"] else -1
     finally:
         job.kill_all()
-    losses = job.losses()
+    losses, facts = job.losses(), job.facts
+    job.close(folder.with_name(f"{folder.name}-logs"))
     equal = sum(losses.get(step) == loss for step, loss in healthy.items())
-    share = job.facts["furthest_step"] * job.facts["step_ms"] / 1e3 / (time.time() - begin_s)
+    share = facts["furthest_step"] * facts["step_ms"] / 1e3 / (time.time() - begin_s)
     for row in rows:
         row |= {"exit_code": code, "losses_equal": equal, "losses": len(healthy), "effective_share": round(share, 4)}
     return rows
@@ -187,8 +226,8 @@ def _case(job: FaultyJob, kind: str, draw: random.Random) -> Row:
         first, second = draw.sample(facts["members"], 2)
         row |= {"step": step, "nodes": _expected(kind, first, second)}
         at_s = time.time()
-        _inject(job, kind, first, second)
-        if kind in _NO_INCIDENT:
+        _inject(job, kind, first, second, draw)
+        if kind in (*_NO_INCIDENT, *_MAYBE_INCIDENT):
             job.wait(lambda facts: facts["state"] == "run" and job.step > step + 40, _LIMIT_S, "after the fault")
         else:
             most = incidents + (2 if kind in ("checkpoint", "in_recovery") else 1)
@@ -199,7 +238,7 @@ def _case(job: FaultyJob, kind: str, draw: random.Random) -> Row:
             job.wait(is_past, _LIMIT_S, "after the fault")
         new = job.facts["incidents"][incidents:]
         blamed = sorted({node for each in new for node in each["decision"]["nodes"]})
-        row |= {"handled": True, "blamed": blamed, "right": blamed == sorted(row["nodes"])}
+        row |= {"handled": True, "blamed": blamed, "right": _is_right(kind, blamed, sorted(row["nodes"]))}
         row["actions"] = [each["decision"]["action"] for each in new]
         row["found_as"] = [each["decision"]["kind"] for each in new]
         if new:
@@ -217,13 +256,17 @@ def _is_steady(job: FaultyJob, base: int, draw: random.Random) -> bool:
     return job.step >= max(base, 45) + draw.randrange(10, 40)
 
 
+def _is_right(kind: str, blamed: list[str], expected: list[str]) -> bool:
+    return blamed == expected or (kind in _MAYBE_INCIDENT and set(blamed) <= set(expected))
+
+
 def _expected(kind: str, first: str, second: str) -> list[str]:
-    if kind in _NO_INCIDENT:
+    if kind in _NO_INCIDENT or kind == "disk":
         return []
     return [first, second] if kind in ("two", "in_recovery") else [first]
 
 
-def _inject(job: FaultyJob, kind: str, first: str, second: str) -> None:
+def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Random) -> None:
     """Bring about one fault, on the first node, and where the kind has two, on the second."""
     simple: dict[str, Callable[[], None]] = {
         "kill": lambda: job.kill_rank(first),
@@ -233,7 +276,12 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str) -> None:
         "slow": lambda: job.fault_inside(first, "slow", sleep_s=0.4),
         "kill_executor": lambda: job.kill_executor(first),
         "freeze_node": lambda: job.freeze_node(first),
-        "hardware": lambda: job.hardware_line(first),
+        "hardware": lambda: job.hardware_line(first, draw.choice(HARDWARE_LINES)),
+        "abort": lambda: job.fault_inside(first, "abort"),
+        "flip": lambda: job.fault_inside(first, "flip"),
+        "disk": lambda: job.fill_disk(15.0),
+        "cut": lambda: job.cut_network(first),
+        "flap": lambda: job.flap_link(first),
         "store": job.kill_store,
         "driver": job.kill_driver,
     }

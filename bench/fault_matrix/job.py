@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from bench.fault_matrix.network import Network
 from bench.fault_matrix.rank import VARIABLE
 from netlayer.config.file import to_toml
 from netlayer.config.tree import Config, build_config
@@ -28,7 +29,18 @@ from trainer.resilience.store_host import directory_of
 Row = dict[str, Any]
 
 _POLL_S = 0.05
-_XID = "NVRM: Xid (PCI:0000:44:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+# Lines of kernels in public reports, each of a part that cannot be used as it is.
+HARDWARE_LINES = (
+    "NVRM: Xid (PCI:0000:44:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+    # https://github.com/NVIDIA/nvidia-docker/issues/1553
+    "NVRM: Xid (PCI:0000:09:00): 79, pid=0, GPU has fallen off the bus.",
+    # https://github.com/NVIDIA/NVSentinel/issues/155
+    "NVRM: fallen off the bus and is not responding to commands.",
+    "NVRM: Xid (PCI:0000:dc:00): 149, NETIR_LINK_EVT, Fatal, XC0 i0 Link 02 (0x00000000 0x00000000)",
+    "NVRM: Xid (PCI:0000:4e:00): 48, pid=1, An uncorrectable double bit error (DBE) has been detected on GPU",
+    "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#0_DIMM#0 (channel:0 slot:0 page:0x1 offset:0x0)",
+)
+_DISK_MIB = 300  # of a run's own file system, so that filling it hurts nobody else
 _MODEL = {"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "vocab_size": 512, "seq_len": 32}
 
 
@@ -50,6 +62,7 @@ def config_of(nodes: int, steps: int, text: Path, **resilience: Any) -> Config:
                 "optimizer": {"steps": steps, "warmup_steps": 5, "lr": 1e-3},
                 "evaluation": {"every_steps": steps, "global_batches": 1},
                 "checkpoint": {"every_steps": 20, "keep": 3},
+                "watch": {"compare_replicas_every": 10},
                 "launch": {"backend": "gloo"},
                 "resilience": {"checks": "host", "heartbeat_s": 1.0, "backoff_s": 0.2, **resilience},
             },
@@ -64,14 +77,21 @@ class FaultyJob:
         out: its folder, new.
         config: of `config_of`.
         seed: of the training.
+        network: whose hosts the nodes are; None: process groups of this machine.
+        own_disk: whether its folder is a file system of its own, in memory (needs root), which can be filled.
     """
 
-    def __init__(self, out: Path, config: Config, seed: int = 0) -> None:
+    def __init__(
+        self, out: Path, config: Config, seed: int = 0, network: Network | None = None, *, own_disk: bool = False
+    ) -> None:
         self.folder, self.config = RunFolder(out), config
         self._driver: subprocess.Popen[bytes] | None = None
         self._faults: list[Row] = []
         nodes = config.cluster.servers
         out.mkdir(parents=True, exist_ok=True)
+        self._network, self._is_mounted = network, own_disk
+        if own_disk:
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", str(out)], check=True)
         command = ("train", str(self.folder.job), "--resume", "auto", "--out", str(out), "--seed", str(seed))
         settings = config.job.resilience.model_copy(update={"kernel_log": str(out / "kernel-{node}.log")})
         spec = Spec(
@@ -82,10 +102,16 @@ class FaultyJob:
             ranks_per_node=1,
             threads=1,
             heartbeat_s=settings.heartbeat_s,
-            environ={VARIABLE: str(out / "faults.json"), "NETLAYER_RUN_BACKEND": "gloo"},
+            environ={
+                VARIABLE: str(out / "faults.json"),
+                "NETLAYER_RUN_BACKEND": "gloo",
+                **({"GLOO_SOCKET_IFNAME": "eth0"} if network else {}),
+            },
             resilience=settings,
         )
         self.folder.create(spec, to_toml(config))
+        if network is not None:
+            self.folder.set_store_url(network.url)
 
     # ---- what the run shows ----
 
@@ -140,7 +166,12 @@ class FaultyJob:
     def start(self) -> None:
         with (self.folder.out / "driver.log").open("ab") as output:
             self._driver = subprocess.Popen(
-                [sys.executable, "-m", "netlayer", "run", "start", str(self.folder.job), "--out", str(self.folder.out)],
+                [
+                    *(sys.executable, "-m", "netlayer", "run", "start", str(self.folder.job)),
+                    *("--out", str(self.folder.out)),
+                    *(("--hosts", ",".join(self._network.hosts)) if self._network else ()),
+                    *(("--ssh-command", str(self._network.ssh)) if self._network else ()),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -170,7 +201,37 @@ class FaultyJob:
         self.folder.ended.touch()
         shutil.rmtree(directory_of(self.folder), ignore_errors=True)
 
+    def close(self, kept: Path) -> None:
+        """Keep the logs of a run whose file system goes."""
+        if self._is_mounted:
+            shutil.copytree(self.folder.run, kept, ignore=shutil.ignore_patterns("*.sock"), dirs_exist_ok=True)
+            shutil.copy(self.folder.out / "driver.log", kept / "driver.log")
+            subprocess.run(["umount", "--lazy", str(self.folder.out)], check=True)
+            self._is_mounted = False
+
     # ---- faults ----
+
+    def cut_network(self, node: str) -> None:
+        assert self._network is not None
+        self._network.cut(int(node.rpartition("-")[2]))
+
+    def flap_link(self, node: str) -> None:
+        assert self._network is not None
+        self._network.flap(int(node.rpartition("-")[2]))
+
+    def fill_disk(self, seconds: float) -> None:
+        """Fill the run's file system to the last byte, for so long."""
+        file = self.folder.out / "filler"
+        block = bytes(1 << 20)
+        end_s = time.monotonic() + seconds
+        with file.open("wb", buffering=0) as stream:
+            while time.monotonic() < end_s:  # what others free meanwhile is filled again
+                try:
+                    while stream.write(block):
+                        pass
+                except OSError:
+                    time.sleep(0.05)
+        file.unlink()
 
     def kill_rank(self, node: str) -> None:
         for rank in self.ranks(node):
@@ -189,9 +250,9 @@ class FaultyJob:
         for rank in ranks:
             rank.send_signal(signal.SIGSTOP)
 
-    def hardware_line(self, node: str) -> None:
+    def hardware_line(self, node: str, line: str) -> None:
         with (self.folder.out / f"kernel-{node}.log").open("a", encoding="utf-8") as file:
-            file.write(_XID)
+            file.write(line + "\n")
 
     def fault_inside(self, node: str, kind: str, **more: Any) -> None:
         """Have a rank of the node fail by itself at its next step."""

@@ -1,4 +1,4 @@
-"""A rank of `netlayer train` with faults from inside: an exception, a lost number, a slow node.
+"""A rank of `netlayer train` with faults from inside: an exception, an abort, a lost number, a slow node, bad memory.
 
 Run in place of `netlayer` as a run's training process. The faults stand in the file that `NETLAYER_FAULTS` names, which
 is read again when it changes, and each is keyed by the node's name: a restart on another node is rid of it. One that
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,29 @@ class _Faults:
         return True
 
 
+def _flip_for_ever(trainer: Trainer) -> None:
+    """Have this rank's copy of the parameters lose a bit whenever it is gathered, as bad memory would."""
+    [chunk] = trainer.model.chunks
+    bucket = chunk.buckets[0]
+    shard = bucket.plan.shard_numel
+    element = (bucket.rank + 1) % bucket.plan.world_size * shard + 3  # of another rank's shard: it is not the master
+    words = bucket.unsharded_N.detach().numpy().view("int32")
+
+    def flip() -> None:
+        words[element : element + 16] |= 0x00400000  # the highest bit of the fraction is stuck
+
+    def flipping(before: Callable[..., None]) -> Callable[..., None]:
+        def gather(*arguments: Any) -> None:
+            before(*arguments)
+            chunk.wait_parameters()
+            flip()
+
+        return gather
+
+    trainer.steps.begin = flipping(trainer.steps.begin)  # type: ignore[method-assign]
+    trainer.model.wait_parameters = flipping(trainer.model.wait_parameters)  # type: ignore[method-assign]
+
+
 def _inject() -> None:
     faults, launch = _Faults(), Trainer.launch
 
@@ -58,8 +82,12 @@ def _inject() -> None:
         for fault in faults.due(step):
             if fault["kind"] == "exception":
                 raise InjectedFault(f"injected at step {step}")
+            if fault["kind"] == "abort":
+                os.abort()
             if fault["kind"] == "slow":
                 time.sleep(fault["sleep_s"])
+            elif fault["kind"] == "flip":
+                _flip_for_ever(trainer)
             elif fault["kind"] == "nan":
                 run = trainer.steps.run
 

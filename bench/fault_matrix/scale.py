@@ -157,7 +157,7 @@ def _measure(folder: RunFolder, executors: int, ranks: int, interval: float, sec
         "driver_core_share": cpu_s / taken_s,
         "us_per_heartbeat": 1e6 * cpu_s / max(count, 1),
         "incidents": len(driver.facts.incidents),
-        "refused": driver.refused,
+        "refused": driver.link.refused,
     }
 
 

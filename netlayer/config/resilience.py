@@ -66,7 +66,15 @@ class ResilienceConfig(Section):
         description="self-checks of a node before it joins and after a fault: host: disk, clock, memory, kernel log; "
         "device: GEMM and copies too; full: collectives among its ranks as well",
     )
-    checks_s: float = Field(120.0, gt=0, description="longest self-check of a node, seconds")
+    checks_s: float = Field(120.0, gt=0, description="longest try of a node's self-check, seconds")
+    checks_retries: int = Field(
+        1, ge=0, le=10, description="further tries of a self-check that ended with an error, or was not done in time"
+    )
+    checks_unclear: Literal["use", "evict"] = Field(
+        "use",
+        description="a node whose self-check could still not be made: use: it trains where no standby has passed, and "
+        "is the first suspect of a fault that nobody can place; evict: as one that has failed",
+    )
     kernel_log: str = Field(
         "auto",
         description="file of the kernel's log, in which {node} stands for the node's name; auto: /dev/kmsg, where that "

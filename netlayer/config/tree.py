@@ -458,6 +458,15 @@ class WatchConfig(Section):
         description="the least of three step times, seconds, for a rank that does not answer or does something else; "
         "2 s at most for one whose process was stopped or has ended",
     )
+    compare_replicas_every: int = Field(
+        0,
+        ge=0,
+        description="steps between two comparisons of the data-parallel replicas, bit by bit, for silent corruption of "
+        "data; each costs a read of all parameters and the forward pass of a micro-batch. 0: never",
+    )
+    compare_losses: bool = Field(
+        True, description="with it, also the loss of one batch that every replica computes; off: the parameters alone"
+    )
 
 
 class NcclConfig(Section):
@@ -538,6 +547,7 @@ class JobConfig(Section):
         self._check_step_in_backward()
         self._check_zero()
         self._check_masks()
+        self._check_replicas()
         stages = parallel.pp if parallel.vpp > 1 else 1  # interleaved, micro-batches go in rounds of as many as stages
         unit = batch.micro_batch_size * parallel.data_ranks * stages
         for name in ("global_batch_size", "start_size", "increment"):
@@ -567,6 +577,19 @@ class JobConfig(Section):
                 rule,
                 "omit it, or change that (max_grad_norm = 0 clips nothing)",
             )
+
+    def _check_replicas(self) -> None:
+        """Refuse comparisons that find nothing, or after which no sound checkpoint would be left."""
+        every, saved = self.watch.compare_replicas_every, self.checkpoint
+        name, span = "job.watch.compare_replicas_every", (saved.keep - 1) * saved.every_steps
+        if every and self.parallel.dp == 1:
+            _fail(name, every, "needs replicas, but job.parallel.dp = 1", "set it to 0")
+        if every and saved.every_steps and span < every:
+            rule = f"is above the {span} steps that the older of job.checkpoint.keep = {saved.keep} checkpoints span"
+            _fail(name, every, f"{rule}: one from before a corruption must be left", "lower it, or raise keep")
+        if every and saved.peer_copies:
+            rule = "does not go with job.checkpoint.peer_copies: a corrupt copy in memory could not be taken back"
+            _fail(name, every, rule, "set either to 0")
 
     def _check_zero(self) -> None:
         """Refuse settings that need parameters which stay."""

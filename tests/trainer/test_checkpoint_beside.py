@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from netlayer.errors import CheckFailed, ConfigError, RankFailed
 from netlayer.launch.launcher import launch
 from netlayer.store.meeting import meeting_place
 from tests.trainer import targets
+from trainer.checkpoint import writer_process
 from trainer.checkpoint.meta import find
 from trainer.checkpoint.names import checkpoints_in, pending_in
 from trainer.checkpoint.reader import open_checkpoint
@@ -357,3 +359,17 @@ def test_parameters_alone_begin_with_the_first_step(text_folder: Path, corpus: C
         for name, value in trainer.model.chunks[0].full_state_dict().items():
             assert torch.equal(value, checkpoint.read(name))
     assert trainer.step(1)["loss"] < whole[0][0]
+
+
+def test_a_writer_that_does_not_end_is_killed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_process, "_ENDS_S", 0.1)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    ours, theirs = Pipe()
+    try:
+        writer_process._end_process(process, ours)
+        assert process.returncode == -signal.SIGKILL
+        assert ours.closed
+    finally:
+        process.kill()
+        process.wait()
+        theirs.close()

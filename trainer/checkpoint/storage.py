@@ -19,7 +19,7 @@ from typing import IO, Any, Protocol
 
 from netlayer.results import sync_folder
 from trainer.checkpoint.distcp import Read, file_reader, object_reader
-from trainer.checkpoint.names import META, PENDING, checkpoints_in, halves_in, know_protocol, step_of
+from trainer.checkpoint.names import DAMAGED, META, PENDING, checkpoints_in, halves_in, know_protocol, step_of
 
 PART = ".part"
 _SYNC_BYTES = 256 << 20
@@ -144,6 +144,26 @@ class LocalStorage:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def set_aside(path: Path) -> str:
+    """Make a damaged checkpoint one that no run resumes from, without losing what is in it, and return where it is now.
+
+    A folder is renamed to `.damaged`; in an object store, which cannot, its `meta.json` is.
+    """
+    target, number = path.with_name(path.name + DAMAGED), 1
+    has_renames = isinstance(path, Path)
+    if has_renames:
+        while target.exists():  # one of the same step was damaged before
+            number += 1
+            target = path.with_name(f"{path.name}{DAMAGED}{number}")
+        return str(path.rename(target))
+    from fsspec.core import url_to_fs
+
+    fs, root = url_to_fs(str(path), use_listings_cache=False, skip_instance_cache=True)
+    fs.copy(f"{root}/{META}", f"{root}/{META}{DAMAGED}")
+    fs.rm(f"{root}/{META}")
+    return f"{path}/{META}{DAMAGED}"
+
+
 def kept_apart(paths: list[Any], keep: int, keep_every: int) -> list[Any]:
     """Return those of the checkpoints, oldest first, that are not to be kept."""
     return [path for path in paths[:-keep] if not keep_every or step_of(path) % keep_every]
@@ -240,7 +260,7 @@ class ObjectStorage:
 
     def _clear(self) -> None:
         for name in self._names():
-            if not any(self._fs.exists(f"{self._root}/{name}/{META}{end}") for end in ("", PENDING)):
+            if not any(self._fs.exists(f"{self._root}/{name}/{META}{end}") for end in ("", PENDING, DAMAGED)):
                 self._remove(name)
 
     def _remove(self, name: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,9 @@ from trainer.checkpoint.snapshot import ShardPlan, Staging
 from trainer.checkpoint.storage import Storage, open_storage
 from trainer.checkpoint.writer import Command, Pieces, Reply, reply_of, run_command
 
+logger = logging.getLogger(__name__)
+
+_ENDS_S, _KILLED_S = 10.0, 5.0
 _HELD_BACK = (*PASSED_ON, signal.SIGINT)
 _PROGRAM = "import sys; from trainer.checkpoint.writer import main; main(sys.argv[1:])"
 
@@ -143,5 +147,14 @@ class WriterProcess:
 
 
 def _end_process(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+    """End a writer, and wait for it; not for ever, for one that hangs in a dead file system would hold up the rank."""
     pipe.close()
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_ENDS_S)  # by itself: its pipe is closed
+        return
+    process.kill()
+    try:
+        process.wait(_KILLED_S)
+    except subprocess.TimeoutExpired:
+        # In the kernel, which ends it when the write that it waits for is over; the rank goes on without it.
+        logger.warning("the writer of checkpoints (process %d) is blocked in the kernel, and is left", process.pid)

@@ -401,6 +401,8 @@ def _drive(
     is_slurm = spec.resilience.backend == "slurm"
     resumes = resumes or (is_slurm and _was_requeued(folder))
     backend = _backend(folder, hosts, ssh)
+    # Before the driver, which starts executors: from here on nothing ends this process and leaves them behind.
+    signals = _Signals(folder, leaves=leaves, is_slurm=is_slurm)
     driver = Driver(folder, backend, config.job.optimizer.steps, owns_store=not config.job.store.url, on_line=_say)
     if driver.facts.state in TERMINAL and not (resumes and driver.facts.state is not State.COMPLETED):
         state, remedy = driver.facts.state, "go on with netlayer run resume, or give a new folder"
@@ -411,7 +413,7 @@ def _drive(
         raise ConfigError("--out", folder.out, f"holds a run that is {state}", remedy)
     if resumes:
         driver.resume()
-    ending = _stop_on_signals(driver, leaves=leaves, is_slurm=is_slurm)
+    signals.driver = driver
     collect_seldom()
     final = driver.run()
     record = _record(driver, spec, config, options, started)
@@ -423,7 +425,7 @@ def _drive(
     facts = driver.facts
     line = f"{final} after step {facts.furthest_step}: {facts.restarts} restarts, {len(facts.evicted)} nodes evicted"
     click.echo(line, err=str(options.json_file) == "-")
-    if ending and final is State.STOPPED:
+    if signals.is_allocation_ending and final is State.STOPPED:
         from trainer.resilience import slurm
 
         (folder.run / "requeued").touch()  # first: Slurm ends this process at once
@@ -447,6 +449,7 @@ def _was_requeued(folder: RunFolder) -> bool:
 
 def _backend(folder: RunFolder, hosts: str | None, ssh: str) -> Backend:
     """Return what the run's nodes come from, by the settings of its start."""
+    from netlayer.environ import usable_gpus
     from netlayer.remote.hosts import read_hosts
     from trainer.resilience.backends import LocalBackend, SshBackend
 
@@ -462,46 +465,65 @@ def _backend(folder: RunFolder, hosts: str | None, ssh: str) -> Backend:
         from trainer.resilience.slurm import SlurmBackend
 
         return SlurmBackend(folder)
-    return SshBackend(folder, [host.name for host in read_hosts(hosts)], ssh) if hosts else LocalBackend(folder)
+    if hosts:
+        return SshBackend(folder, [host.name for host in read_hosts(hosts)], ssh)
+    has_gpus = folder.spec().environ.get("NETLAYER_RUN_BACKEND") == "nccl"
+    return LocalBackend(folder, [gpu.uuid or str(gpu.index) for gpu in usable_gpus()] if has_gpus else ())
 
 
-def _stop_on_signals(driver: Driver, *, leaves: bool = False, is_slurm: bool = False) -> list[int]:
+class _Signals:
     """SIGINT and SIGTERM stop the run after a step; a second one at once.
 
     Args:
+        folder: of the run, where the request waits for a driver that is not there yet.
         leaves: SIGTERM ends the driver alone.
         is_slurm: SIGUSR1, which Slurm sends ahead of an allocation's end, stops the run as well.
-
-    Returns:
-        List that is not empty once SIGUSR1 has come.
     """
-    seen: list[int] = []
-    ending: list[int] = []
 
-    def stop(signum: int, _frame: object) -> None:
-        if leaves and signum == signal.SIGTERM:
+    def __init__(self, folder: RunFolder, *, leaves: bool = False, is_slurm: bool = False) -> None:
+        self.is_allocation_ending = False
+        self._folder, self._leaves = folder, leaves
+        self._num_seen = 0
+        self._driver: Driver | None = None
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._stop)
+        if is_slurm:
+            signal.signal(signal.SIGUSR1, self._end)
+
+    @property
+    def driver(self) -> Driver | None:
+        """Driver that is asked to stop; what came before there was one holds for it too."""
+        return self._driver
+
+    @driver.setter
+    def driver(self, driver: Driver) -> None:
+        self._driver = driver
+        if self._num_seen > 1:
+            driver.ask_to_stop(at_once=True)
+
+    def _stop(self, signum: int, _frame: object) -> None:
+        if self._leaves and signum == signal.SIGTERM:
             # As a kill would, which costs nothing; but a container's first process must end by itself.
             os._exit(128 + signum)
-        seen.append(signum)
-        driver.ask_to_stop(at_once=len(seen) > 1)
+        self._num_seen += 1
+        self._ask(at_once=self._num_seen > 1)
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, stop)
+    def _end(self, _signum: int, _frame: object) -> None:
+        self.is_allocation_ending = True
+        self._ask()
 
-    def end(signum: int, _frame: object) -> None:
-        ending.append(signum)
-        driver.ask_to_stop()
-
-    if is_slurm:
-        signal.signal(signal.SIGUSR1, end)
-    return ending
+    def _ask(self, *, at_once: bool = False) -> None:
+        if self._driver is not None:
+            self._driver.ask_to_stop(at_once=at_once)
+        else:
+            self._folder.ask("stop")
 
 
 def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, started: str) -> Any:
     """Record of the run: a row an incident, with the times of its stages."""
     from netlayer import environ
     from netlayer.results import RunRecord, utc_now
-    from trainer.resilience.record import effective_share, times_of
+    from trainer.resilience.status import effective_share, times_of
 
     facts, now_s = driver.facts, time.time()
     # All of the run's steps over all of its time: this driver may have taken it over a minute ago.
@@ -511,7 +533,7 @@ def _record(driver: Driver, spec: Spec, config: Config, options: RunOptions, sta
     }
     summary = {
         "state": facts.state, "step": facts.furthest_step, "restarts": facts.restarts, "evicted": dict(facts.evicted),
-        "refused_messages": driver.refused, "effective_share": effective_share(
+        "refused_messages": driver.link.refused, "effective_share": effective_share(
             facts, driver.view.typical_ms(), begin_s, now_s
         ), **times,
     }  # fmt: skip

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from netlayer.remote.connection import ssh_command
+from netlayer.results import write_text
 from trainer.resilience.folder import RunFolder
 
 MODULE = "trainer.resilience.executor"
@@ -76,29 +77,87 @@ class FixedNodes:
         """Do nothing: nodes outlive the driver."""
 
 
+class GpuShares:
+    """Equal shares of a machine's GPUs, one a local node: ranks and self-checks of a node see its own and no others.
+
+    A node keeps its share (the file `gpus` in its folder, for later drivers). That of an evicted node is given again
+    when none is left that nobody had.
+
+    Args:
+        folder: of the run.
+        gpus: as CUDA_VISIBLE_DEVICES takes them.
+        per_node: size of a share.
+    """
+
+    def __init__(self, folder: RunFolder, gpus: Sequence[str], per_node: int) -> None:
+        self._folder = folder
+        starts = range(0, len(gpus) - per_node + 1, per_node)
+        self._shares = [",".join(gpus[start : start + per_node]) for start in starts]
+
+    def of(self, node: str) -> str:
+        """Return a node's share, taken now where it has none yet."""
+        file = self._folder.node(node) / "gpus"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, self._free()[0] + "\n")
+        return file.read_text(encoding="utf-8").strip()
+
+    def release(self, node: str) -> None:
+        """Let others have an evicted node's share."""
+        with contextlib.suppress(OSError):
+            (self._folder.node(node) / "gpus.released").touch()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free())
+
+    def _free(self) -> list[str]:
+        """Shares that no node of the run has, those that were used least first."""
+        files = list((self._folder.run / "nodes").glob("*/gpus"))
+        used = [file.read_text(encoding="utf-8").strip() for file in files]
+        in_use = {share for share, file in zip(used, files, strict=True) if not file.with_suffix(".released").exists()}
+        return sorted((share for share in self._shares if share not in in_use), key=used.count)
+
+
 class LocalBackend(FixedNodes):
     """Nodes that are sessions of processes on this machine.
 
     Args:
         folder: of the run.
+        gpus: of this machine, for the run's ranks, as CUDA_VISIBLE_DEVICES takes them; empty: they use none.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, gpus: Sequence[str] = ()) -> None:
         self._folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._shares = GpuShares(folder, gpus, folder.spec().ranks_per_node) if gpus else None
 
     def name(self, number: int) -> str:
-        return f"node-{number}"
+        node = f"node-{number}"
+        if self._shares is None or self._folder.node(node).exists():
+            return node
+        num_launched = sum(1 for _ in (self._folder.run / "nodes").iterdir())
+        return node if number - num_launched < self._shares.num_free else ""
 
     def launch(self, node: str) -> None:
         own = self._folder.node(node)
         own.mkdir(parents=True, exist_ok=True)
+        own_gpus = {"CUDA_VISIBLE_DEVICES": self._shares.of(node)} if self._shares else {}
         command = [sys.executable, "-m", MODULE, str(self._folder.out), node]
         with (own / "executor.log").open("ab") as output:
             # A session of its own: the node outlives this driver, and Ctrl-C at the terminal is for the driver alone.
             self._processes[node] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, **own_gpus},
             )
+
+    def block(self, node: str, reason: str, *, was_heard: bool) -> None:  # noqa: ARG002 - the protocol's
+        if self._shares is not None:
+            self._shares.release(node)
 
     def ensure(self, node: str) -> None:
         try:

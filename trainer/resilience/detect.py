@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from netlayer.config.resilience import ResilienceConfig
+from trainer.resilience.clocks import Moment, NodeClocks
 from trainer.resilience.messages import Heartbeat, LogMatch, RankStatus
 
 Kind = Literal[
@@ -31,8 +32,10 @@ Kind = Literal[
     "stopped",  # a process is stopped, or blocked in the kernel
     "named",  # ranks blame it
     "nan",  # numbers are lost
+    "corrupt",  # its replica of the model differs from the others
     "memory",  # out of memory
     "checkpoint",  # a checkpoint cannot be loaded
+    "disk",  # a disk is full or away, maybe one that all nodes share
     "job",  # the job itself is wrong
     "hung",  # no steps
     "slow",  # steps take long
@@ -42,6 +45,7 @@ Kind = Literal[
 ]
 Weight = Literal["cause", "evidence", "symptom", "note"]
 
+_ABORT = -6  # SIGABRT: raised by the process itself, as NCCL's watchdog does in every rank that waits for another one
 _USAGE = 2  # exit code of a job, an option or an environment that cannot be used
 _KEPT_STEPS = 32
 _LEAST_STEPS = 3
@@ -60,6 +64,7 @@ class Finding:
         rank: which; None: the node as a whole, or not known.
         text: the evidence, in one line.
         at_ns: when it was seen, by the clock of whoever saw it, ns since 1970.
+        when: when it happened, for what is ordered by it; None: not known.
     """
 
     kind: Kind
@@ -68,9 +73,14 @@ class Finding:
     rank: int | None
     text: str
     at_ns: int
+    when: Moment | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @staticmethod
+    def from_json(tree: Mapping[str, Any]) -> Finding:
+        return Finding(**{**tree, "when": Moment.from_json(tree.get("when"))})
 
 
 @dataclass
@@ -116,6 +126,7 @@ class View:
         self.stepped_s = 0.0
         self.has_news = True
         """Whether a heartbeat has come, since this was last cleared, that is more than a sign of life."""
+        self.clocks = NodeClocks()
         self._heartbeat_s = heartbeat_s
 
     def take(self, heartbeat: Heartbeat, now_s: float) -> bool:
@@ -123,7 +134,7 @@ class View:
         known = self.nodes.get(heartbeat.node)
         if known and known.heartbeat.boot == heartbeat.boot and heartbeat.seq <= known.heartbeat.seq:
             return False
-        if known and known.heartbeat.boot != heartbeat.boot and heartbeat.at_ns < known.heartbeat.at_ns:
+        if known and known.heartbeat.boot != heartbeat.boot and heartbeat.boots < known.heartbeat.boots:
             return False  # of an executor that is gone
         stopped = known.stopped_since_s if known else {}
         is_stopped = {each.rank for each in heartbeat.ranks if each.state in ("stopped", "blocked")}
@@ -215,13 +226,14 @@ def find(
     unclean = [name for name in members if name in view.nodes and not view.nodes[name].is_clean]
     by_rank = {rank.rank: node for node, rank in view.ranks(members, incarnation)} if unclean else {}
     for node, rank in view.ranks(unclean, incarnation):
-        findings += _of_rank(node, rank, view.nodes[node], settings, now_s, now_ns)
+        findings += _of_rank(node, rank, view, settings, now_s, now_ns)
     for name in unclean:
         heartbeat = view.nodes[name].heartbeat
         # Lines of an incarnation before are told until the next one begins, and mean nothing here.
         if heartbeat.incarnation == incarnation:
             for match in heartbeat.matches:
-                findings += _of_line(name, match, by_rank)
+                when = view.clocks.moment(heartbeat, match.since_ns or match.at_ns, match.at_ns)
+                findings += _of_line(name, match, by_rank, when)
     if not any(finding.weight in ("cause", "symptom") for finding in findings):
         findings += _hung(view, members, incarnation, settings, now_s, now_ns, typical_ms)
         findings += _slow(view, members, incarnation, settings, now_ns, typical_ms)
@@ -240,19 +252,24 @@ def _lost(view: View, members: Sequence[str], missed: int, now_s: float, now_ns:
 
 
 def _of_rank(
-    node: str, rank: RankStatus, view: NodeView, settings: ResilienceConfig, now_s: float, now_ns: int
+    node: str, rank: RankStatus, view: View, settings: ResilienceConfig, now_s: float, now_ns: int
 ) -> Iterable[Finding]:
     who = f"rank {rank.rank} (process {rank.pid})"
     if rank.state == "ended" and rank.exit_code and not rank.was_ended:
         at_ns = rank.ended_ns or now_ns
-        if rank.exit_code < 0:
-            yield Finding("killed", "cause", node, rank.rank, f"{who} was killed by signal {-rank.exit_code}", at_ns)
+        when = view.clocks.moment(view.nodes[node].heartbeat, rank.alive_ns or at_ns, at_ns)
+        if rank.exit_code == _ABORT:
+            yield Finding("exited", "symptom", node, rank.rank, f"{who} has aborted (SIGABRT)", at_ns, when)
+        elif rank.exit_code < 0:
+            text = f"{who} was killed by signal {-rank.exit_code}"
+            yield Finding("killed", "cause", node, rank.rank, text, at_ns, when)
         elif rank.exit_code == _USAGE:
-            yield Finding("job", "symptom", node, rank.rank, f"{who} ended with exit code 2", at_ns)
+            yield Finding("job", "symptom", node, rank.rank, f"{who} ended with exit code 2", at_ns, when)
         else:
-            yield Finding("exited", "symptom", node, rank.rank, f"{who} ended with exit code {rank.exit_code}", at_ns)
+            text = f"{who} ended with exit code {rank.exit_code}"
+            yield Finding("exited", "symptom", node, rank.rank, text, at_ns, when)
     if rank.state in ("stopped", "blocked"):
-        since_s = now_s - view.stopped_since_s.get(rank.rank, now_s)
+        since_s = now_s - view.nodes[node].stopped_since_s.get(rank.rank, now_s)
         if since_s > settings.stopped_s:
             word = "is stopped by a signal" if rank.state == "stopped" else "is blocked in the kernel"
             yield Finding("stopped", "cause", node, rank.rank, f"{who} {word}, for {since_s:.1f} s", now_ns)
@@ -260,19 +277,22 @@ def _of_rank(
         yield Finding("nan", "symptom", node, rank.rank, f"{who}: the loss of step {rank.step} is no number", now_ns)
 
 
-def _of_line(node: str, match: LogMatch, by_rank: dict[int, str]) -> Iterable[Finding]:
+def _of_line(node: str, match: LogMatch, by_rank: dict[int, str], when: Moment) -> Iterable[Finding]:
     text = f"{match.rule}: {match.line}"
     weight: Weight = "cause" if match.rank is None and match.means == "hardware" else "evidence"
-    if match.means == "named":
+    if match.means in ("named", "corrupt"):
+        kind: Kind = "named" if match.means == "named" else "corrupt"
         for named in match.names:
             if named in by_rank:
-                yield Finding("named", weight, by_rank[named], named, text, match.at_ns)
+                yield Finding(kind, weight, by_rank[named], named, text, match.at_ns)
+        if kind == "corrupt" and not match.names:  # of two replicas nobody can tell which is right
+            yield Finding(kind, weight, "", None, text, match.at_ns)
     elif match.means == "nan":
         # One rank among many has a fault; where all have lost their numbers, none is to blame.
         rank = match.names[0] if len(match.names) == 1 else None
         yield Finding("nan", weight, "" if rank is None else by_rank.get(rank, ""), rank, text, match.at_ns)
     elif match.means == "process":
-        yield Finding("exited", weight, node, match.rank, text, match.at_ns)
+        yield Finding("exited", weight, node, match.rank, text, match.at_ns, when)
     elif match.means == "note" or match.means == "symptom":
         yield Finding("symptom", match.means, node, match.rank, text, match.at_ns)
     else:

@@ -1,12 +1,8 @@
 """The driver of a run: it hears heartbeats, moves the state machine, and tells every node what to do.
 
 Each round it takes what executors and commands have sent, asks the handler of its state whether an event has happened,
-writes the transition down, and sends the assignments that follow from state and facts (`_assignment`). Assignments are
-states of a node and no orders to do something once; so sending them again after a crash of the driver, or of the
-store, changes nothing. Not covered: what is wrong (`detect`), what is done about it (`policy`).
-
-[Note: away] Where the driver itself, or the store, was away for a while, no heartbeat could have come: the time is
-given back to all nodes, or the first round after it would evict them.
+writes the transition down, and sends the assignments that follow from state and facts (`_assignment`). Not covered: how
+messages go (`link`), which nodes there are (`roster`), what is wrong (`detect`), what is done about it (`policy`).
 """
 
 from __future__ import annotations
@@ -14,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from netlayer.errors import NetlayerError
-from trainer.resilience import detect, policy, record, store_host
+from trainer.resilience import detect, policy, status
 from trainer.resilience.backends import Backend
-from trainer.resilience.bus import TAKE, Bus
+from trainer.resilience.bus import Bus
 from trainer.resilience.folder import RunFolder
 from trainer.resilience.journal import Journal
+from trainer.resilience.link import Link
 from trainer.resilience.machine import TERMINAL, Event, State
-from trainer.resilience.messages import Assignment, Beacon, Heartbeat, Refused, plain, seal, unseal
+from trainer.resilience.messages import Assignment, plain
 from trainer.resilience.roster import Roster
 
 logger = logging.getLogger(__name__)
@@ -35,10 +30,7 @@ _SETTLE_S = 2.0  # for the cause, where only its symptoms have come
 _OBEY_S = 30.0  # from an assignment to no process: a node that takes longer is lost
 _MOST_NEVER_CAME = 6
 _LEAVE_S = 10.0
-_STORE_S = 5.0  # before the store's host is started again
 _MAX_INCIDENTS = 100
-_MAX_REFUSED_SHOWN = 5
-_MAX_READS = 64  # of the store in a round: whoever fills it must not keep the driver from its nodes
 
 Outcome = tuple[Event, dict[str, Any]] | None
 
@@ -73,28 +65,27 @@ class Driver:
         self.journal = Journal(folder.journal)
         self.facts = self.journal.facts
         self.view = detect.View(self.spec.heartbeat_s)
-        self.refused = 0  # messages
+        self.facts.epoch += 1
+        self.link = Link(
+            folder,
+            self.spec,
+            self.facts.epoch,
+            self.view,
+            bus or (lambda: Bus(folder.store_url(), self.spec.run)),
+            owns_store=owns_store,
+            clock=clock,
+            on_return=self._note_store_away,
+        )
         self._backend, self._total_steps, self._on_line = backend, total_steps, on_line
-        self._token, self._owns_store = folder.token(), owns_store
-        self._open_bus = bus or (lambda: Bus(folder.store_url(), self.spec.run))
-        self._bus: Bus | None = None
-        self._store: subprocess.Popen[bytes] | None = None
         self._clock, self._wall = clock, wall
         now_s = clock()
         self._round_s = self._entered_s = now_s
-        self._store_down_s: float | None = None
-        self._store_started_s = -_STORE_S
-        self._beacon_seq = self._seq = 0
-        self._beacon_s = -1e9
-        self._sent: dict[str, tuple[Assignment, float]] = {}
         self._looked_s = self._keep_s = -1e9
-        self._basis: object = None
-        self._behind: list[str] = []
         self._symptom_s: float | None = None
         self._kills = False  # stops without a checkpoint
         self._noted: set[tuple[str, str]] = set()
         self._status_s = -1e9
-        self._marks = record.Marks(folder.out / "events", self.spec.name)
+        self._marks = status.Marks(folder.out / "events", self.spec.name)
         self.roster = Roster(folder, self.spec, self.journal, self.view, backend, self._note_eviction)
         self.roster.expect_known(now_s)
         self._take_over()
@@ -105,14 +96,14 @@ class Driver:
         """Do one round; False: the run is over."""
         now_s = self._clock()
         if now_s - self._round_s > self.spec.heartbeat_s:
-            self.view.forgive(now_s - self._round_s)  # [Note: away]
+            self.view.forgive(now_s - self._round_s)  # [Note: away] in `link`
         self._round_s = now_s
         with contextlib.suppress(OSError):  # a full disk ends no run
             self.folder.beat.touch()
         self._receive(now_s)
         self._read_requests()
         self._keep_standbys(now_s)
-        if self._store_down_s is None:  # else nothing that is not heard means anything
+        if not self.link.is_down:
             outcome = self._handlers[self.facts.state](self, now_s)
             if outcome is not None:
                 self._move(*outcome)
@@ -141,24 +132,21 @@ class Driver:
             self._receive(now_s)
             self._send(now_s)
             here = [name for name in self.roster.heard(now_s) if not self._backend.has_died(name)]
-            if self._bus is None or not here:
+            if not self.link.is_open or not here:
                 break
             time.sleep(0.05)
         for name in self.roster.names:
             self.roster.remove(name)
         self._backend.close()
         self.write_status()
-        with contextlib.suppress(NetlayerError):
-            self._reach().forget(self.roster.names)
+        self.link.forget(self.roster.names)
         self.folder.ended.touch()
-        if self._store is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._store.wait(_LEAVE_S)
+        self.link.wait_for_store()
         self.close()
 
     def close(self) -> None:
         """Let go of the files; nodes go on."""
-        self._drop_bus()
+        self.link.close()
         self._marks.close()
         self.journal.close()
 
@@ -166,7 +154,6 @@ class Driver:
 
     def _take_over(self) -> None:
         facts = self.facts
-        facts.epoch += 1
         self.folder.ended.unlink(missing_ok=True)
         if facts.epoch > 1:
             self.journal.note("driver took over", epoch=facts.epoch, pid=os.getpid())
@@ -197,45 +184,16 @@ class Driver:
             self.roster.expect_known(self._clock())
 
     def _receive(self, now_s: float) -> None:
-        """Take heartbeats in; where the store does not answer, have it started, and give the time back."""
-        try:
-            for _ in range(_MAX_READS):
-                messages, num_large = self._reach().take_heartbeats()
-                self.refused += num_large
-                for data in messages:
-                    self._take(data, now_s)
-                if len(messages) + num_large < TAKE:
-                    break
-        except (NetlayerError, OSError) as exc:
-            self._drop_bus()
-            if self._store_down_s is None:
-                self._store_down_s = now_s
-                logger.info("the run's store does not answer: %s", exc)
-            self._start_store(now_s)
-            return
-        if self._store_down_s is not None:
-            away_s = now_s - self._store_down_s
-            self.view.forgive(away_s + self.spec.heartbeat_s)
-            self._store_down_s = None
-            self._sent.clear()
-            self._beacon_s = -1e9
-            if away_s > 1 and self.view.nodes:  # else it was not there yet
-                self._say(f"the run's store was away for {away_s:.1f} s; no node is blamed for that")
-                self.journal.note("store away", seconds=round(away_s, 3))
+        expected, evicted = self.roster.expected, self.facts.evicted
+        self.link.receive(now_s, lambda name: name in expected and name not in evicted)
 
-    def _take(self, data: bytes, now_s: float) -> None:
-        try:
-            heartbeat = unseal(data, self._token, Heartbeat, self.spec.run)
-        except Refused as exc:
-            self.refused += 1
-            if self.refused <= _MAX_REFUSED_SHOWN:
-                logger.warning("a heartbeat was refused: %s", plain(str(exc)))
-            return
-        if heartbeat.node in self.facts.evicted or heartbeat.node not in self.roster.expected:
-            return  # it is on its way out, or of no node of ours
-        self.view.take(heartbeat, now_s)
+    def _note_store_away(self, away_s: float) -> None:
+        if away_s > 1 and self.view.nodes:  # else it was not there yet
+            self._say(f"the run's store was away for {away_s:.1f} s; no node is blamed for that")
+            self.journal.note("store away", seconds=round(away_s, 3))
 
     def _read_requests(self) -> None:
+        """Do what commands ask for; a request's file goes once that is in the journal."""
         facts = self.facts
         for request in self.folder.asked():
             outcome: Outcome = None
@@ -244,9 +202,14 @@ class Driver:
             elif request.action == "pause":
                 if facts.state in (State.SUSPEND, State.DIAGNOSE):
                     facts.is_pause_wanted = True
+                    self.journal.note("pause asked, for after the repair")
                 outcome = (Event.PAUSE_ASKED, {})
             elif request.action == "resume":
-                facts.is_pause_wanted = False
+                if facts.state is State.DRAIN:
+                    continue  # its file waits for the pause that is under way
+                if facts.is_pause_wanted:
+                    facts.is_pause_wanted = False
+                    self.journal.note("pause taken back")
                 outcome = (Event.RESUME_ASKED, {})
             else:
                 outcome = (Event.STOP_ASKED, {"at_once": self._kills})
@@ -268,13 +231,15 @@ class Driver:
             facts.incident = incident.to_json()
             if facts.state in (State.START, State.RUN, State.DRAIN):
                 self._suspend([finding])
+            else:
+                self.journal.note("eviction asked, in a repair", nodes=[node])
         else:
             self.roster.evict([node], "evicted by hand")
             self.journal.note("evicted", nodes=[node])
 
     def _keep_standbys(self, now_s: float) -> None:
         """Drop standbys that are gone, and ask for others; not while nobody can be heard."""
-        if self.facts.state in TERMINAL or self._store_down_s is not None or now_s < self._keep_s:
+        if self.facts.state in TERMINAL or self.link.is_down or now_s < self._keep_s:
             return
         self._keep_s = now_s + self.spec.heartbeat_s / 4
         self.roster.drop_dead_standbys(now_s)
@@ -290,14 +255,18 @@ class Driver:
             facts.is_pause_wanted = False
             return Event.PAUSE_ASKED, {}
         self.roster.ask_for_nodes(now_s)
-        if self._wall() < facts.not_before_s:
+        # A wall clock that was set back must not make the pause longer than any.
+        if 0 < facts.not_before_s - self._wall() <= self.settings.backoff_most_s:
             return None
         healthy = self.roster.heard(now_s)
+        free = [name for name in healthy if name not in facts.members]
+        passed = [name for name in free if name in facts.checked and name not in facts.unclear]
         # Those that have passed their checks first, then in the order in which they came.
-        free = sorted(
-            (name for name in healthy if name not in facts.members), key=lambda name: name not in facts.checked
-        )
-        members = [name if name in healthy else "" for name in facts.members] or [""] * self.spec.nodes
+        free.sort(key=lambda name: (name not in passed, name not in facts.checked))
+        # A member whose self-check could not be made gives its place to a standby that has passed, if there is one.
+        unclear = [name for name in facts.members if name in healthy and name in facts.unclear]
+        kept = set(healthy) - set(unclear[: len(passed)])
+        members = [name if name in kept else "" for name in facts.members] or [""] * self.spec.nodes
         members = [name or (free.pop(0) if free else "") for name in members]
         if all(members):
             facts.members = members
@@ -322,7 +291,8 @@ class Driver:
             for name in lost:
                 self.roster.remove(name)
             return Event.NODE_LOST, {"nodes": lost}
-        failed = self.roster.failed_checks(facts.members)
+        is_known = all(name in facts.checked or self.roster.checks_of(name) is not None for name in facts.members)
+        failed = self.roster.failed_checks(facts.members) if is_known else {}
         if failed:
             for name, text in failed.items():
                 self.roster.evict([name], f"failed its self-check: {text}")
@@ -336,7 +306,11 @@ class Driver:
         facts.master = (first.address, first.port)
         self.view.begin(now_s)
         self._symptom_s = None
-        return Event.CHECKS_PASSED, {"incarnation": facts.incarnation, "skipped": self.roster.skipped_checks()}
+        skipped = self.roster.skipped_checks()
+        unclear = {name: facts.unclear[name] for name in facts.members if name in facts.unclear}
+        for name, text in unclear.items():
+            self._say(f"{name} trains unchecked: its self-check could not be made: {plain(text, 300)}")
+        return Event.CHECKS_PASSED, {"incarnation": facts.incarnation, "skipped": skipped, "unclear": unclear}
 
     def _train(self, now_s: float) -> Outcome:
         """START, RUN and DRAIN: look for faults, the first step, and the end."""
@@ -403,7 +377,7 @@ class Driver:
             return None
         incident.suspended_s = self._wall()
         facts.incident = incident.to_json()
-        facts.checked = []
+        facts.checked, facts.unclear = [], {}
         facts.check += 1
         return Event.ALL_ENDED, {"findings": [finding.to_json() for finding in incident.findings]}
 
@@ -413,10 +387,13 @@ class Driver:
         present = [name for name in facts.members if self.roster.is_here(name, now_s)]
         if self.settings.checks != "off":
             waiting = [name for name in present if self.roster.checks_of(name) is None]
-            if waiting and now_s - self._entered_s < self.settings.checks_s + _OBEY_S:
+            limit_s = self.settings.checks_s * (1 + self.settings.checks_retries) + _OBEY_S
+            if waiting and now_s - self._entered_s < limit_s:
                 return None
+            facts.unclear |= dict.fromkeys(waiting, f"no result of its self-check within {limit_s:g} s")
         incident = self._incident()
         incident.checks = self.roster.failed_checks(present)
+        incident.unclear_checks = self.roster.unclear_checks(present) | facts.unclear
         for name in facts.members:
             if name not in present and not any(finding.node == name for finding in incident.findings):
                 text = "no heartbeat while it was to check itself"
@@ -496,10 +473,12 @@ class Driver:
     def _move(self, event: Event, evidence: dict[str, Any]) -> None:
         """Write a transition down, and only then let it be acted on."""
         facts, before = self.facts, self.facts.state
+        if (before, event) == (State.DRAIN, Event.FAULT):
+            facts.is_pause_wanted = True  # it comes after the repair
         after = self.journal.move(event, **evidence)
         self._entered_s = self._clock()
-        if before is State.DIAGNOSE and evidence.get("decision", {}).get("kind") == "checkpoint":
-            self._set_aside_checkpoint()
+        if before is State.DIAGNOSE and evidence.get("decision", {}).get("kind") in ("checkpoint", "corrupt"):
+            self._set_aside_checkpoint(evidence["decision"]["reason"])
         if after is State.SUSPEND:
             self._symptom_s = None
         if after in (State.PAUSED, State.COMPLETED, State.STOPPED):
@@ -544,39 +523,9 @@ class Driver:
         return idle
 
     def _send(self, now_s: float) -> None:
-        """Send assignments that have changed, or that a node has not heard of; and the sign that a driver is here."""
         self.roster.take_checks()
-        # All that assignments depend on: where it is as before, only nodes that have not followed are looked at.
-        basis = (self.journal.seq, len(self.facts.checked), len(self._sent), self._kills)
-        names = list(self.roster.expected) if basis != self._basis else self._behind
-        self._behind = []
-        changed: dict[str, Assignment] = {}
-        for name in names:
-            assignment = self._assignment(name)
-            sent = self._sent.get(name)
-            known = self.view.nodes.get(name)
-            is_same = sent is not None and sent[0].model_copy(update={"seq": 0}) == assignment
-            if is_same and sent and known and known.heartbeat.assignment >= (sent[0].epoch, sent[0].seq):
-                continue
-            self._behind.append(name)
-            if is_same and sent and now_s - sent[1] < self.spec.heartbeat_s:
-                continue
-            self._seq += 1
-            changed[name] = assignment.model_copy(update={"seq": self._seq})
-        self._basis = basis
-        if not changed and now_s - self._beacon_s < self.spec.heartbeat_s / 2:
-            return
-        self._beacon_seq += 1
-        beacon = Beacon(run=self.spec.run, node="*", epoch=self.facts.epoch, seq=self._beacon_seq)
-        data = {name: seal(each, self._token) for name, each in changed.items()}
-        try:
-            self._reach().send_orders(seal(beacon, self._token), data)
-        except NetlayerError as exc:
-            logger.info("assignments were not sent: %s", exc)
-            self._basis = None
-            return
-        self._sent.update({name: (each, now_s) for name, each in changed.items()})
-        self._beacon_s = now_s
+        basis = (self.journal.seq, len(self.facts.checked), len(self.roster.expected), self._kills)
+        self.link.send(now_s, self.roster.expected, self._assignment, basis)
 
     def write_status(self) -> None:
         """Write what the driver sees, for `netlayer run status`; at most once a second, a hundred nodes each."""
@@ -587,7 +536,7 @@ class Driver:
         self._status_s = now_s
         view = {name: self.view.nodes.get(name) for name in self.roster.expected}
         seen = {"step": self._done_steps(), "total_steps": self._total_steps, "step_ms": self.view.typical_ms()}
-        record.write_status(self.folder, self.facts, view, now_s, seen | {"refused_messages": self.refused})
+        status.write_status(self.folder, self.facts, view, now_s, seen | {"refused_messages": self.link.refused})
 
     # ---- processes ----
 
@@ -595,24 +544,22 @@ class Driver:
         """Findings of members whose executor has ended, or was started anew and has no processes."""
         facts, now_ns, findings = self.facts, int(self._wall() * 1e9), []
         for name in facts.members:
-            known, sent = self.view.nodes.get(name), self._sent.get(name)
             if self._backend.has_died(name):
                 findings.append(detect.Finding("node_lost", "cause", name, None, "its executor has ended", now_ns))
-            elif known and sent and sent[0].action == "train":
-                has_followed = known.heartbeat.assignment >= (sent[0].epoch, sent[0].seq)
-                if has_followed and known.heartbeat.incarnation != facts.incarnation:
-                    text = f"it has no processes of incarnation {facts.incarnation}: its executor was started anew"
-                    findings.append(detect.Finding("exited", "cause", name, None, text, now_ns))
+                continue
+            order = self.link.followed(name)
+            has_none = self.view.nodes[name].heartbeat.incarnation != facts.incarnation if order else False
+            if order and order.action == "train" and has_none:
+                text = f"it has no processes of incarnation {facts.incarnation}: its executor was started anew"
+                findings.append(detect.Finding("exited", "cause", name, None, text, now_ns))
         return findings
 
     def _has_stopped(self, name: str, *, by_itself: bool = False) -> bool:
         """Whether a node has followed its last assignment and has no process left."""
-        known, sent = self.view.nodes.get(name), self._sent.get(name)
-        if known is None or sent is None or known.heartbeat.assignment < (sent[0].epoch, sent[0].seq):
+        order = self.link.followed(name)
+        if order is None or (order.action in ("train", "drain") and not by_itself):
             return False
-        if sent[0].action in ("train", "drain") and not by_itself:
-            return False
-        return all(rank.state == "ended" for rank in known.heartbeat.ranks)
+        return all(rank.state == "ended" for rank in self.view.nodes[name].heartbeat.ranks)
 
     def _have_all_ended(self, *, code: int) -> bool:
         facts = self.facts
@@ -650,32 +597,13 @@ class Driver:
                 self.journal.note("noted", finding=finding.to_json())
                 self._mark("warning", plain(finding.text), node=finding.node)
 
-    def _set_aside_checkpoint(self) -> None:
-        """Take the newest checkpoint, which could not be loaded, out of the way of the next start."""
-        for path in record.set_aside_newest(self.folder.checkpoints):
-            self.journal.note("checkpoint set aside", path=str(path))
-            self._say(f"a checkpoint cannot be loaded: it is {path} now, and the one before it is taken")
+    def _set_aside_checkpoint(self, evidence: str) -> None:
+        """Take checkpoints that could not be loaded, or may be corrupt, out of the way of the next start."""
+        for path in status.set_aside_damaged(self.folder.checkpoints, evidence):
+            self.journal.note("checkpoint set aside", path=path)
+            self._say(f"a checkpoint is not sound: it is {path} now, and one before it is taken")
 
-    # ---- store, marks, lines ----
-
-    def _reach(self) -> Bus:
-        if self._bus is None:
-            self._bus = self._open_bus()
-        return self._bus
-
-    def _drop_bus(self) -> None:
-        if self._bus is not None:
-            self._bus.close()
-            self._bus = None
-
-    def _start_store(self, now_s: float) -> None:
-        """Have the run's own store run: its host is a process that outlives this one."""
-        if not self._owns_store or now_s - self._store_started_s < _STORE_S:
-            return
-        if self._store is not None and self._store.poll() is None:
-            return
-        self._store_started_s = now_s
-        self._store = store_host.start(self.folder)
+    # ---- marks, lines ----
 
     def _mark_transition(self, event: Event, after: State) -> None:
         facts = self.facts

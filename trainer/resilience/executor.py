@@ -9,7 +9,6 @@ then it ends the processes and itself. It imports no torch.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import platform
@@ -21,18 +20,22 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 import psutil
 
+from collectives.health.host import own_gpu_addresses, pci_addresses
 from netlayer import log
+from netlayer.environ import boot_id
 from netlayer.errors import NetlayerError
 from netlayer.lock import LockBusy, claimed
+from netlayer.observe.events.clocks import RankClock
 from netlayer.results import write_text
 from netlayer.store.meeting import free_port
-from trainer.resilience import rules
+from trainer.resilience import rules, self_check
 from trainer.resilience.bus import Bus
 from trainer.resilience.folder import RunFolder
 from trainer.resilience.messages import (
@@ -55,55 +58,81 @@ from trainer.resilience.processes import KernelLog, TrainingProcesses
 
 logger = logging.getLogger(__name__)
 
-_INCARNATION = "incarnation"
+_INCARNATION, _BOOTS = "incarnation", "boots"
+_KILLED_S = 10.0
 _MAX_RESULTS = 64
 _SHRINK = (4, 1, 0)  # lines and matches that stay where a heartbeat would be too large
 
 
 class SelfCheck:
-    """A self-check that runs beside the executor's loop."""
+    """A self-check that runs beside the executor's loop, and is tried again where it could not be made.
 
-    def __init__(self, number: int, folder: Path, level: str, ranks: int, backend: str, limit_s: float) -> None:
+    Args:
+        number: that the driver has asked for.
+        command: of `trainer.resilience.self_check`.
+        limit_s: of each try.
+        retries: after tries that were unclear: [Note: what fails] in `trainer.resilience.self_check`.
+    """
+
+    def __init__(self, number: int, command: Sequence[str], limit_s: float, retries: int = 0) -> None:
         self.number = number
-        self._limit_s = limit_s
+        self._command, self._limit_s, self._retries = command, limit_s, retries
+        self._tries = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._tries += 1
         self._begin_s = time.monotonic()
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the check
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the try
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [sys.executable, "-m", "trainer.resilience.self_check", str(folder), level, str(ranks), backend]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._errors, start_new_session=True
+            self._command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._errors, start_new_session=True
         )
 
     def results(self) -> list[CheckResult] | None:
-        """Results of the check, once; None: it is still under way."""
+        """Results of the last try, once; None: one is still under way."""
         code = self._process.poll()
         seconds = time.monotonic() - self._begin_s
         if code is None and seconds < self._limit_s:
             return None
         if code is None:
-            self.end()
-            return [_result("self_check", False, f"not done within {self._limit_s:g} s", seconds)]
-        with self._output, self._errors:
-            for file in (self._output, self._errors):
-                file.seek(0)
-            if code:
-                last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
-                return [_result("self_check", False, f"exit code {code}: {last}", seconds)]
-            # The last line: libraries print before it (NCCL with NCCL_DEBUG, a sitecustomize).
-            lines = self._output.read().strip().splitlines()
-            try:
-                rows = json.loads(lines[-1])[:_MAX_RESULTS]
-            except (ValueError, LookupError):
-                return [_result("self_check", False, "it ended well, and printed no results", seconds)]
-        return [_result(row["name"], row["passed"], row["detail"], row["seconds"]) for row in rows]
+            self._kill()
+        for file in (self._output, self._errors):
+            file.seek(0)
+        checks, stage, is_done = self_check.read_output(self._output.read())
+        last = self._errors.read()[-2000:].decode(errors="backslashreplace").strip().rpartition("\n")[2]
+        self.end()
+        results = [
+            CheckResult(
+                name=each.name[:255],
+                passed=each.passed,
+                is_unclear=each.is_unclear,
+                detail=plain(each.detail),
+                seconds=each.seconds,
+            )
+            for each in checks
+        ]
+        if not is_done or code:
+            ending = f"not done within {self._limit_s:g} s" if code is None else f"exit code {code}: {last}"
+            results.append(_result("self_check", None, f"{stage}: {ending}", seconds, is_unclear=True))
+        unclear = [each.detail for each in results if each.is_unclear]
+        if unclear and self._tries <= self._retries and all(each.passed is not False for each in results):
+            logger.warning("a self-check could not be made and is tried again: %s", "; ".join(unclear))
+            self._start()
+            return None
+        return results[:_MAX_RESULTS]
 
     def end(self) -> None:
         """End it at once, with all that it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._kill()
         self._output.close()
         self._errors.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILLED_S)  # one that hangs in a driver of the kernel ends when that lets go of it
 
 
 class Executor:
@@ -123,15 +152,18 @@ class Executor:
         self._rules = rules.load_rules(self._settings.rules)
         self._kernel = KernelLog(self._settings.kernel_log.replace("{node}", node))
         self._bus: Bus | None = None
-        self._boot, self._seq = secrets.token_hex(8), 0
+        self._boot, self._boots, self._seq = secrets.token_hex(8), _count_start(self._own), 0
+        self._clock, self._machine = RankClock(time.monotonic_ns), boot_id()
         self._assignment = Assignment(run=self._spec.run, node=node, epoch=0, seq=0, action="idle")
-        self._beacon, self._beacon_s = (0, 0), time.monotonic()
+        self._beacon, self._beacon_s, self._beacon_ns = (0, 0), time.monotonic(), 0
         self._processes: TrainingProcesses | None = None
         self._check: SelfCheck | None = None
         self._checks_of, self._checks = 0, list[CheckResult]()
         self._matches: deque[LogMatch] = deque(maxlen=MAX_MATCHES)
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._hardware_lines = 0
+        self._gpus: frozenset[str] | None = None
+        self._read_ns = self._clock.now_ns()
         self._port = 0
         self._sent_state: object = None
         self._sent_s = 0.0
@@ -148,7 +180,10 @@ class Executor:
                 self._read_logs()
                 self._tell()
                 self._end_if_orphan()
-                time.sleep(poll_s)
+                if self._processes is not None:
+                    self._processes.wait(poll_s)
+                else:
+                    time.sleep(poll_s)
         finally:
             self._end_processes()
             if self._check is not None:
@@ -172,6 +207,7 @@ class Executor:
                 beacon = unseal(beacon_data, self._token, Beacon, run, "*")
                 if (beacon.epoch, beacon.seq) > self._beacon:
                     self._beacon, self._beacon_s = (beacon.epoch, beacon.seq), time.monotonic()
+                    self._beacon_ns = self._clock.now_ns()
             if data:
                 assignment = unseal(data, self._token, Assignment, run, self.node)
                 # An earlier driver that woke up again, or somebody who replays what it has seen, changes nothing.
@@ -207,14 +243,14 @@ class Executor:
             self._check.end()
             self._check = None
         if self._check is None:
-            level = self._settings.checks
             self._own.mkdir(parents=True, exist_ok=True)
-            backend = self._spec.environ.get("NETLAYER_RUN_BACKEND", "gloo")
-            ranks = self._spec.ranks_per_node
-            self._check = SelfCheck(number, self._own, level, ranks, backend, self._settings.checks_s)
+            backend, ranks = self._spec.environ.get("NETLAYER_RUN_BACKEND", "gloo"), str(self._spec.ranks_per_node)
+            program = [sys.executable, "-m", "trainer.resilience.self_check"]
+            command = [*program, str(self._own), self._settings.checks, ranks, backend]
+            self._check = SelfCheck(number, command, self._settings.checks_s, self._settings.checks_retries)
         results = self._check.results()
         if results is not None:
-            self._checks = [*results, self._kernel_check()][:_MAX_RESULTS]
+            self._checks = [*results, self._kernel_check()][-_MAX_RESULTS:]
             self._checks_of, self._check = number, None
 
     def _kernel_check(self) -> CheckResult:
@@ -243,23 +279,13 @@ class Executor:
             "NETLAYER_NODE": self.node,
             "MASTER_ADDR": assignment.master_address,
             "MASTER_PORT": str(assignment.master_port),
-            **self._own_gpus(assignment.node_rank),
         }
         write_text(self._own / _INCARNATION, f"{assignment.incarnation}\n")
-        self._processes = TrainingProcesses(self._own, assignment.incarnation)
+        self._processes = TrainingProcesses(self._own, assignment.incarnation, self._clock.now_ns)
         self._port = 0  # it is in use now: the next start gets another
         self._lines.clear()
         self._matches.clear()
         self._processes.start(spec.command, range(first, first + per_node), environ)
-
-    def _own_gpus(self, node_rank: int) -> dict[str, str]:
-        """Share of this machine's GPUs for a node that is only a part of it; none where a node is a machine."""
-        if self._settings.backend != "local" or self._spec.environ.get("NETLAYER_RUN_BACKEND") != "nccl":
-            return {}
-        first, num = node_rank * self._spec.ranks_per_node, self._spec.ranks_per_node
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        gpus = visible.split(",") if visible else [str(index) for index in range(first + num)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num])}
 
     def _last_incarnation(self) -> int:
         """Number of the last start on this node, by whatever executor: its peers would not wait for a second one."""
@@ -274,15 +300,33 @@ class Executor:
             self._read_logs()  # the last words; how each ended is told until others are started
 
     def _read_logs(self) -> None:
-        now_ns = time.time_ns()
+        since_ns, now_ns = self._read_ns, self._clock.now_ns()
+        self._read_ns = now_ns
         for line in self._kernel.lines():
-            self._note(rules.match(self._rules, "kernel", line, None, now_ns))
+            match = rules.match(self._rules, "kernel", line, None, now_ns)
+            if match is not None and match.means == "hardware" and self._is_of_others(line):
+                match = match.model_copy(update={"means": "note"})
+            self._note(match)
         for reader in self._processes.readers if self._processes else ():
             for line in reader.lines():
                 if not line.strip():
                     continue
                 self._lines.append(f"rank {reader.rank}: {plain(line.strip())}"[:400])
-                self._note(rules.match(self._rules, "rank", line, reader.rank, now_ns))
+                match = rules.match(self._rules, "rank", line, reader.rank, now_ns)
+                self._note(match and match.model_copy(update={"since_ns": since_ns}))
+
+    def _is_of_others(self, line: str) -> bool:
+        """Whether a line of the kernel is not of this node: its log is the machine's, and so is what others do to it.
+
+        A line with an address is of a GPU of ours or of somebody else's. One without is the machine's; where that has
+        several nodes, none of them is to blame, and none could be moved off it.
+        """
+        if self._gpus is None and self._spec.environ.get("NETLAYER_RUN_BACKEND") == "nccl":
+            self._gpus = own_gpu_addresses()
+        addresses = set(pci_addresses(line.partition("NVRM: ")[2]))
+        if addresses and self._gpus is not None:
+            return addresses.isdisjoint(self._gpus)
+        return self._settings.backend == "local" and "{node}" not in self._settings.kernel_log
 
     def _note(self, match: LogMatch | None) -> None:
         if match is None:
@@ -325,8 +369,13 @@ class Executor:
                 run=self._spec.run,
                 node=self.node,
                 boot=self._boot,
+                boots=self._boots,
                 seq=self._seq,
-                at_ns=time.time_ns(),
+                at_ns=self._clock.now_ns(),
+                machine=self._machine[:64],
+                anchor_ns=self._clock.anchor_ns,
+                beacon=self._beacon,
+                beacon_ns=self._beacon_ns,
                 address=self._address,
                 pod=os.environ.get("NETLAYER_POD", "")[:255],
                 host=socket.gethostname()[:255],
@@ -379,8 +428,21 @@ class Executor:
             self._bus = None
 
 
-def _result(name: str, passed: bool | None, detail: str, seconds: float) -> CheckResult:
-    return CheckResult(name=name[:255], passed=passed, detail=plain(detail), seconds=seconds)
+def _result(name: str, passed: bool | None, detail: str, seconds: float, *, is_unclear: bool = False) -> CheckResult:
+    return CheckResult(name=name, passed=passed, is_unclear=is_unclear, detail=plain(detail), seconds=seconds)
+
+
+def _count_start(own: Path) -> int:
+    """Return how many executors the node has had, this one included; kept in its folder, whatever a clock says."""
+    file = own / _BOOTS
+    try:
+        number = int(file.read_text(encoding="ascii")) + 1
+    except (OSError, ValueError):
+        number = 1
+    with contextlib.suppress(OSError, NetlayerError):  # a full disk: an equal number is taken, too
+        own.mkdir(parents=True, exist_ok=True)
+        write_text(file, f"{number}\n")
+    return number
 
 
 def _free_port(address: str) -> int:

@@ -129,7 +129,8 @@ class Facts:
         members: nodes in the order of their node rank; empty before the first GATHER is over.
         check: number of the last round of self-checks.
         master: address and port at which the ranks of the incarnation meet.
-        checked: nodes whose self-check has passed since they came, or since the last fault.
+        checked: nodes whose self-check is over, without a failure, since they came, or since the last fault.
+        unclear: what could not be checked of them, by node.
         evicted: reason by node.
         next_node: number of the next node that the backend is asked for.
         restarts: starts of the training after a fault.
@@ -137,7 +138,7 @@ class Facts:
         furthest_step: the last step that was seen, over all incarnations.
         step_ms: the job's typical step, the shortest median over all incarnations; 0: not known.
         not_before_s: seconds since 1970 before which nothing is started: the back-off.
-        is_pause_wanted: a pause was asked for while a fault was handled.
+        is_pause_wanted: a pause was asked for before or while a fault was handled.
         suspects: nodes one of which an unclear fault is suspected to come from; it shrinks as it is isolated.
         incident: the fault that is being handled: `policy.Incident` as JSON; empty in none.
         incidents: those that were handled, oldest first, without their findings; the last 100.
@@ -151,6 +152,7 @@ class Facts:
     master: tuple[str, int] = ("", 0)
     members: list[str] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
+    unclear: dict[str, str] = field(default_factory=dict)
     evicted: dict[str, str] = field(default_factory=dict)
     next_node: int = 0
     restarts: int = 0

@@ -49,6 +49,7 @@ class RankStatus(_Message):
         state: `stopped`: by a signal (SIGSTOP); `blocked`: in the kernel for seconds, as on a dead file system.
         exit_code: of an ended one; negative: the signal that killed it.
         ended_ns: when the executor saw that, its clock in ns since 1970.
+        alive_ns: when it last saw it alive.
         was_ended: the executor itself had sent it a signal.
         step: the last one that it has told of; 0: none.
         phase: what it does that takes its time; empty in a step.
@@ -63,6 +64,7 @@ class RankStatus(_Message):
     state: Literal["running", "stopped", "blocked", "ended"]
     exit_code: Annotated[int, Field(ge=-128, le=255)] | None = None
     ended_ns: _Ordinal | None = None
+    alive_ns: _Ordinal | None = None
     was_ended: bool = False
     step: _Ordinal = 0
     phase: Annotated[str, Field(max_length=64)] = ""
@@ -81,21 +83,31 @@ class LogMatch(_Message):
         rank: of whose log; None: the kernel's.
         names: ranks that the line itself blames.
         at_ns: when the executor read it.
+        since_ns: when it read that log before, without the line.
     """
 
     rule: _Text
-    means: Literal["hardware", "process", "memory", "symptom", "named", "nan", "job", "checkpoint", "note"]
+    means: Literal[
+        "hardware", "process", "memory", "symptom", "named", "nan", "job", "checkpoint", "corrupt", "disk", "note"
+    ]
     rank: _Ordinal | None
     names: Annotated[tuple[_Ordinal, ...], Field(max_length=64)] = ()
     line: _Line
     at_ns: _Ordinal
+    since_ns: _Ordinal = 0
 
 
 class CheckResult(_Message):
-    """One self-check: passed, failed, or skipped (None), and why."""
+    """One self-check: passed, failed, or neither (None), and why.
+
+    Args:
+        is_unclear: it should have been made, and could not be: its program ended with an error, or took too long.
+            Neither a failure nor a check that does not apply here.
+    """
 
     name: _Text
     passed: bool | None
+    is_unclear: bool = False
     detail: _Line
     seconds: Annotated[float, Field(ge=0)] = 0.0
 
@@ -105,7 +117,12 @@ class Heartbeat(_Message):
 
     Args:
         boot: drawn at the executor's start: another one means that it was restarted.
+        boots: how many executors the node has had: heartbeats of an earlier one are old, whatever its clock says.
         seq: grows with every heartbeat of a boot.
+        at_ns: when it was sent, ns since 1970 on a steady clock: the system's at the executor's start, and never set.
+        machine: whose steady clock that is (`netlayer.environ.boot_id`).
+        anchor_ns: `at_ns` minus the machine's steady clock.
+        beacon: `(epoch, seq)` of the driver's beacon that was heard last, and `beacon_ns` when.
         assignment: `(epoch, seq)` of the assignment that it follows; (0, 0): none yet.
         phase: what it does about that.
         port: free on its address, for the ranks' rendezvous.
@@ -117,8 +134,13 @@ class Heartbeat(_Message):
     run: _Text
     node: NodeName
     boot: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    boots: _Ordinal = 0
     seq: _Ordinal
     at_ns: _Ordinal
+    machine: Annotated[str, Field(max_length=64)] = ""
+    anchor_ns: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    beacon: tuple[_Ordinal, _Ordinal] = (0, 0)
+    beacon_ns: _Ordinal = 0
     address: _Text
     pod: _Text = ""
     host: _Text

@@ -5,14 +5,17 @@ too. So findings of an incident are read in this order, and the first kind that 
 
 1. somebody asked for an eviction; a node failed its self-check; a line of hardware; a node that is lost;
 2. processes killed or stopped by a signal that nobody of ours sent, and those that ran out of memory: all of them;
-3. ranks that others name (`collectives.watch` knows who waits for whom), and a rank with a lost number, if it is one;
-4. a damaged checkpoint, and a job that is wrong in itself: on all ranks alike, so no node is to blame;
-5. the process that ended first by an error of its own: not by a lost peer;
+3. ranks whose replica of the model differs from most others (`trainer.replicas`); ranks that others name
+   (`collectives.watch` knows who waits for whom); a rank with a lost number, if it is one;
+4. a damaged checkpoint, a disk that is full, a job that is wrong in itself: on all ranks alike, no node is to blame;
+5. the process that ended first by an error of its own: not by a lost peer. Ends on several machines are told by
+   several clocks: where two lie closer than the clocks can tell, nobody is blamed;
 6. else it is unclear: something stands still, or peers are gone, and nobody says whose fault that is.
 
 [Note: what is done] Hardware and lost nodes are evicted. A process's fault is answered by a restart in place; when the
 same node has one again (job.resilience.retries_in_place), it is evicted. An unclear fault is retried once; when it
-comes again, half of the nodes that are still suspected are replaced, as far as there are standbys: where it stays away
+comes again, half of the nodes that are still suspected are replaced (first those whose self-check could not be made,
+or that ended among the first), as far as there are standbys: where it stays away
 then, the fault was among those that left (they stay out), and where it comes again, among the others. A number that
 is lost again at the same step, on another node, comes from the job or its data: that is no node's fault, and the run
 is given up. So it is when restarts bring no new step, `max_fruitless` times in a row.
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from netlayer.config.resilience import ResilienceConfig
 from trainer.resilience.detect import Finding, Kind
@@ -50,6 +53,7 @@ class Incident:
         detected_s, suspended_s, diagnosed_s, resumed_s: ends of the stages; 0: not yet.
         decision: of `decide`, as JSON.
         checks: self-checks that failed, by node.
+        unclear_checks: those that could not be made, by node: a reason to suspect it in doubt, and no more.
     """
 
     number: int
@@ -62,6 +66,7 @@ class Incident:
     resumed_s: float = 0.0
     decision: dict[str, Any] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
+    unclear_checks: dict[str, str] = field(default_factory=dict)
 
     def add(self, findings: Sequence[Finding]) -> None:
         """Keep new findings; one that differs from a known one in its numbers only is not new."""
@@ -77,7 +82,7 @@ class Incident:
 
     @staticmethod
     def from_json(tree: Mapping[str, Any]) -> Incident:
-        return Incident(**{**tree, "findings": [Finding(**each) for each in tree["findings"]]})
+        return Incident(**{**tree, "findings": [Finding.from_json(each) for each in tree["findings"]]})
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
         settings: bounds.
         standbys: healthy nodes that could take a place, those that the backend can still give among them.
     """
-    kind, nodes, reason = diagnose(incident)
+    kind, nodes, reason, suspects = diagnose(incident)
     if kind == "job":
         return Decision("give_up", kind, nodes, (), (), f"{reason}; no restart repairs that")
     if kind == "nan" and (before := _lost_before(incident, facts, nodes)):
@@ -124,9 +129,9 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
     if facts.restarts >= settings.max_restarts:
         line = f"{facts.restarts} restarts, as many as job.resilience.max_restarts allows; the last fault: {reason}"
         return Decision("give_up", kind, nodes, (), (), line)
-    if kind in ("asked", "self_check", "hardware", "node_lost", "slow"):
+    if kind in ("asked", "self_check", "hardware", "node_lost", "slow") or (kind == "corrupt" and nodes):
         return Decision("evict", kind, nodes, nodes, (), reason)
-    if kind == "checkpoint":
+    if kind in ("checkpoint", "disk"):
         return Decision("retry", kind, (), (), (), reason)
     if nodes:
         again = tuple(
@@ -136,51 +141,81 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
             line = f"{reason}; {', '.join(again)} had a fault of its processes before"
             return Decision("evict", kind, nodes, again, (), line)
         return Decision("retry", kind, nodes, (), (), f"{reason}; restarted in place")
-    return _isolate(kind, reason, facts, standbys)
+    return _isolate(kind, reason, [*incident.unclear_checks, *suspects], facts, standbys)
 
 
-def diagnose(incident: Incident) -> tuple[str, tuple[str, ...], str]:
-    """Return the kind of fault, the nodes that are to blame, and the evidence: [Note: who is to blame]."""
+class Diagnosis(NamedTuple):
+    """Answer to what has failed, and where: [Note: who is to blame].
+
+    Args:
+        kind: of fault.
+        nodes: that are to blame; empty: none is, or it cannot be told which.
+        reason: the evidence, in one line.
+        suspects: nodes one of which it may have been, where it cannot be told; empty: any.
+    """
+
+    kind: str
+    nodes: tuple[str, ...]
+    reason: str
+    suspects: tuple[str, ...] = ()
+
+
+def diagnose(incident: Incident) -> Diagnosis:
+    """Say what has failed, and where: [Note: who is to blame]."""
     causes = [finding for finding in incident.findings if finding.weight in ("cause", "evidence")]
     placed = [finding for finding in causes if finding.node]
     if by_hand := [finding for finding in placed if finding.kind == "asked"]:
-        return "asked", *_told(by_hand)
+        return Diagnosis("asked", *_told(by_hand))
     hardware = [finding for kind in ("hardware", "node_lost") for finding in placed if finding.kind == kind]
     if incident.checks:
         nodes = dict.fromkeys([*incident.checks, *(finding.node for finding in hardware)])
         line = "; ".join(f"{node} failed its self-check: {text}" for node, text in incident.checks.items())
-        return "self_check", tuple(nodes), line
+        return Diagnosis("self_check", tuple(nodes), line)
     # Two faults at once: all of a group go together, under the name of the first. `named` and the like are of one
     # kind each, for a rank that is held up by a lost number is not slow.
-    for kinds in (("hardware", "node_lost"), _BY_SIGNAL, ("named",), ("nan",), ("slow",)):
+    for kinds in (("hardware", "node_lost"), _BY_SIGNAL, ("corrupt",), ("named",), ("nan",), ("slow",)):
         chosen = hardware if kinds[0] == "hardware" else [finding for finding in placed if finding.kind in kinds]
         if chosen:
-            return chosen[0].kind, *_told(chosen)
-    for kind in ("nan", "checkpoint", "job"):
+            return Diagnosis(chosen[0].kind, *_told(chosen))
+    for kind in ("corrupt", "nan", "checkpoint", "disk", "job"):
         if everywhere := [finding for finding in causes if finding.kind == kind]:
-            return kind, (), everywhere[0].text
+            return Diagnosis(kind, (), everywhere[0].text)
     hung = [finding for finding in causes if finding.kind == "hung"]
     if hung and hung[0].node:
-        return "hung", *_told(hung[:1])
+        return Diagnosis("hung", *_told(hung[:1]))
     return _first_exit(incident.findings, hung)
 
 
-def _first_exit(findings: Sequence[Finding], hung: Sequence[Finding]) -> tuple[str, tuple[str, ...], str]:
-    """The process that ended first by an error of its own; where all ended by the job's, that."""
+def _first_exit(findings: Sequence[Finding], hung: Sequence[Finding]) -> Diagnosis:
+    """The process that ended first by an error of its own, as far as clocks tell; where all end by the job's, that."""
     exits = [finding for finding in findings if finding.kind in ("exited", "job") and finding.node]
     victims = {(each.node, each.rank) for each in findings if each.kind == "symptom" and each.weight == "symptom"}
-    own = sorted(
-        (each for each in exits if each.weight == "evidence" or (each.node, each.rank) not in victims),
-        key=lambda each: each.at_ns,
+    own = [each for each in exits if each.weight == "evidence" or (each.node, each.rank) not in victims]
+    # Those before which no other one certainly was.
+    first = sorted(
+        (each for each in own if not any(_is_before(other, each) for other in own)), key=lambda each: each.at_ns
     )
-    if own and own[0].kind == "job":
-        return "job", (), own[0].text
-    if own:
-        return "exited", *_told(own[:1])
+    if first and all(each.kind == "job" for each in first):
+        return Diagnosis("job", (), first[0].text)
+    nodes = tuple(dict.fromkeys(each.node for each in first))
+    if len(nodes) == 1:
+        return Diagnosis("exited", *_told(first))
+    if nodes:
+        text = "; ".join(f"{each.node}: {each.text}" for each in first)
+        errors_ns = [each.when.error_ns for each in first if each.when and each.when.offset_ns is not None]
+        error = f"clocks differ by up to {max(errors_ns) / 1e6:.0f} ms" if errors_ns else "clocks were not compared"
+        line = plain(f"which of these was first cannot be told ({error}): {text}", _MAX_REASON)
+        return Diagnosis("exited", (), line, nodes)
     if hung:
-        return "hung", (), hung[0].text
-    text = findings[0].text if findings else "nothing was found"
-    return "unclear", (), text
+        return Diagnosis("hung", (), hung[0].text)
+    return Diagnosis("unclear", (), findings[0].text if findings else "nothing was found")
+
+
+def _is_before(one: Finding, other: Finding) -> bool:
+    """Whether one was certainly first; of one node without more knowledge, by its own clock."""
+    if one.when is not None and other.when is not None:
+        return one.when.is_before(other.when)
+    return one.node == other.node and one.at_ns < other.at_ns
 
 
 def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
@@ -208,14 +243,19 @@ def _lost_before(incident: Incident, facts: Facts, nodes: tuple[str, ...]) -> st
     return ""
 
 
-def _isolate(kind: str, reason: str, facts: Facts, standbys: int) -> Decision:
-    """Retry an unclear fault once; after that, replace half of the nodes that are still suspected."""
+def _isolate(kind: str, reason: str, named: Sequence[str], facts: Facts, standbys: int) -> Decision:
+    """Retry an unclear fault once; after that, replace half of the nodes that are still suspected.
+
+    Args:
+        named: nodes that something speaks against, not enough to blame one: of those suspected they leave first.
+    """
     # A fault that was unclear before, with no clear one between.
     earlier = facts.incidents[-1]["decision"] if facts.incidents else {}
     is_repeated = not earlier.get("nodes") and earlier.get("kind") == kind and earlier.get("action") != "give_up"
     if not is_repeated:
-        return Decision("retry", kind, (), (), (), f"{reason}; no node is to blame for certain: retried")
+        return Decision("retry", kind, (), (), (), f"{reason}; no node is to blame for certain: restarted in place")
     suspects = [node for node in facts.suspects if node in facts.members] or list(facts.members)
+    suspects.sort(key=lambda node: node not in named)  # stable
     num = min(max(1, len(suspects) // 2), standbys, max(1, int(_MAX_EVICTED * len(facts.members))))
     if num < 1 or not suspects:
         return Decision("retry", kind, (), (), tuple(suspects), f"{reason}; unclear again, and there is no standby")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -33,8 +34,9 @@ class _Process:
     rank: int
     popen: subprocess.Popen[bytes]
     progress: Path
-    started_ns: int
+    started_s: float
     was_signalled: bool = False
+    alive_ns: int = 0
     ended_ns: int | None = None
     exit_code: int | None = None
     blocked_since_s: float | None = None
@@ -114,13 +116,14 @@ class TrainingProcesses:
     Args:
         folder: of the node, for logs and progress.
         incarnation: number of the start.
+        now_ns: clock of what is told of them, ns since 1970.
     """
 
-    def __init__(self, folder: Path, incarnation: int) -> None:
+    def __init__(self, folder: Path, incarnation: int, now_ns: Callable[[], int] = time.time_ns) -> None:
         self.incarnation = incarnation
         self.readers: list[LogReader] = []
         self.is_draining = self.is_killed = False
-        self._folder = folder
+        self._folder, self._now_ns = folder, now_ns
         self._mark = secrets.token_hex(8)
         self._processes: list[_Process] = []
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -161,7 +164,7 @@ class TrainingProcesses:
                     env={**environ, **own},
                     start_new_session=True,
                 )
-            self._processes.append(_Process(rank, popen, progress_file, time.time_ns()))
+            self._processes.append(_Process(rank, popen, progress_file, time.monotonic(), alive_ns=self._now_ns()))
             assert self._keeper.stdin is not None
             with contextlib.suppress(OSError):
                 self._keeper.stdin.write(b"%d\n" % popen.pid)
@@ -176,6 +179,23 @@ class TrainingProcesses:
         """Return the status of each process."""
         self._poll()
         return [self._status(process) for process in self._processes]
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long, or until one of them ends: which of several was first is told by when each was seen to end."""
+        running = [process for process in self._processes if process.exit_code is None]
+        watched = select.poll()
+        descriptors: list[int] = []
+        try:
+            for process in running:
+                # Not on every kernel, and a process that has just been reaped has none.
+                with contextlib.suppress(OSError, AttributeError):
+                    descriptors.append(os.pidfd_open(process.popen.pid))
+                    watched.register(descriptors[-1], select.POLLIN)
+            watched.poll(seconds * 1e3)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._poll()
 
     def drain(self) -> None:
         """Ask them to end after a step, with a checkpoint; twice is once, for a second SIGTERM means at once."""
@@ -207,22 +227,26 @@ class TrainingProcesses:
             self._keeper = None
 
     def _poll(self) -> None:
+        now_ns = self._now_ns()  # before: one that is alive then was so at this time
         for process in self._processes:
-            if process.exit_code is None and (code := process.popen.poll()) is not None:
-                process.exit_code, process.ended_ns = code, time.time_ns()
+            if process.exit_code is not None:
+                continue
+            if (code := process.popen.poll()) is None:
+                process.alive_ns = now_ns
+            else:
+                process.exit_code, process.ended_ns = code, self._now_ns()
 
     def _status(self, process: _Process) -> RankStatus:
         latest = progress.read(process.progress) or progress.Progress()
         code = process.exit_code
-        quiet_s = (
-            (time.monotonic_ns() - latest.at_ns) / 1e9 if latest.at_ns else (time.time_ns() - process.started_ns) / 1e9
-        )
+        quiet_s = time.monotonic() - (latest.at_ns / 1e9 if latest.at_ns else process.started_s)
         return RankStatus(
             rank=process.rank,
             pid=process.popen.pid,
             state="ended" if code is not None else self._state(process),
             exit_code=None if code is None else max(code, -128),
             ended_ns=process.ended_ns,
+            alive_ns=None if code is None else process.alive_ns,
             was_ended=process.was_signalled,
             step=latest.step,
             phase=latest.phase,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 
 from trainer.resilience.backends import Backend
 from trainer.resilience.detect import View
@@ -11,6 +12,7 @@ from trainer.resilience.journal import Journal
 from trainer.resilience.messages import CheckResult, plain
 
 _MAX_REASON = 600
+_MOST_FAILED = 0.5  # share of the nodes above which a failed check is rather the fault of what they share
 
 
 class Roster:
@@ -116,6 +118,7 @@ class Roster:
         for name in names:
             self._facts.evicted[name] = plain(reason, _MAX_REASON)
             self._facts.checked = [each for each in self._facts.checked if each != name]
+            self._facts.unclear.pop(name, None)
             self._backend.block(name, self._facts.evicted[name], was_heard=name in self._view.nodes)
             self._on_evict(name, self._facts.evicted[name])
 
@@ -148,15 +151,23 @@ class Roster:
             if len(facts.checked) != len(self.expected) - len(facts.evicted):
                 facts.checked = [name for name in self.expected if name not in facts.evicted]
             return
-        for name in sorted(self._view.nodes.keys() - set(facts.checked) - facts.evicted.keys()):
+        new = sorted(self._view.nodes.keys() - set(facts.checked) - facts.evicted.keys())
+        here = [name for name in facts.members if name in self._view.nodes]
+        are_known = all(name in facts.checked or self.checks_of(name) is not None for name in here)
+        for name in new:
             if self.checks_of(name) is None:
                 continue
-            failed = self.failed_checks([name])
-            if not failed:
-                facts.checked.append(name)
-            elif name not in facts.members:
-                self.evict([name], f"failed its self-check: {failed[name]}")
-                self._journal.note("standby evicted", nodes=[name], text=failed[name])
+            is_member = name in here
+            failed = self.failed_checks(here if is_member and are_known else [name]).get(name)
+            if failed and is_member:
+                continue  # for the driver, which looks at all of them together
+            if failed:
+                self.evict([name], f"failed its self-check: {failed}")
+                self._journal.note("standby evicted", nodes=[name], text=failed)
+                continue
+            if text := self.unclear_checks(here if is_member else [name]).get(name):
+                facts.unclear[name] = text
+            facts.checked.append(name)
 
     def checks_of(self, name: str) -> tuple[CheckResult, ...] | None:
         """Results of the present round of checks; None: there are none yet."""
@@ -165,14 +176,37 @@ class Roster:
             return None
         return known.heartbeat.checks
 
-    def failed_checks(self, names: Iterable[str]) -> dict[str, str]:
-        """Checks that have failed, by node."""
-        failed = {}
+    def failed_checks(self, names: Collection[str]) -> dict[str, str]:
+        """Checks that have failed, by node.
+
+        One that fails on most nodes at once, of several, says more of what they share than of each: it is unclear.
+        """
+        shared = self._shared_failures(names)
+        is_strict = self._settings.checks_unclear == "evict"
+
+        def is_failed(check: CheckResult) -> bool:
+            return (check.passed is False and check.name not in shared) or (is_strict and check.is_unclear)
+
+        return self._texts(names, is_failed)
+
+    def unclear_checks(self, names: Collection[str]) -> dict[str, str]:
+        """Checks that say neither that a node is well nor that it is not, by node."""
+        shared = self._shared_failures(names)
+        return self._texts(names, lambda check: check.is_unclear or (check.passed is False and check.name in shared))
+
+    def _shared_failures(self, names: Collection[str]) -> set[str]:
+        failures = Counter(
+            check for name in names for check in {e.name for e in self.checks_of(name) or () if e.passed is False}
+        )
+        return {check for check, num in failures.items() if num > 1 and num > _MOST_FAILED * len(names)}
+
+    def _texts(self, names: Collection[str], is_chosen: Callable[[CheckResult], bool]) -> dict[str, str]:
+        texts = {}
         for name in names:
-            bad = [f"{each.name}: {each.detail}" for each in self.checks_of(name) or () if each.passed is False]
-            if bad and self._settings.checks != "off":
-                failed[name] = "; ".join(bad)
-        return failed
+            chosen = [f"{each.name}: {each.detail}" for each in self.checks_of(name) or () if is_chosen(each)]
+            if chosen and self._settings.checks != "off":
+                texts[name] = plain("; ".join(chosen), _MAX_REASON)
+        return texts
 
     def skipped_checks(self) -> list[str]:
         """Checks that members could not make, with the reason: what is not known is said."""
@@ -180,6 +214,6 @@ class Roster:
             f"{each.name}: {each.detail}"
             for name in self._facts.members
             for each in self.checks_of(name) or ()
-            if each.passed is None
+            if each.passed is None and not each.is_unclear
         }
         return sorted(skipped)

@@ -16,7 +16,9 @@ from collectives.health.kernel_line import judge
 from netlayer.errors import ConfigError
 from trainer.resilience.messages import LogMatch, plain
 
-Means = Literal["hardware", "process", "memory", "symptom", "named", "nan", "job", "checkpoint", "note"]
+Means = Literal[
+    "hardware", "process", "memory", "symptom", "named", "nan", "job", "checkpoint", "corrupt", "disk", "note"
+]
 Where = Literal["kernel", "rank"]
 _MAX_LINE = 4096  # of a line that is looked at: a pattern must not run over megabytes
 _MAX_NAMED = 64
@@ -75,7 +77,7 @@ def match(rules: Sequence[Rule], where: Where, line: str, rank: int | None, at_n
         if "rank" in rule.pattern.groupindex:
             # A line may blame several; the reason, behind "because of it", names victims.
             blame = line.partition("; because of it ")[0]
-            names = [int(each["rank"]) for each in rule.pattern.finditer(blame)][:_MAX_NAMED]
+            names = [int(each["rank"]) for each in rule.pattern.finditer(blame) if each["rank"]][:_MAX_NAMED]
         text = plain(line.strip())
         return LogMatch(
             rule=rule.name, means=rule.means, rank=rank, names=tuple(sorted(set(names))), line=text, at_ns=at_ns

@@ -1,17 +1,24 @@
 """Self-check of a node in a process of its own, so that a GPU that hangs takes no executor with it.
 
-Run as `python -m trainer.resilience.self_check FOLDER LEVEL RANKS BACKEND`; prints a JSON list of checks. The checks
-themselves are those of `netlayer accept` (`collectives.health`), with small budgets: seconds on a healthy node. Levels:
-host; device: and GEMM and copies of each device; full: and collectives among the node's ranks. Not covered: NICs (verbs
-loopback), and collectives with neighbours under the same switch; both are named as skipped.
+Run as `python -m trainer.resilience.self_check FOLDER LEVEL RANKS BACKEND`; prints a line for each check as it is made,
+so that one that ends the program, or never returns, takes no other's result with it. The checks themselves are those of
+`netlayer accept` (`collectives.health`), with small budgets: seconds on a healthy node. Levels: host; device: and GEMM
+and copies of each device; full: and collectives among the node's ranks. Not covered: NICs (verbs loopback), and
+collectives with neighbours under the same switch; both are named as skipped.
+
+[Note: what fails] Only what was seen to be wrong fails a node: numbers that are not the right ones, an error that CUDA
+itself reports of the hardware, a GPU that is not there. A program that ends with any other error, or that is not done
+in time, may as well be a busy machine, a port that is taken, or memory that somebody else has: that is *unclear*. It is
+tried again (job.resilience.checks_retries), and what is then done is job.resilience.checks_unclear.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,26 +29,65 @@ if TYPE_CHECKING:
     from collectives.health.checks import HealthRow
     from netlayer.launch.rank import RankContext
 
+MARK = b"netlayer-check "
+"""Head of the lines that are ours: libraries print between them (NCCL with NCCL_DEBUG, a sitecustomize)."""
 _GEMM_SIZE = {"cuda": 4096, "cpu": 256}
 _COPY_BYTES = {"cuda": 1 << 26, "cpu": 1 << 22}
 _BUDGET_S = 2.0
 _GROUP_BYTES = 1 << 20
+# Errors of the CUDA runtime that speak of the device, and not of a program or of memory that others have.
+_HARDWARE = re.compile(r"uncorrectable|ECC error|GPU is lost|hardware (?:stack )?error|NVLink error|fallen off the bus")
 
 
 def main(folder: str, level: str, num_ranks: int, backend: str) -> None:
     """Print the checks of a level."""
-    checks = host_checks(Path(folder))
+    stages: list[tuple[str, Callable[[], Iterable[HostCheck]]]] = [("host", lambda: host_checks(Path(folder)))]
     if level in ("device", "full"):
-        checks += device_checks(num_ranks, backend)
+        stages.append(("devices", lambda: device_checks(num_ranks, backend)))
     if level == "full":
-        checks += group_checks(Path(folder), num_ranks, backend)
-    checks.append(HostCheck("nic_loopback", None, "not built: netlayer nic and nccl-tests look at NICs"))
-    checks.append(HostCheck("neighbours", None, "not built: netlayer accept measures every pair of nodes"))
-    sys.stdout.write(json.dumps([asdict(check) for check in checks]) + "\n")
+        stages.append(("collectives", lambda: group_checks(Path(folder), num_ranks, backend)))
+    stages.append(("nic", not_made))
+    for stage, checks in stages:
+        _print({"begins": stage})
+        for check in checks():
+            _print(asdict(check))
+    _print({"done": True})
 
 
-def device_checks(num_ranks: int, backend: str) -> list[HostCheck]:
-    """GEMM against a product in float64, and copies that are compared, on every device of the node's ranks."""
+def _print(row: dict[str, Any]) -> None:
+    sys.stdout.write(f"{MARK.decode()}{json.dumps(row)}\n")
+    sys.stdout.flush()
+
+
+def read_output(output: bytes) -> tuple[list[HostCheck], str, bool]:
+    """Return the checks that a program has printed, the stage that it was in, and whether it came to its end."""
+    checks, stage, is_done = list[HostCheck](), "start", False
+    for line in output.splitlines():
+        if not line.startswith(MARK):
+            continue
+        try:
+            row = json.loads(line.removeprefix(MARK))
+            if "name" in row:
+                checks.append(HostCheck(**row))
+            stage, is_done = row.get("begins", stage), is_done or "done" in row
+        except (ValueError, TypeError, AttributeError):
+            continue  # the last line of a program that was killed
+    return checks, stage, is_done
+
+
+def not_made() -> list[HostCheck]:
+    """Name what a self-check does not look at."""
+    return [
+        HostCheck("nic_loopback", None, "not built: netlayer nic and nccl-tests look at NICs"),
+        HostCheck("neighbours", None, "not built: netlayer accept measures every pair of nodes"),
+    ]
+
+
+def device_checks(num_ranks: int, backend: str) -> Iterator[HostCheck]:
+    """GEMM against a product in float64, and copies that are compared, on every device of the node's ranks.
+
+    CUDA shows this process the GPUs of this node's ranks and no others: the executor's CUDA_VISIBLE_DEVICES is theirs.
+    """
     import torch
 
     from collectives import health
@@ -49,10 +95,9 @@ def device_checks(num_ranks: int, backend: str) -> list[HostCheck]:
     torch.set_num_threads(1)
     kind = "cuda" if backend == "nccl" else "cpu"
     devices = [torch.device(kind, index) for index in range(num_ranks if kind == "cuda" else 1)]
-    checks = []
     for device in devices:
         if kind == "cuda" and device.index >= torch.cuda.device_count():
-            checks.append(HostCheck("device", False, f"{device}: {torch.cuda.device_count()} GPUs answer"))
+            yield HostCheck("device", False, f"{device}: {torch.cuda.device_count()} GPUs answer")
             continue
         dtype = torch.bfloat16 if kind == "cuda" else torch.float32
         size, num_bytes = _GEMM_SIZE[kind], _COPY_BYTES[kind]
@@ -60,11 +105,12 @@ def device_checks(num_ranks: int, backend: str) -> list[HostCheck]:
         try:
             rows = health.gemm(device, size, dtype, repeats=5, budget_s=_BUDGET_S)
             rows += health.copy(device, num_bytes, repeats=3, budget_s=_BUDGET_S)
-        except RuntimeError as exc:  # CUDA's errors are such
-            checks.append(HostCheck("device", False, f"{device}: {str(exc).splitlines()[0][:200]}"))
+        except RuntimeError as exc:  # CUDA's errors are such, and that of memory that somebody else has
+            text = str(exc).splitlines()[0][:200]
+            is_hardware = _HARDWARE.search(text) is not None
+            yield HostCheck("device", False if is_hardware else None, f"{device}: {text}", is_unclear=not is_hardware)
             continue
-        checks += list(_results(rows, time.perf_counter() - begin_s))
-    return checks
+        yield from _results(rows, time.perf_counter() - begin_s)
 
 
 def group_checks(folder: Path, num_ranks: int, backend: str) -> list[HostCheck]:
@@ -80,8 +126,8 @@ def group_checks(folder: Path, num_ranks: int, backend: str) -> list[HostCheck]:
         with meeting_place() as place:
             arguments = (place.init_method("self-check"), backend)
             [rows, *_] = launch(_group_rank, num_ranks, args=arguments, log_dir=folder / "self_check")
-    except NetlayerError as exc:
-        return [HostCheck("all_reduce", False, str(exc)[:300], time.perf_counter() - begin_s)]
+    except NetlayerError as exc:  # a rank that did not come in time, too: [Note: what fails]
+        return [HostCheck("all_reduce", None, str(exc)[:300], time.perf_counter() - begin_s, is_unclear=True)]
     return list(_results(rows, time.perf_counter() - begin_s))
 
 
@@ -107,7 +153,7 @@ def _group_rank(context: RankContext, init_method: str, backend: str) -> list[di
     return [dict(row) for row in rows]
 
 
-def _results(rows: list[HealthRow] | list[dict[str, Any]], seconds: float) -> Iterator[HostCheck]:
+def _results(rows: Sequence[HealthRow] | Sequence[dict[str, Any]], seconds: float) -> Iterator[HostCheck]:
     for row in rows:
         where = f"{row['device']}, {row['check']}"
         detail = "right" if row["ok"] else "wrong numbers came out"

@@ -7,7 +7,6 @@ is lost with it, for every message is sent again.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -48,14 +47,15 @@ def main(out: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = RunFolder(Path(out))
     spec, directory = folder.spec(), directory_of(folder)
+    liveness = _Liveness(folder, spec.resilience.orphan_s + 10)
     if directory.is_symlink():  # made by somebody else, in a folder where all may write
         sys.exit(f"error: {directory} is a symbolic link: remove it, or set TMPDIR to a folder of yours")
     try:
-        while _is_wanted(folder, spec.resilience.orphan_s):
+        while liveness.is_wanted():
             try:
                 with EmbeddedRedis(directory=directory) as server:
                     folder.set_store_url(server.url)
-                    while _is_wanted(folder, spec.resilience.orphan_s) and server.is_running:
+                    while liveness.is_wanted() and server.is_running:
                         time.sleep(_POLL_S)
             except NetlayerError as exc:
                 sys.stderr.write(f"error: {exc}\n")
@@ -66,12 +66,23 @@ def main(out: str) -> None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _is_wanted(folder: RunFolder, orphan_s: float) -> bool:
-    if folder.ended.exists():
-        return False
-    with contextlib.suppress(OSError):
-        return time.time() - folder.beat.stat().st_mtime < orphan_s + 10
-    return False  # the folder itself is gone
+class _Liveness:
+    """Whether the store is still wanted: by drivers' signs of life, which are timed by the steady clock alone."""
+
+    def __init__(self, folder: RunFolder, limit_s: float) -> None:
+        self._folder, self._limit_s = folder, limit_s
+        self._beat_ns, self._seen_s = -1, time.monotonic()
+
+    def is_wanted(self) -> bool:
+        if self._folder.ended.exists():
+            return False
+        try:
+            beat_ns = self._folder.beat.stat().st_mtime_ns
+        except OSError:
+            return False  # the folder itself is gone
+        if beat_ns != self._beat_ns:
+            self._beat_ns, self._seen_s = beat_ns, time.monotonic()
+        return time.monotonic() - self._seen_s < self._limit_s
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Clock:
     """Seconds that pass when a test says so; the wall clock is the same one."""
 
     def __init__(self) -> None:
-        self.now_s = 1000.0
+        self.now_s = 1e6
 
     def __call__(self) -> float:
         return self.now_s
@@ -89,7 +89,9 @@ class FakeNode:
         self.is_finite = True
         self.step = 0
         self.checks_of = 0
-        self.fails_checks = False
+        self.fails_checks = self.cannot_check = False
+        self.machine = name
+        self.beacon_ns = self.ended_ns = 0
         self.matches: list[LogMatch] = []
         self.exposed = 0.5
         self.told_s = -1e9
@@ -112,7 +114,8 @@ class FakeNode:
     def _hear(self, bus: FakeBus) -> None:
         try:
             beacon = unseal(bus.beacon, self.fleet.token, Beacon, self.fleet.spec.run, "*")
-            self.beacon = max(self.beacon, (beacon.epoch, beacon.seq))
+            if (beacon.epoch, beacon.seq) > self.beacon:
+                self.beacon, self.beacon_ns = (beacon.epoch, beacon.seq), self.now_ns()
             data = bus.assignments.get(self.name)
             if data:
                 assignment = unseal(data, self.fleet.token, Assignment, self.fleet.spec.run, self.name)
@@ -125,9 +128,10 @@ class FakeNode:
         wanted = self.assignment
         is_same = self.incarnation == wanted.incarnation
         if self.runs and not (wanted.action in ("train", "drain") and is_same):
-            self.exit_code, self.was_ended = -9, True
+            self.die(-9)
+            self.was_ended = True
         if self.runs and wanted.action == "drain" and self.fleet.running(self.incarnation):
-            self.exit_code = 0
+            self.die(0)
             self.fleet.saved = max(self.fleet.saved, self.step)
         if wanted.action == "train" and wanted.incarnation > self.incarnation:
             self.incarnation, self.exit_code, self.was_ended = wanted.incarnation, None, False
@@ -135,6 +139,9 @@ class FakeNode:
             self.fleet.starts.append((self.incarnation, self.name))
         if wanted.action == "check":
             self.checks_of = wanted.check
+
+    def now_ns(self) -> int:
+        return int(self.fleet.clock.now_s * 1e9) + self.fleet.skew_ns.get(self.name, 0)
 
     @property
     def runs(self) -> bool:
@@ -152,7 +159,8 @@ class FakeNode:
                     pid=1,
                     state=state,
                     exit_code=self.exit_code,
-                    ended_ns=None if self.exit_code is None else int(now_s * 1e9),
+                    ended_ns=None if self.exit_code is None else self.ended_ns,
+                    alive_ns=None if self.exit_code is None else self.ended_ns - 1_000_000,
                     was_ended=self.was_ended,
                     step=self.step,
                     step_ms=self.fleet.step_ms if self.step else None,
@@ -160,13 +168,21 @@ class FakeNode:
                     is_finite=self.is_finite,
                 ),
             )
-        failed = CheckResult(name="gemm", passed=not self.fails_checks, detail="wrong numbers came out")
+        check = CheckResult(
+            name="gemm",
+            passed=None if self.cannot_check else not self.fails_checks,
+            is_unclear=self.cannot_check,
+            detail="not done within 120 s" if self.cannot_check else "wrong numbers came out",
+        )
         message = Heartbeat(
             run=self.fleet.spec.run,
             node=self.name,
             boot=self.boot,
             seq=self.seq,
-            at_ns=int(now_s * 1e9),
+            at_ns=self.now_ns(),
+            machine=self.machine,
+            beacon=self.beacon,
+            beacon_ns=self.beacon_ns,
             address="127.0.0.1",
             host="h",
             pid=1,
@@ -177,7 +193,7 @@ class FakeNode:
             ranks=ranks,
             matches=tuple(self.matches),
             checks_of=self.checks_of,
-            checks=(failed,) if self.checks_of else (),
+            checks=(check,) if self.checks_of else (),
         )
         return seal(message, self.fleet.token)
 
@@ -185,10 +201,10 @@ class FakeNode:
 
     def die(self, code: int = -9) -> None:
         """Its rank ends."""
-        self.exit_code = code
+        self.exit_code, self.ended_ns = code, self.now_ns()
 
     def log(self, means: str, line: str = "a line", rank: int | None = 0, names: tuple[int, ...] = ()) -> None:
-        at_ns = int(self.fleet.clock.now_s * 1e9)
+        at_ns = self.now_ns()
         self.matches.append(LogMatch(rule="test", means=means, rank=rank, names=names, line=line, at_ns=at_ns))
 
 
@@ -206,6 +222,8 @@ class Fleet:
         self.nodes: dict[str, FakeNode] = {}
         self.blocked: dict[str, bool] = {}
         self.gone: set[str] = set()
+        self.skew_ns: dict[str, int] = {}
+        """By how much each node's clock is ahead of the driver's."""
         self.steps, self.saved, self.step_ms = steps, 0, 500.0
         self.furthest: dict[int, int] = {}
         self.starts: list[tuple[int, str]] = []
@@ -291,7 +309,7 @@ class Fleet:
             self.saved = step
         if step >= self.steps:
             for node in group:
-                node.exit_code = 0
+                node.die(0)
 
     def until(self, is_so: Callable[[], bool], limit_s: float = 300.0) -> None:
         end_s = self.clock.now_s + limit_s

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.resilience.backends import LocalBackend, SshBackend
-from trainer.resilience.folder import RunFolder
+from trainer.resilience.backends import GpuShares, LocalBackend, SshBackend
+from trainer.resilience.folder import RunFolder, Spec
 
 _EXECUTOR = "import sys, time; open(sys.argv[1] + '/started', 'w').write(' '.join(sys.argv[1:])); time.sleep(60)"
 
@@ -64,7 +64,9 @@ def test_a_node_over_ssh_is_started_in_a_session_of_its_own_and_ended(
 
 
 def test_a_local_node_that_is_another_process_by_now_is_left_alone(tmp_path: Path) -> None:
-    backend = LocalBackend(RunFolder(tmp_path))
+    folder = RunFolder(tmp_path)
+    folder.create(Spec("1", "job", ("x",), 1, 1, 1, 1.0), "")
+    backend = LocalBackend(folder)
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         backend.remove("node-0", other.pid)
@@ -73,6 +75,22 @@ def test_a_local_node_that_is_another_process_by_now_is_left_alone(tmp_path: Pat
     finally:
         other.kill()
         other.wait()
+
+
+def test_nodes_of_one_machine_have_gpus_of_their_own_and_keep_them(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.create(Spec("1", "job", ("x",), 2, 2, 1, 1.0), "")
+    gpus = [f"GPU-{each}" for each in "abcdefg"]  # one more than three nodes use
+    shares = GpuShares(folder, gpus, 2)
+    backend = LocalBackend(folder, gpus)
+    assert [backend.name(number) for number in range(4)] == ["node-0", "node-1", "node-2", ""]
+    assert [shares.of(f"node-{number}") for number in (1, 0)] == ["GPU-a,GPU-b", "GPU-c,GPU-d"]
+    assert GpuShares(folder, gpus, 2).of("node-1") == "GPU-a,GPU-b"  # for the next driver too
+    backend.block("node-1", "evicted", was_heard=True)
+    assert shares.of("node-2") == "GPU-e,GPU-f"  # one that nobody had goes before that of an evicted node
+    assert backend.name(3) == "node-3"
+    assert shares.of("node-3") == "GPU-a,GPU-b"
+    assert backend.name(4) == ""
 
 
 def _pids() -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import random
@@ -13,12 +12,13 @@ from typing import Any
 import pytest
 
 from trainer.resilience.bus import TAKE
-from trainer.resilience.driver import _MAX_READS
+from trainer.resilience.detect import View
 from trainer.resilience.executor import Executor
 from trainer.resilience.folder import RunFolder
 from trainer.resilience.journal import Journal, entries
+from trainer.resilience.link import MAX_READS
 from trainer.resilience.machine import TERMINAL, Event, State
-from trainer.resilience.messages import Beacon, seal
+from trainer.resilience.messages import Beacon, Heartbeat, seal, unseal
 
 from .fleet import FakeNode, Fleet
 
@@ -67,6 +67,13 @@ def hardware(node: FakeNode) -> None:
     node.log("hardware", "NVRM: Xid 79", rank=None)
 
 
+def corrupt(node: FakeNode) -> None:
+    rank = node.fleet.rank_of(node)
+    for each in node.fleet.nodes.values():
+        each.log("corrupt", f"rank {rank} has other parameters", rank=node.fleet.rank_of(each), names=(rank,))
+        each.die(1)
+
+
 def freeze(node: FakeNode) -> None:
     node.is_frozen = True
 
@@ -80,6 +87,7 @@ def freeze(node: FakeNode) -> None:
         (lose_number, "retry", "nan"),
         (hang, "retry", "named"),
         (hardware, "evict", "hardware"),
+        (corrupt, "evict", "corrupt"),
         (freeze, "evict", "node_lost"),
     ],
 )
@@ -244,6 +252,124 @@ def test_a_self_check_after_a_fault_overrules_a_retry(tmp_path: Path) -> None:
     assert fleet.decisions == [("evict", "self_check", [bad.name])]
 
 
+def test_a_check_that_cannot_be_made_evicts_nobody(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    node = fleet.node(1)
+    node.cannot_check = True
+    node.die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "killed", [node.name])]
+    assert fleet.driver.facts.evicted == {}
+    unclear = [each["unclear_checks"] for each in fleet.driver.facts.incidents]
+    assert unclear == [{node.name: "gemm: not done within 120 s"}]
+    assert any(f"{node.name} trains unchecked" in line for line in fleet.lines)
+
+
+def test_a_standby_that_has_passed_goes_before_a_node_that_could_not_be_checked(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_step(8)
+    node = fleet.node(1)
+    node.cannot_check = True
+    node.die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert node.name not in fleet.driver.facts.members
+    assert fleet.driver.facts.evicted == {}
+
+
+def test_a_node_that_cannot_be_checked_is_evicted_where_the_user_wants_that(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, checks_unclear="evict")
+    fleet.until_step(8)
+    node = fleet.node(1)
+    node.cannot_check = True
+    node.die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("evict", "self_check", [node.name])]
+
+
+def test_a_check_that_fails_on_most_nodes_at_once_blames_none(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    for rank in (0, 1, 2):
+        fleet.node(rank).fails_checks = True
+    name = fleet.node(1).name
+    fleet.node(1).die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "killed", [name])]
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 3600.0, -3600.0])
+def test_the_first_of_several_errors_is_told_by_compared_clocks(skew_s: float, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.skew_ns = {"node-1": int(skew_s * 1e9)}
+    fleet.until_step(20)
+    first, second = fleet.nodes["node-2"], fleet.nodes["node-1"]
+    first.die(1)
+    for _ in range(6):  # a second and a half later, more than the messages take
+        fleet.tick()
+    second.die(1)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "exited", ["node-2"])]
+
+
+def test_errors_closer_than_the_clocks_blame_nobody(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.skew_ns = {"node-1": -50_000_000}  # it would be blamed, if clocks were taken at their word
+    fleet.until_step(20)
+    fleet.nodes["node-2"].die(1)
+    fleet.nodes["node-1"].die(1)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "exited", [])]
+    assert "which of these was first cannot be told" in fleet.driver.facts.incidents[0]["decision"]["reason"]
+
+
+def test_errors_on_one_machine_are_ordered_by_its_clock(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    for node in fleet.nodes.values():
+        node.machine = "one"
+    fleet.until_step(20)
+    first, second = fleet.nodes["node-2"], fleet.nodes["node-1"]
+    first.machine = second.machine = "one"
+    first.die(1)
+    second.die(1)
+    second.ended_ns += 5_000_000
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "exited", ["node-2"])]
+
+
+def test_aborts_of_a_watchdog_are_those_of_victims(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(12)
+    for rank in (0, 1, 3):  # NCCL's watchdog ends every rank that has waited for rank 2
+        fleet.node(rank).die(-6)
+        fleet.node(rank).log("symptom", "Watchdog caught collective operation timeout", rank=rank)
+    assert fleet.finish() is State.COMPLETED
+    assert [(action, names) for action, _, names in fleet.decisions] == [("retry", [])]
+
+
+def test_an_executor_whose_clock_was_set_back_is_heard(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    node = fleet.node(1)
+    node.boot, node.seq = "0" * 16, 0  # started anew, an hour ago by its clock
+    fleet.skew_ns[node.name] = -3600 * 10**9
+    for _ in range(12):
+        fleet.tick()
+    assert fleet.driver.view.nodes[node.name].heartbeat.boot == "0" * 16
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == []
+
+
+def test_heartbeats_of_an_executor_that_is_gone_are_old(tmp_path: Path) -> None:
+    executor = Executor(Fleet(tmp_path).folder, "node-0", "127.0.0.1")
+    old = unseal(executor._heartbeat([]), executor._token, Heartbeat, "run1")
+    later = Executor(Fleet(tmp_path).folder, "node-0", "127.0.0.1")
+    new = unseal(later._heartbeat([]), later._token, Heartbeat, "run1")
+    view = View(1.0)
+    assert view.take(new, 0.0)
+    assert not view.take(old.model_copy(update={"at_ns": new.at_ns + 10**12, "seq": 99}), 1.0)
+
+
 def test_a_lost_store_costs_no_node_and_no_restart(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, steps=150)
     fleet.until_step(8)
@@ -317,6 +443,42 @@ def test_a_pause_that_is_asked_for_during_a_repair_comes_after_it(tmp_path: Path
     fleet.folder.ask("pause")
     fleet.until_state(State.PAUSED)
     assert len(fleet.decisions) == 1
+
+
+def test_what_is_asked_in_a_repair_outlives_the_driver(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_step(12)
+    fleet.node(0).die(-9)
+    fleet.until_state(State.SUSPEND)
+    fleet.folder.ask("pause")
+    fleet.folder.ask("evict", "node-3")
+    fleet.driver._read_requests()
+    fleet.driver.close()
+    fleet.driver = fleet.new_driver()  # the one before was killed there
+    fleet.until_state(State.PAUSED)
+    assert list(fleet.driver.facts.evicted) == ["node-3"]
+
+
+def test_a_fault_while_a_pause_is_under_way_does_not_lose_it(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(12)
+    fleet.folder.ask("pause")
+    fleet.driver._read_requests()
+    assert fleet.driver.facts.state is State.DRAIN
+    fleet.node(0).die(-9)
+    fleet.until_state(State.PAUSED)
+    assert [kind for _, kind, _ in fleet.decisions] == ["killed"]
+
+
+def test_resume_right_after_pause_is_done_when_the_pause_is(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(12)
+    fleet.folder.ask("pause")
+    fleet.folder.ask("resume")
+    assert fleet.finish() is State.COMPLETED
+    events = [entry["event"] for entry in entries(fleet.folder.journal)]
+    assert "pause asked" in events
+    assert "resume asked" in events
 
 
 @pytest.mark.parametrize("state", [State.GATHER, State.VERIFY, State.START, State.RUN, State.SUSPEND, State.DIAGNOSE])
@@ -408,8 +570,8 @@ def test_an_executor_does_not_go_back_to_an_earlier_driver(tmp_path: Path) -> No
     assert fleet.node(0).assignment.epoch == 2
     stale = Beacon(run="run1", node="*", epoch=1, seq=10**6)
     fleet.bus.beacon = seal(stale, fleet.token)
-    old._sent.clear()
-    old._bus = fleet.bus  # type: ignore[assignment]
+    old.link._sent.clear()
+    old.link._bus = fleet.bus  # type: ignore[assignment]
     old._send(fleet.clock.now_s)  # it woke up, and sends what it thinks
     fleet.tick()
     assert fleet.node(0).assignment.epoch == 2
@@ -472,7 +634,7 @@ def test_forged_and_replayed_heartbeats_change_nothing(tmp_path: Path) -> None:
     bad[-3] ^= 1
     fleet.bus.heartbeats += [bytes(bad), b"x" * 100_000, b"", captured[:10], b"\0" * 32 + captured[32:]]
     fleet.tick()
-    assert fleet.driver.refused == 5
+    assert fleet.driver.link.refused == 5
     for _ in range(20):
         fleet.tick()
     seq = fleet.driver.view.nodes[fleet.node(0).name].heartbeat.seq
@@ -491,7 +653,7 @@ def test_who_fills_the_store_does_not_keep_the_driver_from_its_nodes(
     fleet.until_step(8)
     monkeypatch.setattr(fleet.bus, "take_heartbeats", lambda: ([b"forged"] * TAKE, 0))  # for ever
     fleet.driver.round()
-    assert fleet.driver.refused == TAKE * _MAX_READS
+    assert fleet.driver.link.refused == TAKE * MAX_READS
 
 
 def test_jitter_of_a_healthy_run_raises_no_alarm(tmp_path: Path) -> None:
@@ -511,14 +673,3 @@ def test_jitter_of_a_healthy_run_raises_no_alarm(tmp_path: Path) -> None:
     assert fleet.driver.facts.state is State.RUN
     assert fleet.decisions == []
     assert fleet.driver.view.step > 300
-
-
-def test_nodes_of_one_machine_share_its_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path)
-    executor = Executor(fleet.folder, "node-0", "127.0.0.1")
-    assert executor._own_gpus(1) == {}
-    executor._spec = dataclasses.replace(fleet.spec, ranks_per_node=2, environ={"NETLAYER_RUN_BACKEND": "nccl"})
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert executor._own_gpus(1) == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert executor._own_gpus(1) == {"CUDA_VISIBLE_DEVICES": "6,7"}

@@ -414,10 +414,10 @@ def test_settings_that_cannot_work_are_refused(job: dict[str, Any], more: dict[s
 def test_a_driver_that_leaves_at_sigterm_asks_for_no_stop() -> None:
     lines = (
         "import os, signal, time",
-        "from trainer.commands.run import _stop_on_signals",
+        "from trainer.commands.run import _Signals",
         "class Driver:",
         "    def ask_to_stop(self, *, at_once): print('asked', flush=True)",
-        "_stop_on_signals(Driver(), leaves=True)",
+        "_Signals(None, leaves=True).driver = Driver()",
         "os.kill(os.getpid(), signal.SIGINT)",
         "os.kill(os.getpid(), signal.SIGTERM)",
         "time.sleep(60)",

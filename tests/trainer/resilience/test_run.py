@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -25,13 +26,14 @@ from netlayer.config.tree import build_config
 from netlayer.errors import ConfigError
 from netlayer.results import load_record
 from netlayer.store.redis_server import find_redis_binary
+from trainer.checkpoint.names import DAMAGED, META, as_location
+from trainer.checkpoint.storage import open_storage
 from trainer.commands.run import _as_started, _driving
 from trainer.commands.run import run as command
 from trainer.resilience.bus import Bus
 from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.journal import entries, last_entry
-from trainer.resilience.record import set_aside_newest
-from trainer.resilience.status import log_lines
+from trainer.resilience.status import log_lines, set_aside_damaged
 from trainer.resilience.store_host import directory_of
 
 pytestmark = pytest.mark.skipif(find_redis_binary() is None, reason="needs a redis-server")
@@ -291,12 +293,65 @@ def test_a_damaged_checkpoint_is_set_aside_where_the_job_saves(folder: str, tmp_
     made = RunFolder(tmp_path / "run")
     job = build_config({"job": {"checkpoint": {"folder": str(there) if folder else ""}}})
     made.create(Spec("1", "job", ("x",), 1, 1, 1, 1.0), to_toml(job))
-    assert set_aside_newest(made.checkpoints) == [there / "step-000010.damaged"]
+    assert set_aside_damaged(made.checkpoints, "no path") == [str(there / "step-000010.damaged")]
     (there / "step-000010").mkdir()  # the step was taken again, and its checkpoint is damaged again
     (there / "step-000010.damaged/rank").touch()
-    assert set_aside_newest(made.checkpoints) == [there / "step-000010.damaged2"]
+    line = f"error: --resume = {there}/step-000010/rank is damaged (altered); give an older checkpoint"
+    assert set_aside_damaged(made.checkpoints, line) == [str(there / "step-000010.damaged2")]
+    # One in the memory of the run's machines says nothing of those in storage; one that is gone, nothing of another.
+    assert set_aside_damaged(made.checkpoints, f"error: --resume = peers:{tmp_path}/step-000012/x is damaged") == []
+    assert set_aside_damaged(made.checkpoints, line) == []
     names = ["step-000005", "step-000010.damaged", "step-000010.damaged2"]
     assert sorted(path.name for path in there.iterdir()) == names
+
+
+def test_what_was_saved_since_replicas_agreed_is_set_aside(tmp_path: Path) -> None:
+    for step in (20, 40, 60):
+        (tmp_path / f"step-{step:06d}").mkdir()
+    line = "node-2: error: step 70: replicas that agreed after step 30 differ: rank 2 (dp=2) has other parameters"
+    assert len(set_aside_damaged(tmp_path, line)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-000020",
+        *(f"step-0000{n}.damaged" for n in (40, 60)),
+    ]
+
+
+def test_signals_before_there_is_a_driver_wait_for_it(tmp_path: Path) -> None:
+    lines = (
+        "import os, pathlib, signal, sys",
+        "from trainer.commands.run import _Signals",
+        "from trainer.resilience.folder import RunFolder",
+        "folder = RunFolder(pathlib.Path(sys.argv[1]))",
+        "folder.requests.mkdir(parents=True)",
+        "signals = _Signals(folder)",
+        "os.kill(os.getpid(), signal.SIGINT)",  # while executors are started, say
+        "print([each.action for each in folder.asked()])",
+        "os.kill(os.getpid(), signal.SIGTERM)",
+        "class Driver:",
+        "    def ask_to_stop(self, *, at_once): print(at_once)",
+        "signals.driver = Driver()",
+    )
+    command = [sys.executable, "-c", "\n".join(lines), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "['stop']\nTrue\n"
+
+
+def test_a_damaged_checkpoint_of_an_object_store_is_set_aside() -> None:
+    pytest.importorskip("upath")
+    fs = fsspec.filesystem("memory")
+    for step in (5, 10):
+        fs.pipe_file(f"/aside/step-{step:06d}/{META}", b"{}")
+        fs.pipe_file(f"/aside/step-{step:06d}/rank0", b"tensors")
+    folder = as_location("memory://aside")
+    [where] = set_aside_damaged(folder, "error: --resume = memory://aside/step-000010/rank0 is damaged")
+    assert where.endswith(f"step-000010/{META}{DAMAGED}")
+    storage = open_storage("memory://aside")
+    storage.create("step-000020", 0)  # which clears away halves of saves
+    assert fs.cat_file("/aside/step-000010/rank0") == b"tensors"
+    assert not fs.exists(f"/aside/step-000010/{META}")
+    storage.create("step-000010", 0)  # the step is taken again
+    assert not fs.exists("/aside/step-000010/rank0")
+    fs.rm("/aside", recursive=True)
 
 
 def test_what_may_hold_a_password_is_for_its_user_alone(tmp_path: Path) -> None:

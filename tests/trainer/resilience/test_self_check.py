@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 import time
 from pathlib import Path
 
@@ -12,43 +12,72 @@ from collectives import health
 from collectives.health.host import HostCheck
 from trainer.resilience import self_check
 from trainer.resilience.executor import SelfCheck
+from trainer.resilience.messages import CheckResult
 
 
-def test_a_check_that_takes_too_long_is_ended_and_has_failed(tmp_path: Path) -> None:
-    check = SelfCheck(1, tmp_path, "full", 2, "gloo", 0.0)
-    results = check.results()
-    assert results is not None
-    assert [(each.name, each.passed) for each in results] == [("self_check", False)]
-    assert "not done within 0 s" in results[0].detail
+def make(program: str, limit_s: float = 60.0, retries: int = 0) -> SelfCheck:
+    return SelfCheck(1, [sys.executable, "-c", program], limit_s, retries)
 
 
-def test_a_check_that_fails_to_run_has_failed(tmp_path: Path) -> None:
-    check = SelfCheck(1, tmp_path, "host", -1, "gloo", 60.0)
-    check._process.kill()
-    deadline_s = time.monotonic() + 30
+def results_of(check: SelfCheck) -> list[CheckResult]:
+    deadline_s = time.monotonic() + 60
     while (results := check.results()) is None:
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
-    assert [(each.name, each.passed) for each in results] == [("self_check", False)]
+    return results
 
 
-def test_results_are_read_behind_what_a_library_prints(tmp_path: Path) -> None:
-    for output, passed in ((b"NCCL version 2.27\n", [True]), (b"[]\nnot ours", [False]), (b"", [False])):
-        check = SelfCheck(1, tmp_path, "host", -1, "gloo", 60.0)
-        check._process.kill()
-        check._process.wait()
-        check._process.returncode = 0
-        check._output.seek(0)
-        check._output.truncate()
-        row = b'[{"name": "disk", "passed": true, "detail": "", "seconds": 1.0}]\n'
-        check._output.write(output + row if passed == [True] else output)
-        results = check.results()
-        assert results is not None
-        assert [each.passed for each in results] == passed
+_DISK = """print('netlayer-check {"name": "disk", "passed": true, "detail": "", "seconds": 1.0}', flush=True)"""
+_BAD = """print('netlayer-check {"name": "gemm", "passed": false, "detail": "wrong", "seconds": 1.0}', flush=True)"""
+_BEGINS = """print('netlayer-check {"begins": "devices"}', flush=True)"""
+_DONE = """print('netlayer-check {"done": true}')"""
+
+
+@pytest.mark.parametrize(
+    ("program", "ending"),
+    [
+        (f"{_DISK}\n{_BEGINS}\nimport time; time.sleep(60)", "devices: not done within"),
+        (f"{_DISK}\n{_BEGINS}\nraise SystemExit('no torch here')", "devices: exit code 1: no torch here"),
+        (f"{_DISK}\n{_BEGINS}\nimport os; os.kill(os.getpid(), 9)", "devices: exit code -9"),
+        (f"{_DISK}\n{_BEGINS}", "devices: exit code 0"),
+    ],
+)
+def test_a_check_that_cannot_be_made_says_nothing_of_the_node(program: str, ending: str) -> None:
+    results = results_of(make(program, 3.0 if "not done" in ending else 60.0))
+    assert [(each.name, each.passed, each.is_unclear) for each in results] == [
+        ("disk", True, False),
+        ("self_check", None, True),
+    ]
+    assert ending in results[1].detail
+
+
+def test_a_failure_that_was_seen_counts_whatever_comes_of_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "tries"
+    note = f"open({str(file)!r}, 'a').write('x')"
+    results = results_of(make(f"{note}\n{_BAD}\nraise SystemExit(3)", retries=3))
+    assert [(each.name, each.passed) for each in results] == [("gemm", False), ("self_check", None)]
+    assert file.read_text() == "x"  # and is not tried away
+
+
+def test_an_unclear_check_is_tried_again_a_bounded_number_of_times(tmp_path: Path) -> None:
+    file = tmp_path / "tries"
+    note = f"file = open({str(file)!r}, 'a+'); file.write('x'); file.seek(0); tries = len(file.read())"
+    second = results_of(make(f"{note}\nif tries < 2: raise SystemExit(1)\n{_DISK}\n{_DONE}", retries=2))
+    assert [(each.name, each.passed) for each in second] == [("disk", True)]
+    assert file.read_text() == "xx"
+    file.unlink()
+    never = results_of(make(f"{note}\nraise SystemExit(1)", retries=2))
+    assert [each.is_unclear for each in never] == [True]
+    assert file.read_text() == "xxx"
+
+
+def test_results_are_read_behind_what_a_library_prints() -> None:
+    lines = f"{_DISK}\nprint('NCCL version 2.27\\nnetlayer-check [')\n{_DONE}\nprint('[]')"
+    assert [(each.name, each.passed) for each in results_of(make(lines))] == [("disk", True)]
 
 
 def test_wrong_numbers_of_a_device_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = self_check.device_checks(1, "gloo")
+    good = list(self_check.device_checks(1, "gloo"))
     assert [(each.name, each.passed) for each in good] == [("gemm", True), ("copy", True)]
     gemm = health.gemm
 
@@ -57,19 +86,30 @@ def test_wrong_numbers_of_a_device_fail_the_check(monkeypatch: pytest.MonkeyPatc
         return [{**row, "ok": False, "wrong": 3} for row in rows]
 
     monkeypatch.setattr(health, "gemm", broken)
-    bad = self_check.device_checks(1, "gloo")
+    bad = list(self_check.device_checks(1, "gloo"))
     assert [(each.name, each.passed) for each in bad] == [("gemm", False), ("copy", True)]
     assert "wrong numbers came out" in bad[0].detail
 
 
-def test_an_error_of_the_device_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "passed"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered\nmore", False),
+        # Of somebody else's process, or of a program: no fault of the device.
+        ("CUDA out of memory. Tried to allocate 64.00 MiB.", None),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", None),
+    ],
+)
+def test_an_error_fails_a_device_only_where_it_speaks_of_hardware(
+    text: str, passed: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(*_arguments: object, **_options: object) -> object:
-        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nmore")
+        raise RuntimeError(text)
 
     monkeypatch.setattr(health, "copy", lost)
     [check] = self_check.device_checks(1, "gloo")
-    assert check.passed is False
-    assert check.detail == "cpu:0: CUDA error: uncorrectable ECC error encountered"
+    assert (check.passed, check.is_unclear) == (passed, passed is None)
+    assert check.detail == f"cpu:0: {text.splitlines()[0]}"
 
 
 def test_what_is_not_checked_is_named(
@@ -77,8 +117,9 @@ def test_what_is_not_checked_is_named(
 ) -> None:
     monkeypatch.setattr(self_check, "host_checks", lambda _folder: [HostCheck("disk", True, "good")])
     self_check.main(str(tmp_path), "host", 1, "gloo")
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert [name for name, row in rows.items() if row["passed"] is None] == ["nic_loopback", "neighbours"]
+    checks, _, is_done = self_check.read_output(capsys.readouterr().out.encode())
+    assert is_done
+    assert [check.name for check in checks if check.passed is None] == ["nic_loopback", "neighbours"]
     assert self_check.group_checks(tmp_path, 1, "gloo")[0].detail == "one rank on this node"
 
 

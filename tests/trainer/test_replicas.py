@@ -1,0 +1,78 @@
+"""Comparison of replicas: a flipped bit is found and placed, and what agrees changes nothing of the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from netlayer.config.tree import build_config
+from netlayer.errors import ConfigError
+from netlayer.launch.launcher import launch
+from netlayer.layout import ParallelLayout
+from netlayer.store.meeting import meeting_place
+from tests.trainer import replica_ranks
+from trainer.replicas import differences, digest
+
+from .conftest import tiny_job
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype) -> None:
+    numbers = torch.randn(33, generator=torch.Generator().manual_seed(0)).to(dtype)
+    words = numbers.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[numbers.element_size()])
+    before = digest(numbers)
+    for bit in range(8 * numbers.element_size()):
+        flipped = words.clone()
+        flipped[7] ^= -(2**bit) if bit == 8 * numbers.element_size() - 1 else 2**bit
+        assert digest(flipped.view(dtype)) != before
+
+
+def test_the_rank_that_differs_from_most_replicas_is_named() -> None:
+    layout = ParallelLayout(tp=2, dp=4, pp=1)
+    values = [10, 20] * 4  # tensor-parallel ranks hold other parameters
+    assert differences(values, layout).ranks == ()
+    odd = layout.rank(tp=1, dp=2)
+    values[odd] = 21
+    assert (differences(values, layout).ranks, differences(values, layout).is_known) == ((odd,), True)
+    values[layout.rank(tp=1, dp=0)] = 22
+    values[layout.rank(tp=1, dp=1)] = 23
+    both = differences(values, layout)
+    assert (both.ranks, both.is_known) == ((1, 3, 5, 7), False)
+
+
+def test_of_two_replicas_nobody_can_tell_which_is_right() -> None:
+    both = differences([1, 2], ParallelLayout(tp=1, dp=2, pp=1))
+    assert (both.ranks, both.is_known) == ((0, 1), False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"parallel": {"dp": 1}}, "needs replicas"),
+        ({"parallel": {"dp": 2}, "checkpoint": {"every_steps": 5, "keep": 2}}, "one from before a corruption"),
+        (
+            {"parallel": {"dp": 2}, "checkpoint": {"every_steps": 50, "keep": 3, "peer_copies": 1}},
+            "does not go with job.checkpoint.peer_copies",
+        ),
+    ],
+)
+def test_comparisons_that_are_of_no_use_are_refused(settings: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        build_config({"job": {"watch": {"compare_replicas_every": 10}, **settings}})
+
+
+def test_three_replicas_are_compared_and_train_as_without_that(text_folder: Path, tmp_path: Path) -> None:
+    """A flipped bit of one rank's copy, and a wrong product on another rank."""
+    job = tiny_job(text_folder, 3, batch={"global_batch_size": 6, "micro_batch_size": 1})
+    with meeting_place() as place:
+        ranks = launch(replica_ranks.run_rank, 3, args=(job, place.init_method("replicas")), log_dir=tmp_path)
+    for plain, compared, lines in ranks:
+        assert compared == plain
+        assert lines == [
+            "step 5: replicas that agreed after step 4 differ: rank 1 (tp=0, pp=0, dp=1) has other parameters",
+            "step 6: replicas that agreed after step 4 differ: rank 2 (tp=0, pp=0, dp=2) has other losses of the same "
+            "batch",
+        ]
