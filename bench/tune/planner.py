@@ -213,7 +213,7 @@ def _plan_queue_pairs(planned: Planned) -> None:
         key, "nccl", best, KNOWN[key].preset(read_release(planned.inputs.release) or (2, 30, 7)), "NCCL",
         "none" if users else "simulated",
         "the job's own" if users else "topology's hashed paths of 1, 2 and 4 queue pairs, max-min rates",
-        rests_on=f"each queue pair is hashed by itself; {_STEP_RESTS}",
+        rests_on=f"each queue pair is hashed by itself, and messages take turns over them; {_STEP_RESTS}",
     )  # fmt: skip
     planned.job = _with(planned.job, "nccl", qps_per_connection=best)
 
@@ -532,6 +532,7 @@ def _plan_checkpoints(planned: Planned) -> None:
     rests = (
         f"failures at published rates (bench/life/defaults.toml); against a save each {plan.usual_s:,.0f} s"
         f"{'' if usual else ', which is usual: the job has none of its own'}"
+        f"{f'; a save as in {inputs.facts.stall[0][2]}' if inputs.facts.stall else ''}"
     )
     if step_s is None:
         planned.add(
