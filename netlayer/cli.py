@@ -54,6 +54,7 @@ _COMMANDS = {
     "step": Lazy("congestion.commands.step:step", "Congestion: a whole training step, what repeats itself skipped."),
     "sweep": Lazy("congestion.commands.sweep:sweep", "Congestion: parameters x laws x seeds, or the best of them."),
     "topology": Lazy("topology.cli:topology", "The CLOS fabric: describe it, hash a job's flows over it."),
+    "tune": Lazy("bench.tune.command:tune", "Settings of NCCL, NICs, switches, trainer in one profile, with reasons."),
     "train": Lazy("trainer.commands.train:train", "Train a job: tensor, pipeline and data parallel over the layer."),
 }
 # Sub-commands of a group that are of a package above it.

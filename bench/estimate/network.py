@@ -9,10 +9,16 @@ topology's hashed paths and max-min rates.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bench.estimate.devices import Numbers
 from bench.estimate.plan import Plan
 from netlayer.config.tree import Config
+
+if TYPE_CHECKING:  # an estimate without a fabric needs no numba
+    from topology.ecmp.hashing import HashName
+    from topology.fabric.interface import Fabric
+    from topology.traffic.job import Flows
 
 _NVLINK_HOP_S = 1e-6
 _NIC_HOP_S = 4e-6
@@ -27,19 +33,21 @@ class Network:
     Args:
         nvlink_bps, nic_bps: bytes/s of a rank and direction, times the share that collectives reach.
         slowdown: of rings that leave a server, over a fabric without collisions.
+        pp_slowdown: the same of messages between stages.
     """
 
     plan: Plan
     nvlink_bps: float
     nic_bps: float
     slowdown: float = 1.0
+    pp_slowdown: float = 1.0
 
     @classmethod
-    def of(cls, plan: Plan, numbers: Numbers, slowdown: float = 1.0) -> Network:
+    def of(cls, plan: Plan, numbers: Numbers, slowdown: float = 1.0, pp_slowdown: float = 1.0) -> Network:
         cluster = plan.cluster
         nvlink = min(cluster.nvlink_bps, plan.device.nvlink_bps) / 8 * numbers.links
         nic = cluster.nic_bps * cluster.nics_per_server / cluster.gpus_per_server / 8 * numbers.links
-        return cls(plan, nvlink, nic, slowdown)
+        return cls(plan, nvlink, nic, slowdown, pp_slowdown)
 
     def tp(self, num_bytes: float) -> float:
         """Seconds of an all-gather or a reduce-scatter of whole buffers of this size in a tensor-parallel group."""
@@ -58,7 +66,7 @@ class Network:
         stride = self.plan.job.parallel.tp * self.plan.group_size
         if stride * 2 <= self.plan.cluster.gpus_per_server:
             return _NVLINK_HOP_S + num_bytes / self.nvlink_bps
-        return _NIC_HOP_S + num_bytes / self.nic_bps
+        return _NIC_HOP_S + num_bytes / self.nic_bps * self.pp_slowdown
 
     def _ring(self, num_bytes: float, ranks: int, stride: int, times: int = 1) -> float:
         """Seconds of `times` ring all-gathers of `num_bytes` in all, over ranks that are `stride` apart."""
@@ -81,18 +89,32 @@ def fabric_slowdown(config: Config, seed: int = 0) -> float:
     1 where no ring leaves a ToR. Hashed by CRC-32C (`topology`); a fabric that sprays packets has 1.
     """
     from topology.fabric.clos import Clos
-    from topology.rates.contention import uncongested
-    from topology.rates.max_min import completion_s
     from topology.traffic.job import Kind
-    from topology.traffic.step import run_step, slot_flows
+    from topology.traffic.step import slot_flows
 
     flows = slot_flows(config.job, config.cluster).select(Kind.DP_REDUCE_SCATTER, Kind.DP_ALL_GATHER)
-    if not len(flows):
-        return 1.0
-    fabric = Clos.build(config.cluster)
-    step = run_step(fabric, flows, "crc32c", seed)
-    ring = next((phase for phase in step.phases if phase.name == "ring"), None)
-    if ring is None or not len(ring.num_bytes):
-        return 1.0
-    free = completion_s(uncongested(fabric, ring.load.paths), ring.num_bytes, resolution=1e-2).max()
-    return max(1.0, ring.time_s / float(free))
+    return phase_slowdowns(Clos.build(config.cluster), flows, "crc32c", seed).get("ring", 1.0) if len(flows) else 1.0
+
+
+def phase_slowdowns(
+    fabric: Fabric, flows: Flows, hash_name: HashName, seed: int, *, bound: bool = False
+) -> dict[str, float]:
+    """Return by how much collisions slow each phase of placed flows (`ring`, `pipeline`); 1 where nothing does.
+
+    Args:
+        bound: by the rates that hold while all flows run, which takes a hundredth of the time and is a little above.
+    """
+    from topology.rates.contention import uncongested
+    from topology.rates.max_min import completion_s
+    from topology.traffic.step import run_step
+
+    slowdowns = {}
+    for phase in run_step(fabric, flows, hash_name, seed).phases:
+        if len(phase.num_bytes):
+            free = uncongested(fabric, phase.load.paths)
+            if bound:
+                ratio = phase.time_bound_s / float((8 * phase.num_bytes / free.flow_bps).max())
+            else:
+                ratio = phase.time_s / float(completion_s(free, phase.num_bytes, resolution=1e-2).max())
+            slowdowns[phase.name] = max(1.0, ratio)
+    return slowdowns

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from bench.estimate.devices import Numbers
 from bench.estimate.network import Network
-from bench.estimate.plan import Plan
+from bench.estimate.plan import CHANNELS, Plan
 from netlayer.workload.dtypes import DTYPE_BYTES
 from netlayer.workload.flops import head_flops, linear_flops, scores_flops
 from netlayer.workload.model_size import block_elements, qkv_width, table_elements, up_width
@@ -28,7 +28,7 @@ on an H200 of ours (reports/trainer_h200_202611.operators.txt: 2,032 and 1,089 u
 ENDS = 2.0
 """Times that a GEMM's outputs pass the memory while no product runs: they are written when a tile is done, and about as
 many bytes of its operands are read before its first product. It makes short inner dimensions slower."""
-BORROWED = 16 / 132
+BORROWED = CHANNELS / 132
 """Share of an H100's multiprocessors that NCCL's usual 16 channels hold: GEMMs slow by it while exchanges run."""
 PARTS = 4
 """Parts of a GEMM that an exchange follows or precedes (Transformer Engine's default for reduce-scatters, whose last

@@ -20,6 +20,8 @@ from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, load_record
 
 MEDIAN_BAR, WORST_BAR = 0.05, 0.10
+_LATER = (("overlap", "zero_bubble"), ("parallel", "balance"))
+"""Keys of techniques that are on by default and came after the first records: a record without the key ran without."""
 OURS = "ours"
 
 
@@ -43,17 +45,25 @@ class OwnRow:
 
 
 def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
-    """Return a row a record: its plain `ours`, whose job the record holds whole; records of one job and card once.
+    """Return a row a record: its plain `ours`, whose job the record holds whole; of one job and card the newest.
 
     Raises:
         ConfigError: a file is no record of bench.mfu on a known card, or there are none but those that calibrate.
     """
     cases: dict[str, tuple[Plan, float]] = {}
+    started: dict[str, str] = {}
     for file in files:
-        plan, seconds = _case(file, load_record(file))
+        record = load_record(file)
+        plan, seconds = _case(file, record)
         name = file.name.removesuffix(".json")
-        if all(plan.job != other.job or plan.device != other.device for other, _ in cases.values()):
-            cases[name] = plan, seconds
+        same = next(
+            (each for each, (other, _) in cases.items() if (other.job, other.device) == (plan.job, plan.device)), None
+        )
+        if same is not None and started[same] >= record.started_utc:
+            continue
+        # In the place of the older one, so that the first records stay those that calibrate.
+        cases = {name if each == same else each: case for each, case in cases.items()}
+        cases[name], started[name] = (plan, seconds), record.started_utc
     if len(cases) <= num_calibrating:
         rule = f"hold {len(cases)} layouts, and {num_calibrating} calibrate"
         raise ConfigError("RECORDS", None, rule, "give more records, or a smaller --calibrate")
@@ -76,7 +86,10 @@ def _case(file: Path, record: RunRecord) -> tuple[Plan, float]:
     if channels := record.arguments.get("channels"):
         rule = f"was measured with NCCL held to {channels} channels, which is another network"
         raise ConfigError("RECORDS", file, rule, "omit it")
-    job = build_section(JobConfig, record.config["job"], "job")
+    tree = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in record.config["job"].items()}
+    for section, key in _LATER:
+        tree.setdefault(section, {}).setdefault(key, False)
+    job = build_section(JobConfig, tree, "job")
     device = _device(file, record)
     cluster = ClusterConfig(servers=1, gpus_per_server=len(record.devices), nvlink_bps=device.nvlink_bps)
     kernels: Literal["eager", "fused"] = "eager" if job.model.operators == "torch" else "fused"

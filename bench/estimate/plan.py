@@ -29,6 +29,8 @@ Precision = Literal["bf16", "fp8"]
 Kernels = Literal["fused", "compiled", "eager"]
 KERNELS: tuple[Kernels, ...] = ("fused", "compiled", "eager")
 Attention = Literal["current", "previous"]
+CHANNELS = 16
+"""Channels that NCCL's collectives usually take, each a block on a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Plan:
         deferred_heads: micro-batches whose gradients of the head's weights the last stage computes when its passes are
             done, while the others still compute (Megatron's `defer_embedding_wgrad_compute` and its limit).
         recompute_share: share of a forward's linears that backward computes again, where it is not 0 or 1.
+        dp_channels: channels of data-parallel collectives: multiprocessors that computation lacks meanwhile.
     """
 
     job: JobConfig
@@ -78,6 +81,7 @@ class Plan:
     attention: Attention = "current"
     deferred_heads: int = 0
     recompute_share: float | None = None
+    dp_channels: int = CHANNELS
 
     @functools.cached_property
     def num_gpus(self) -> int:

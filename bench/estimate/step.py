@@ -17,7 +17,7 @@ from statistics import NormalDist
 from bench.estimate.devices import NUMBERS, Numbers
 from bench.estimate.network import Network
 from bench.estimate.operators import BORROWED, Operators
-from bench.estimate.plan import Plan
+from bench.estimate.plan import CHANNELS, Plan
 from netlayer.config.tree import JobConfig
 from netlayer.workload.dtypes import DTYPE_BYTES
 from netlayer.workload.flops import step_flops, utilisation
@@ -83,17 +83,23 @@ class StepEstimate:
 
 
 def estimate_step(
-    plan: Plan, numbers: Numbers | None = None, *, slowdown: float = 1.0, exact: bool = True
+    plan: Plan,
+    numbers: Numbers | None = None,
+    *,
+    slowdown: float = 1.0,
+    pp_slowdown: float = 1.0,
+    exact: bool = True,
 ) -> StepEstimate:
     """Predict a step.
 
     Args:
         numbers: fitted ones; by default those of the device's generation.
-        slowdown: of what leaves a server; see `network.fabric_slowdown`.
+        slowdown: of rings that leave a server; see `network.fabric_slowdown`.
+        pp_slowdown: of messages between stages that do.
         exact: run the schedule; False: its closed form, for the first look at many layouts.
     """
     numbers = numbers or NUMBERS[plan.device.generation]
-    timing = _Timing(plan, numbers, slowdown)
+    timing = _Timing(plan, numbers, slowdown, pp_slowdown)
     pp, count = plan.job.parallel.pp, plan.num_micro_batches
     pipeline = timing.pipeline_s(exact)
     free = dataclasses.replace(timing.costs, transfer_s=[0.0] * pp)
@@ -145,9 +151,9 @@ def pipeline_ratio(plan: Plan, numbers: Numbers) -> float:
 class _Timing:
     """The times of a plan under some numbers, of which a step is made."""
 
-    def __init__(self, plan: Plan, numbers: Numbers, slowdown: float) -> None:
+    def __init__(self, plan: Plan, numbers: Numbers, slowdown: float, pp_slowdown: float = 1.0) -> None:
         self.plan, self.numbers = plan, numbers
-        self.network = Network.of(plan, numbers, slowdown)
+        self.network = Network.of(plan, numbers, slowdown, pp_slowdown)
         self.operators = Operators(plan, numbers, self.network)
         pp = plan.job.parallel.pp
         self.stages = [self.operators.stage(stage) for stage in range(pp)]
@@ -224,7 +230,7 @@ class _Timing:
         ):
             last = exchange / num_buckets
             exposed += last + max(0.0, exchange - last - rounds * sum(passes))
-        return exposed, BORROWED * (gather + reduce - exposed)
+        return exposed, BORROWED * plan.dp_channels / CHANNELS * (gather + reduce - exposed)
 
     def _exchanges(self, stage: int) -> tuple[float, float, int]:
         """Return seconds of all all-gathers and reduce-scatters of a rank's parameters, and the number of buckets.

@@ -388,6 +388,21 @@ def test_own_layouts_are_predicted_from_two() -> None:
     assert all(abs(row.error) < WORST_BAR for row in rows[2:])
 
 
+def test_own_record_before_a_technique_is_predicted_without_it() -> None:
+    """A pipeline measured before zero bubble and balanced stages existed, and one after: not one job."""
+    names = ("2xh200_202611.pp2vp2", "2xh200_202611.pp2vp2_balanced")
+    before, after = own_rows([REPORTS / f"trainer_{name}.json" for name in names], 0)
+    assert (before.plan.job.overlap.zero_bubble, before.plan.job.parallel.balance) == (False, False)
+    assert (after.plan.job.overlap.zero_bubble, after.plan.job.parallel.balance) == (True, True)
+    assert before.predicted_s > 1.01 * after.predicted_s
+
+
+def test_of_records_of_one_job_the_newest_counts() -> None:
+    names = ("pp2vp2_balanced", "pp2vp2_turns", "pp2vp2_balanced")
+    rows = own_rows([REPORTS / f"trainer_2xh200_202611.{name}.json" for name in names], 0)
+    assert [row.case for row in rows] == ["trainer_2xh200_202611.pp2vp2_turns"]
+
+
 @pytest.mark.parametrize(
     ("names", "says"),
     [
