@@ -195,9 +195,11 @@ class ShardedDataParallel(StandIn):
         nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see `StandIn`
         check_arguments(prefetch, in_flight, stage, unused, data_writes)
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
+        # Kept as a tuple, for a generator would be used up by the first of those that read it.
         parts = tuple(units or ())
         check_reshards(stage, parts, windows)
         device = move_replicated(module, check_module(module, init), device)
+        # A mesh of two dimensions is hybrid sharding: shards along one, copies of them along the other.
         group, same_shard = as_groups(group)
         reduce_dtype = wire_dtype(module, reduce_dtype, param_dtype)
         if bucket_bytes is None and not parts:
@@ -234,6 +236,7 @@ class ShardedDataParallel(StandIn):
         )
         self._memory: list[Windows | ReduceScatterBuffers] = [reduce_buffers, *([] if room is None else [room])]
         """Kept as long as what lies there."""
+        # In stages 1 and 2 parameters stay whole between steps: there is nothing to free.
         reshards = find_resharding(module, plans, parts) if stage == 3 else frozenset()
         self.buckets: list[Bucket] = build_buckets(
             module, plans, self.reduce_comm, room, reduce_buffers.gradients, reshards, init, self.replicas
@@ -248,8 +251,10 @@ class ShardedDataParallel(StandIn):
         senders = [comm for comm in (*replicas, self.gather_comm) if comm.world_size > 1]
         self._buffer_comms = senders if broadcast_buffers else []
         self._steps = OptimizerSteps(self.buckets, self._gather, self._reduce, self._finish_for_step, self.start_step)
+        # Compares, before a round of reductions, where in the training each rank has come to.
         self._step_check = StepCheck(self.reduce_comm, self._step_state)
         self._step: int | None = None
+        # Whose forward waits for which bucket: the module that holds its parameters, or the unit around it.
         owners = find_owners(module, self.buckets, parts)
         self._wrapped = WrappedModule(self.buckets, parameters, frozen, owners, self._gather, self.start_step)
         # A compiler that is given the wrapper compiles the module alone.
@@ -261,6 +266,7 @@ class ShardedDataParallel(StandIn):
             self._reduce.reshard.attach_hooks()
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.parameters):
+                # A hook a parameter: it fires when autograd has added up all that this backward pass gives it.
                 self._reduce.watch(parameter, bucket.plan.index, position)
         # On the module and not the wrapper: a program may save either, and both must see current values.
         make_current = functools.partial(self._make_current, "state_dict() or load_state_dict()")
@@ -304,6 +310,7 @@ class ShardedDataParallel(StandIn):
         # The other ranks wait for the rest of the round in which this rank's backward pass raised.
         if self._reduce.broken:
             self._reduce.abandon()
+        # Set by whatever changes shards: an optimiser's step, a loaded state, a graph that was replayed.
         if self._gather.needs_unshard:
             self._reduce.begin_step()
             # Before the gathers, which use the same communicator: every rank needs one order on it.
@@ -341,6 +348,7 @@ class ShardedDataParallel(StandIn):
     @contextmanager
     def no_gathers_after_step(self) -> Iterator[None]:
         """Keep an optimiser's `step` inside from starting the gathers: a CUDA graph would have to wait for them."""
+        # As it was, and not True: blocks may be nested.
         before, self._steps.gathers_after = self._steps.gathers_after, False
         try:
             yield
@@ -401,6 +409,7 @@ class ShardedDataParallel(StandIn):
             raise ValueError(f"max_norm must be above 0, got {max_norm}")
         self.finish_gradients()
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
+        # float32 at least: squares of bfloat16 gradients would overflow or vanish in a sum over billions.
         dtype = functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)
         zero = torch.zeros((), dtype=dtype, device=self.reduce_comm.device)
         return clip_pieces(pieces, max_norm, norm_type, error_if_nonfinite, zero, self.reduce_comm.all_reduce)

@@ -174,6 +174,13 @@ class TestHpccAndSimai:
         with pytest.raises(ConfigError, match="promises 2 links, line 7 of the text is one more"):
             read_fabric([write(tmp_path / "t.txt", text)])
 
+    def test_links_of_nodes_that_the_file_has_not_are_passed_over_with_a_warning(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        text = self.NOTES + "2 3 100Gbps 0.001ms 0\n4 5 100Gbps 0.001ms 0\n"
+        assert read_fabric([write(tmp_path / "t.txt", text)]).num_cables == 2
+        assert "2 lines behind the 2 links that it promises are passed over" in caplog.text
+
     def test_simai_header(self, tmp_path: Path) -> None:
         lines = ["6 2 2 1 6 H100", "2 4 5"]  # GPUs 0, 1 | 3: a server each; NVSwitches 2, 4; ToR 5
         lines += [
