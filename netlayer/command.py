@@ -78,6 +78,26 @@ class RunOptions:
         }
 
 
+def renamed_option(old: str, new: str, name: str, *, multiple: bool = False) -> Callable[[Callable[..., None]], Any]:
+    """Decorate a command so that an option's old name is still read, with a warning; help does not show it.
+
+    Args:
+        old, new: names, such as `--hosts` and `--host-names`.
+        name: of the parameter that gets the value.
+        multiple: the option is repeatable.
+    """
+
+    def forward(context: click.Context, _option: click.Parameter, value: Any) -> None:
+        if value is None or value == ():
+            return
+        click.echo(f"warning: {old} is now called {new}; the old name is read until version 0.5", err=True)
+        # As a default: the new name goes before it, and the option's own type converts it and finds what is wrong.
+        context.default_map = {**(context.default_map or {}), name: value}
+
+    hidden: dict[str, Any] = {"hidden": True, "is_eager": True, "expose_value": False, "callback": forward}
+    return click.option(old, f"old_{name}", multiple=multiple, **hidden)
+
+
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a click command `--config --set --seed --out --json -v`; it takes them as one `options` argument."""
     return _with_options(command, _RUN_OPTIONS)

@@ -16,4 +16,5 @@ def percentile(values: Sequence[float], percent: float) -> float:
     per_mille = round(percent * 10)
     if not values or not 1 <= percent <= 100 or per_mille != percent * 10:
         raise ValueError(f"needs values and a percentage of 1 to 100 in tenths, got {len(values)} values and {percent}")
+    # Rounded up in whole numbers: 0.07 * 100 in floating point lies above 7, and would be the eighth.
     return sorted(values)[-(-len(values) * per_mille // 1000) - 1]

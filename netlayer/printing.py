@@ -27,6 +27,11 @@ def printable(text: str, instead: str = "?") -> str:
     return "".join(char if char.isprintable() else instead for char in text)
 
 
+def escaped(text: str) -> str:
+    """Write each character that is not printable as Python's escape of it (`\\n`, `\\x1b`): one line, nothing lost."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def printable_line(text: str) -> str:
     """Return another program's output on one line: white space as single blanks, what is not printable dropped."""
     return printable(" ".join(text.split()), "")

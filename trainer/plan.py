@@ -104,6 +104,7 @@ def resolve(
     check_supported(job, ranks)
     # Here and not in the ranks, and before the text: a variable that NCCL would misread costs no minute and no rank.
     nccl = tuple(for_ranks(backend, job.nccl))
+    # Last, for it may take minutes: all that can be refused was refused before.
     corpus = corpus or prepare_data(job, ranks, seed, out, on_stage, resume)
     return Plan(job, corpus, init_method, backend, out, seed, resume, trace, is_shared, stops_gently, continues, nccl)
 
@@ -190,6 +191,7 @@ def draft(
     notes, path, steps_done = list(start.notes), None, 0
     if start.meta:
         path, steps_done = start.meta.path, start.meta.step
+        # Before the seed is taken from it: of another model its seed says nothing.
         check_model(start.meta, job)
         if job.checkpoint.model_only and not start.continues:
             steps_done = 0
@@ -239,6 +241,7 @@ def draft(
 def _copies_line(job: JobConfig, machines: int) -> str:
     """Say what peer copies will take: 12 bytes an element, a parameter and two moments, of each machine and others."""
     config = job.checkpoint
+    # Of the whole model: each machine holds its share of the state, and copies of its neighbours'.
     elements = sum(stage_elements(job, stage) for stage in range(job.parallel.pp)) * job.parallel.tp
     copies = min(config.peer_copies, machines - 1)
     size = 12 * elements // machines * (copies + 1) * (config.peer_keep + 1)
@@ -266,6 +269,7 @@ def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig,
     Raises:
         ConfigError: the ranks together need more than this machine has free, or one more than its GPU has.
     """
+    # On the CPU all ranks share the machine's memory; on GPUs each has a card of its own.
     there, where = _room(backend)
     sharing = 1 if backend == "nccl" else ranks
     counted = with_overlap(job, windows=False) if backend == "gloo" else job
@@ -279,6 +283,7 @@ def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig,
         line += f"; {ranks} ranks {gib(needed.total * ranks)}"
     elif backend == "nccl":
         line += f"; with CUDA, NCCL, what peers copy and fragments {gib(needed.reserved)}"
+    # Nobody could say what is free (no GPU to ask, no /proc): the line is printed, and nothing is refused.
     if not there:
         return fitted, line
     line += f"; {where} {gib(there)}"
@@ -303,6 +308,7 @@ def prepare_data(
     if not job.data.datasets:
         return prepare(job, ranks, seed, out, on_stage, resume)
     check_supported(job, ranks)
+    # Where it resumes, the samples go on behind those that the checkpoint has used.
     before = find(resume) if resume else None
     mixture = prepare_mixture(job)
     check_samples(job, mixture, None if job.checkpoint.model_only else before)

@@ -72,6 +72,7 @@ class Control:
     def __init__(self, env: RankEnv, timeout: timedelta | None) -> None:
         self.rank, self.ranks = env.rank, env.world_size
         self._one_host = env.local_world_size == env.world_size
+        # On gloo on every machine: agreement must not run on what is measured, and works where that hangs.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def barrier(self) -> None:
@@ -110,6 +111,7 @@ class Control:
 
     def average(self, values: Sequence[float], average: int) -> list[float]:
         """Combine each value over ranks by nccl-tests' `-a`: 0 rank 0's, 1 the mean, 2 the least, 3 the greatest."""
+        # float64: a time in microseconds of a long run would lose its tenths in float32.
         tensor = torch.tensor(values, dtype=torch.float64)
         if average == 0:
             dist.broadcast(tensor, 0, group=self._group)
@@ -251,6 +253,7 @@ class Backend(ABC):
     def chain(self, launches: Sequence[Launch]) -> Launch:
         """Return one function that starts these in order; what it does between two of them counts as their time."""
 
+        # Bound once, so that a timed loop pays for no look-up.
         def launch_all() -> None:
             for launch in launches:
                 launch()
@@ -292,11 +295,13 @@ class Backend(ABC):
         Raises:
             ConfigError: one cannot, by this library or by the version that is there.
         """
+        # The time to launch would be that of the whole call.
         if options.cpu_time and not cls.launches_ahead:
             rule = f"{cls.name} returns from a call when it is done: there is no time to launch"
             raise ConfigError(flag_name("cpu_time"), options.cpu_time, rule, "omit it, or use --backend nccl")
         for name, default in DIRECT_FLAGS.items():
             value = getattr(options, name)
+            # Refused, not ignored: a figure under a flag that did nothing would be read as one with it.
             if value != default and name not in cls.honours:
                 rule = f"{cls.name} has nothing of the kind"
                 raise ConfigError(flag_name(name), value, rule, f"use --backend nccl, or omit it ({default})")
@@ -436,6 +441,7 @@ class GlooBackend(DistributedBackend):
 
     @classmethod
     def refusal(cls, dtype: str, op: str) -> str:
+        # A mean of whole numbers is none: the division that stands in for it would round.
         if op == "avg" and "int" in dtype and dtype in cls.dtypes:
             return "torch's gloo averages floating types only"
         return super().refusal(dtype, op)
@@ -465,6 +471,7 @@ class TorchBackend(DistributedBackend):
 
     def __init__(self, env: RankEnv, timeout: timedelta | None) -> None:
         index = local_gpu(env)
+        # Before the group is made: NCCL takes the device that is current.
         torch.cuda.set_device(index)
         super().__init__(env, torch.device("cuda", index), timeout)
         self._timeout_s = timeout.total_seconds() if timeout else None

@@ -32,7 +32,7 @@ from bench.overlap.settings import (
     on_gloo,
 )
 from netlayer import environ
-from netlayer.command import RunOptions, open_out, run_options
+from netlayer.command import RunOptions, open_out, renamed_option, run_options
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.launch.launcher import detect
 from netlayer.launch.rank import RankContext, RankEnv
@@ -112,8 +112,12 @@ under DIR/records, within 8 minutes. What does not fit is omitted and said, and 
 @click.option("--prefetch", type=click.IntRange(min=1), help="All-gathers ahead [tuned in the first steps].")
 @click.option("--gather-in-backward", type=click.FloatRange(0, 1), help="Share of the gathers [balanced].")
 @click.option(
-    "--within", type=click.FloatRange(min=0), help="Minutes; legs that would end later are omitted [8 for all]."
+    "--limit-min",
+    "within",
+    type=click.FloatRange(min=0),
+    help="Minutes; legs that would end later are omitted [8 for all].",
 )
+@renamed_option("--within", "--limit-min", "within")
 @click.option("--lr", type=click.FloatRange(0, 1e6, min_open=True), callback=_number, help="Learning rate.")
 @click.option(
     "--tolerance",

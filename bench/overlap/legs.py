@@ -76,7 +76,7 @@ def measure_techniques(
                 try:
                     # A leg that would be cut off has cost its time for nothing: it is not begun.
                     if deadline_s is not None and begun_s + longest_s > deadline_s:
-                        raise CheckFailed("no time left for it; see --within")
+                        raise CheckFailed("no time left for it; see --limit-min")
                     measured = measure_leg(run, technique, limit)
                 except NetlayerError as exc:
                     say(f"{_title(technique, limit)}: {exc}")

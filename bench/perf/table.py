@@ -159,6 +159,7 @@ class Collector:
                 self._on_start(self._begun)
             return
         assert isinstance(message, PerfRow)
+        # `Started` comes first, from the same rank and over the same pipe.
         assert self._begun is not None
         self._rows.append(message)
         if self._on_row:
@@ -216,6 +217,7 @@ class LiveTable:
 
 def format_table(record: RunRecord) -> str:
     """The whole output of one bench, with its closing lines."""
+    # From the record's rows, not from what was measured: a file that is read again prints the same table.
     lines = (format_row(PerfRow.from_row(row), record) for row in record.rows)
     return "".join([format_head(record), *lines, format_foot(record)])
 
@@ -241,6 +243,7 @@ def format_head(record: RunRecord) -> str:
         skip = f"; summary skips first {skipped} iterations" if skipped else ""
         lines.append(f"# Per-Iteration Report: {config['clock']} timing; i_* uses max over process rows{skip} ")
     lines += ["#", "# Using devices", *map(_device_line, config["devices"])]
+    # In nccl-tests' words, for programs look for this line.
     if config["max_bytes"] < arguments["max_bytes"]:
         lines += ["#", f"# Reducing maxBytes to {config['max_bytes']} due to memory limitation"]
     return "\n".join([*lines, "#", *_titles(arguments)]) + "\n"
@@ -260,6 +263,7 @@ def format_row(row: PerfRow, record: RunRecord) -> str:
 def format_foot(record: RunRecord) -> str:
     """The closing lines: what went wrong, and the mean bandwidth."""
     wrong, mean = num_failed(record), mean_bus_bw(record)
+    # Nobody asked for a bandwidth: no verdict is printed, as by nccl-tests.
     verdict = {None: "", True: "OK", False: "FAILED"}[fast_enough(record)]
     spoken = "".join(f"# {line}\n" for line in algorithm_lines(record))
     return (
@@ -332,6 +336,7 @@ def perf_record(tree: Mapping[str, Any], path: Path) -> RunRecord:
         rows = [row for result in tree["results"] for row in _nccl_tests_rows(name, result)]
         source: Source = tree.get("netlayer", {}).get("source", "measured")
         started, ended = str(tree["start_time"]), str(tree["end_time"])
+        # A run that ended before its first size leaves such a file, and there is nothing in it to compare.
         if not rows or source not in get_args(Source):
             raise ValueError("no measurement")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as exc:

@@ -24,7 +24,7 @@ import click
 
 from bench.small_messages.rows import LARGE_BYTES, SMALL_BYTES, Row, format_row, format_summary, judge, summarise
 from netlayer import environ
-from netlayer.command import RunOptions, open_out, run_options
+from netlayer.command import RunOptions, open_out, renamed_option, run_options
 from netlayer.errors import ConfigError
 from netlayer.launch.launcher import detect, launch
 from netlayer.launch.rank import RankContext
@@ -98,7 +98,7 @@ class _Sizes(click.ParamType[tuple[int, ...]]):
     epilog="""\b
 Examples:
   python -m bench.small_messages --json small.json
-  python -m bench.small_messages --tune table.json --within 90 --min-speed-up 1.25
+  python -m bench.small_messages --tune table.json --limit-s 90 --min-speed-up 1.25
   python -m bench.small_messages --table table.json --sizes 1K,16K,256K
 """
 )
@@ -111,13 +111,14 @@ Examples:
 @click.option("--rounds", type=click.IntRange(min=3), default=3, show_default=True, help="Turns of each system.")
 @click.option("--max-bytes", type=_Size(), default="256K", show_default=True, help="Larger ones ours leaves to NCCL.")
 @click.option(
-    "--within",
+    "--limit-s",
     "within_s",
     type=click.FloatRange(min=0, min_open=True),
     default=Settings.within_s,
     show_default=True,
     help="Seconds for all of it; what is not begun by then is omitted, and the exit code 1.",
 )
+@renamed_option("--within", "--limit-s", "within_s")
 @click.option("--table", type=click.Path(path_type=Path), help="Tuned table for ours [the one that is shipped].")
 @click.option("--tune", type=click.Path(path_type=Path), help="Tune for this machine first, and write the table here.")
 @click.option("--min-speed-up", type=float, help="Fail where the geometric mean over all small sizes is below.")

@@ -46,7 +46,7 @@ def judge(rows: Sequence[Row], min_speed_up: float | None) -> None:
     if wrong:
         raise CheckFailed(f"wrong data: {'; '.join(wrong)}")
     if late := [row["system"] for row in rows if row.get("out_of_time")]:
-        raise CheckFailed(f"time ran out before {late[0]} and {len(late) - 1} more; raise --within, or lower --sizes")
+        raise CheckFailed(f"time ran out before {late[0]} and {len(late) - 1} more; raise --limit-s, or lower --sizes")
     if min_speed_up is None:
         return
     speed_up = next(

@@ -22,7 +22,7 @@ from typing import Any
 import click
 import numpy as np
 
-from netlayer.command import RunOptions, open_out, run_options_without_config
+from netlayer.command import RunOptions, open_out, renamed_option, run_options_without_config
 from netlayer.environ import snapshot
 from netlayer.errors import ConfigError
 from netlayer.observe.verdicts.straggler import detect, null_model
@@ -243,7 +243,15 @@ def _step_gain(times: Times, slow: Any) -> float:
 @click.option(
     "--record", "records", type=click.Path(path_type=Path), multiple=True, help="Record with rows of each_ms."
 )
-@click.option("--hosts", type=click.IntRange(8), default=1536, show_default=True, help="Hosts of the made traces.")
+@click.option(
+    "--num-hosts",
+    "hosts",
+    type=click.IntRange(8),
+    default=1536,
+    show_default=True,
+    help="Hosts of the made traces.",
+)
+@renamed_option("--hosts", "--num-hosts", "hosts")
 @click.option("--slow-hosts", type=click.IntRange(1), default=8, show_default=True, help="Slow ones among them.")
 @click.option("--trials", type=click.IntRange(1), default=20, show_default=True, help="Made traces a row.")
 @click.option("--steps", type=click.IntRange(1), multiple=True, default=STEPS, show_default=True)

@@ -192,9 +192,11 @@ class ShardedDataParallel(StandIn):
         nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see `StandIn`
         check_arguments(prefetch, in_flight, stage, unused, data_writes)
         param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
+        # Kept as a tuple, for a generator would be used up by the first of those that read it.
         parts = tuple(units or ())
         check_reshards(stage, parts, windows)
         device = move_replicated(module, check_module(module, init), device)
+        # A mesh of two dimensions is hybrid sharding: shards along one, copies of them along the other.
         group, same_shard = as_groups(group)
         reduce_dtype = wire_dtype(module, reduce_dtype, param_dtype)
         if bucket_bytes is None and not parts:
@@ -235,6 +237,7 @@ class ShardedDataParallel(StandIn):
             windows=in_windows,
             peers=by_peers,
         )
+        # In stages 1 and 2 parameters stay whole between steps: there is nothing to free.
         reshards = find_resharding(module, plans, parts) if stage == 3 else frozenset()
         self.buckets: list[Bucket] = build_buckets(
             module,
@@ -267,6 +270,7 @@ class ShardedDataParallel(StandIn):
             self._reduce.reshard.attach_hooks()
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.parameters):
+                # A hook a parameter: it fires when autograd has added up all that this backward pass gives it.
                 self._reduce.watch(parameter, bucket.plan.index, position)
         # On the module and not the wrapper: a program may save either, and both must see current values.
         make_current = functools.partial(self._make_current, "state_dict() or load_state_dict()")
@@ -311,6 +315,7 @@ class ShardedDataParallel(StandIn):
         # The other ranks wait for the rest of the round in which this rank's backward pass raised.
         if self._reduce.broken:
             self._reduce.abandon()
+        # Set by whatever changes shards: an optimiser's step, a loaded state, a graph that was replayed.
         if self._gather.needs_unshard:
             self._reduce.begin_step()
             # Before the gathers, which use the same communicator: every rank needs one order on it.
@@ -348,6 +353,7 @@ class ShardedDataParallel(StandIn):
     @contextmanager
     def no_gathers_after_step(self) -> Iterator[None]:
         """Keep an optimiser's `step` inside from starting the gathers: a CUDA graph would have to wait for them."""
+        # As it was, and not True: blocks may be nested.
         before, self._steps.gathers_after = self._steps.gathers_after, False
         try:
             yield
@@ -400,6 +406,7 @@ class ShardedDataParallel(StandIn):
             raise ValueError(f"max_norm must be above 0, got {max_norm}")
         self.finish_gradients()
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
+        # float32 at least: squares of bfloat16 gradients would overflow or vanish in a sum over billions.
         dtype = functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)
         zero = torch.zeros((), dtype=dtype, device=self.reduce_comm.device)
         return clip_pieces(pieces, max_norm, norm_type, error_if_nonfinite, zero, self.reduce_comm.all_reduce)

@@ -85,6 +85,7 @@ class CommContext:
     the time that a step with its communication removed takes.
     """
 
+    # Of the class, so that whoever measures mutes one object alone and no constructor has to pass it on.
     muted = False
 
     def __init__(
@@ -106,6 +107,7 @@ class CommContext:
         self, group: str, kind: str, num_bytes: int, **more: Any
     ) -> AbstractContextManager[Collective | None]:
         """Record the call in the block, which launches a collective; arguments as in `Recorder.launching`."""
+        # An event that a graph captures has no time that could be read.
         if self.recorder is None or self.is_capturing:
             return nullcontext()
         return self.recorder.launching(group, kind, num_bytes, can_capture=False, **more)
@@ -116,6 +118,7 @@ class CommContext:
         Raises:
             CollectiveFailed: a collective is overdue.
         """
+        # Here too, and not by the watch's thread alone: only this thread can raise where the user sees it.
         if self.track is not None:
             self.track.watch.check()
         if self.recorder is None or collective is None or self.is_capturing:
@@ -124,6 +127,7 @@ class CommContext:
 
     def counted(self, kind: str, num_bytes: int, detail: str = "") -> Operation | None:
         """The collective that is launched next, for the watch; arguments and errors as in `Track.launch`."""
+        # A replayed graph's collectives are in no order that the other ranks' counts could be compared with.
         if self.track is None or self.muted or self.is_capturing:
             return None
         return self.track.launch(kind, num_bytes, detail)

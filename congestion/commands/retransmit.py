@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from congestion.retransmit.nics import NICS
-from netlayer.command import RunOptions, run_options_without_config
+from netlayer.command import RunOptions, renamed_option, run_options_without_config
 
 if TYPE_CHECKING:  # `--help` needs no numpy
     from congestion.retransmit.rows import Row, Setting
@@ -65,12 +65,13 @@ def _durations(_context: click.Context, _option: click.Parameter, texts: tuple[s
 @click.command()
 @click.option("--nic", "nics", type=click.Choice(_NICS), multiple=True, help="Repeatable [default: connectx-6].")
 @click.option(
-    "--timeout",
+    "--qp-timeout",
     "timeouts",
     type=click.IntRange(1, 31),
     multiple=True,
     help="Exponent T of 4.096 us * 2^T; repeatable [default: 14, 17, 18, 19, 20].",
 )
+@renamed_option("--timeout", "--qp-timeout", "timeouts", multiple=True)
 @click.option("--retry-cnt", "retry_cnts", type=click.IntRange(0, 7), multiple=True, help="Repeatable [default: 3, 7].")
 @click.option(
     "--adaptive",
@@ -118,9 +119,9 @@ def retransmit(
     Examples:
       netlayer retransmit
       netlayer retransmit --longest-flap 10s --nccl 2.21.5
-      netlayer retransmit --timeout 14 --timeout 22 --retry-cnt 7 --adaptive on --flap 20ms --flap 2s
+      netlayer retransmit --qp-timeout 14 --qp-timeout 22 --retry-cnt 7 --adaptive on --flap 20ms --flap 2s
       netlayer retransmit --nic connectx-6 --nic rxe --retry-cnt 6 --no-ring --json -
-      netlayer retransmit --timeout 8 --timeout 14 --no-floor --flap 1ms --flap 100ms
+      netlayer retransmit --qp-timeout 8 --qp-timeout 14 --no-floor --flap 1ms --flap 100ms
     """
     from congestion.kernels.compile import waiting
     from congestion.retransmit.page import Findings, build_page
@@ -186,9 +187,13 @@ def _command_line() -> str:
     """The command line again, without where its output goes."""
     context = click.get_current_context()
     parts = ["netlayer retransmit"]
+    # A value that came by an option's old name is a default by its source, and stands here under the new one.
+    sources = {ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP}
     for option in context.command.params:
+        if option.name in _WHERE or not option.expose_value:
+            continue
         value = context.params[str(option.name)]
-        if option.name in _WHERE or context.get_parameter_source(str(option.name)) != ParameterSource.COMMANDLINE:
+        if context.get_parameter_source(str(option.name)) not in sources:
             continue
         if isinstance(value, bool):
             parts.append(option.opts[0] if value else option.secondary_opts[0])

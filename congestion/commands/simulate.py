@@ -183,23 +183,30 @@ def simulate(
     if listed:
         _print_list()
         return
+    # Files of flows come from scripts, which read JSON; who names a scenario looks at the table.
     if json_file is None and scenario is None and out is None:
         json_file = _STDOUT
+    # Before the run, which may take an hour: a file that cannot be written is refused now.
     check_target("--json", json_file)
     _check_page(how["html"], json_file)
+    # A law's file is read and checked here, before anything is compiled around it.
     laws = [read_law(name) for name in cc.split(",")]
     _check_how(laws, out, how)
+    # Samples cost time, so none are taken where nothing will be drawn.
     drawn = out is not None or how["html"] is not None
     own_overrides = tuple(one for one in overrides if one.split(".")[0] == _OURS)
     told_by_switch, notes_on_switch = settings_of_switch(how["switch_config"]) if how["switch_config"] else ((), [])
+    # The user's --set comes last: it overrides what the switch is configured to.
     settings = settings_of(preset, (*told_by_switch, *own_overrides))
     others = tuple(one for one in overrides if one not in own_overrides)
+    # htsim's Swift sends one packet more than a flow has, and its presets follow it.
     sizes = how["flow_bytes"], settings.mtu_bytes * (preset == _ONE_PACKET_MORE)
     with Stages() as stages, compile_progress(stages, "scenario"):
         case = read_case(scenario, topo, flow_file, cm_file, fabric, config, others, seed, *sizes)
     settings, notes = with_losses(settings, topo, case)
     notes = [*notes_on_switch, *notes]
     with contextlib.ExitStack() as stack:
+        # Of a run that fails nothing is left; an interrupt is no failure, and publishes the laws that have run.
         kept = _Kept(stack, out, how)
         bound_us = completion_bound_us(case.fabric, case.flows, settings) if drawn else None
         runs: list[dict[str, Any]] = []
@@ -213,12 +220,15 @@ def simulate(
                 kept.add(law, case, outcome, samples)
                 kept.warn(stages, law, lossless_note(case.fabric, outcome, settings))
                 if json_file:
+                    # Each run says what made it, so that it can be taken out of the file and still be understood.
                     options = {"cc": law, "preset": preset, "seed": seed, "source": "simulated"}
                     options |= {"warnings": kept.warnings[law]} if law in kept.warnings else {}
                     runs.append({**options, **outcome.to_json(case.fabric, case.flows)})
+                # The laws behind it have no rows; those before it do.
                 if outcome.interrupted:
                     break
         if json_file:
+            # One law is one object, as before there could be several.
             write_text(json_file, json.dumps(runs[0] if len(laws) == 1 else {"runs": runs}, indent=1) + "\n")
         arguments = {"scenario": scenario or "", "preset": preset, "seed": seed, "set": list(overrides), "cc": cc}
         arguments |= {name: how[name] for name in _TOLD if how[name] is not None}
@@ -226,6 +236,7 @@ def simulate(
         name = scenario or f"flows of {(flow_file or Path(str(cm_file))).name}"
         kept.draw({"name": name, "bound_us": bound_us, "seed": seed, "config": configuration})
         kept.publish(arguments, {**case.config, _OURS: settings.model_dump(mode="json")}, seed)
+    # stdout is for data: where the JSON or the page goes there, the table does not.
     with contextlib.redirect_stdout(sys.stderr if _STDOUT in (json_file, how["html"]) else sys.stdout):
         _print_rows(kept.rows)
     _judge(kept, how["strict"])
@@ -240,6 +251,7 @@ def _judge(kept: _Kept, strict: bool) -> None:
         if row["ended"] == row["flows"]:
             continue
         left = f"{row['cc']}: {row['flows'] - row['ended']} of {row['flows']} flows did not end: {_cause(row)}"
+        # Stopped by --until-us or --until-flows on purpose, flows that are open are no failure.
         if row["completed"] or row["interrupted"]:
             raise CheckFailed(left)
         click.echo(f"note: {left}", err=True)
@@ -268,6 +280,7 @@ def _check_page(html: Path | None, json_file: Path | None) -> None:
 
 def _check_how(laws: Sequence[str], out: Path | None, how: Mapping[str, Any]) -> None:
     for option in ("until_us", "warmup_us", "sample_us"):
+        # So written for NaN, which is not above it either.
         if how[option] and not how[option] <= _MOST_US:
             rule = f"is no time of up to {_MOST_US:g} us"
             raise ConfigError(f"--{option.replace('_', '-')}", how[option], rule, "give a number of microseconds")
@@ -292,6 +305,7 @@ def check_backend(backend: str) -> None:
     if backend == "gpu":
         from congestion.engine.gpu.runs import check_device
 
+        # By the driver, before anything is compiled: without a GPU that would be minutes for nothing.
         check_device()
 
 
@@ -316,6 +330,7 @@ def _built(case: Case, settings: Settings, law: str, seed: int, stages: Stages, 
         until_flows=ended_of(how["until_flows"], len(case.flows)),
         compiling=waiting(stages, "compiling kernels for the GPU" if gpu else WORDS),
     )
+    # Restored into a simulation of the same input: what is of another one is refused there.
     if how["resume"]:
         simulation.restore(how["resume"])
     return simulation
@@ -341,9 +356,11 @@ def _simulate(
         outcome, samples = simulation.run(until_ps, say), None
     else:
         outcome, samples = _sampled(case, simulation, until_ps, say, how["sample_us"], bound_us)
+    # A run that is done has nothing to resume.
     if how["checkpoint"] and not outcome.completed:
         simulation.save(how["checkpoint"])
         click.echo(f"kept: {how['checkpoint']}; go on with --resume {how['checkpoint']}", err=True)
+    # Else every figure would be of flows that the user wanted left aside.
     if how["warmup_us"] and not outcome.warmup_ps and not outcome.interrupted:
         took_us = (outcome.time_ps - outcome.first_ps) / _PS_PER_US
         raise ConfigError("--warmup-us", how["warmup_us"], f"is not below what was run, {took_us:g} us", "lower it")
@@ -364,6 +381,7 @@ def _sampled(
 
     samples = Samples(LinkSamples(case.fabric, simulation.link))
     first_ps = simulation.first_ps
+    # The bound is what no run is shorter than: so there are at least as many samples as a chart has points.
     least_us = min(bound_us, (until_ps - first_ps) / _PS_PER_US)
     every_ps = round(every_us * _PS_PER_US) if every_us else interval_ps(least_us, simulation.state)
     return run_sampled(
@@ -387,10 +405,12 @@ class Pace:
     def left_s(self, progress: Progress) -> float | None:
         """Estimate the seconds left; None where nothing can be said yet."""
         now_s, packets, time_ps = time.monotonic(), progress.done_packets, progress.time_ps
+        # From here on: what was compiled or restored before is no measure of the run's speed.
         if self._first is None:
             self._first = now_s, packets, time_ps
             return None
         first_s, first_packets, first_ps = self._first
+        # The sooner of two ends: all packets have arrived, or the time that the user gave has come.
         parts = [(packets - first_packets, progress.num_packets - packets)]
         if self._until_ps is not None:
             parts.append((time_ps - first_ps, self._until_ps - time_ps))
@@ -463,6 +483,7 @@ class _Kept:
         from netlayer.results import RunRecord, utc_now
 
         for name, frames in self._frames.items():
+            # Samples that the page alone needed are not what the user asked for as a table.
             if name in SAMPLED and not self._sampled:
                 continue
             whole = pd.concat(frames, ignore_index=True)
@@ -488,6 +509,7 @@ class _Kept:
 def _print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     from netlayer.printing import print_rows
 
+    # The printer shows seconds in the unit that fits them; records keep microseconds.
     times = [key for key in rows[0] if key.endswith("_us")]
     in_s = [{f"{key[:-3]}_s": None if row[key] is None else row[key] / 1e6 for key in times} for row in rows]
     print_rows("simulated", [{**row, **seconds} for row, seconds in zip(rows, in_s, strict=True)], _COLUMNS)
@@ -508,6 +530,7 @@ def read_law(name: str) -> str:
     Raises:
         ConfigError: there is none.
     """
+    # Entered before the flows are made: the file's errors cost nobody a wait.
     if name.endswith(".py"):
         from congestion.control.plugin import enter
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from congestion.arena.options import PATH, json_option, known_laws, processes_option, show, simulated
+from netlayer.command import renamed_option
 from netlayer.errors import ConfigError
 from netlayer.results import check_target
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 @click.option("--cc", default="dcqcn", show_default=True, metavar="LAW[,LAW...]", help="Control laws.")
 @click.option("--preset", default="ns3", show_default=True, help="Switch, NIC and law, as `simulate` has them.")
 @click.option("--set", "sets", multiple=True, metavar="A.B=V[,V...]", help="Values of a parameter; repeatable.")
-@click.option("--seeds", default="1", show_default=True, metavar="1..8", help="Seeds: 1..8, or 1,5,7.")
+@click.option("--seed-list", "seeds", default="1", show_default=True, metavar="1..8", help="Seeds: 1..8, or 1,5,7.")
+@renamed_option("--seeds", "--seed-list", "seeds")
 @processes_option
 @click.option("--dask", metavar="tcp://HOST:PORT", help="Run on the workers of this Dask scheduler.")
 @click.option("--optimise", metavar="OBJECTIVE", help="Search for the best mean of this column, such as completion_us.")
@@ -55,7 +57,7 @@ def sweep(
 
     \b
     Examples:
-      netlayer sweep incast --cc swift --set congestion.swift.base_target_us=10,20,40 --seeds 1..8 --out runs/target
+      netlayer sweep incast --cc swift --set congestion.swift.base_target_us=10,20,40 --seed-list 1..8 --out runs/target
       netlayer sweep all-to-all --cc dcqcn,hybrid --set scenario.ranks=16,32 --set congestion.kmin_bytes=200000,800000
       netlayer sweep incast --cc hybrid --set congestion.hybrid.queue_us=2..32 --optimise completion_us --out best.toml
     """

@@ -22,6 +22,7 @@ from congestion.control.rows import Rows
 from congestion.kernels.jit import inlined, kernel
 from congestion.simulation.settings import Settings
 
+# Kernels compare numbers: numba has no calls through a table that it could inline.
 NONE, DCQCN, SWIFT, NSCC, HYBRID, PLUGIN = range(6)
 RATE_FAULT, WINDOW_FAULT, FIELD_FAULT = 1, 2, 3  # `law_fault`; 0: none
 MODULES: dict[str, ModuleType | None] = {
@@ -33,6 +34,7 @@ MODULES: dict[str, ModuleType | None] = {
 }
 """By name, in the order of the numbers; behind them stands the law that was entered."""
 
+# numba's records need a field each; a run without a file's law has this one in its place.
 _OF_NONE = np.dtype([("nothing", "i8")])
 
 
@@ -43,6 +45,7 @@ def number_of(law: str) -> int:
     """
     if law in MODULES:
         return list(MODULES).index(law)
+    # One file is loaded at a time, and its law has the last number.
     if plugin.law is None or law != plugin.name:
         raise KeyError(law)
     return PLUGIN
@@ -51,10 +54,12 @@ def number_of(law: str) -> int:
 def tables(in_use: Sequence[str], num_flows: int, host_bps: int, settings: Settings) -> dict[str, Rows]:
     """Return each law's parameters, and its rows of flows: none but for the laws in use."""
     made = {}
+    # Classes of traffic may have other thresholds and parameters: a row each, by `flow.tuned`.
     by_class = [settings.of_class(number) for number in range(settings.num_classes)]
     for name, module in MODULES.items():
         if module is not None:
             made[name] = np.concatenate([module.parameters(getattr(its, name), host_bps, its) for its in by_class])
+            # An empty table where no flow is under the law: it is never indexed, and costs no memory.
             made[f"{name}_flow"] = np.zeros(num_flows if name in in_use else 0, dtype=module.STATE)
     its, its_state = np.zeros(settings.num_classes, dtype=_OF_NONE), _OF_NONE
     if plugin.law is not None:
@@ -75,6 +80,8 @@ def wants_rtt(law: str, settings: Settings) -> bool:
 def _show(s, f):  # type: ignore[no-untyped-def]
     """A law's view of flow `f`, brought up to date."""
     flow, view = s.flow[f], s.law_view[f]
+    # Field by field and not as a whole: the view has fewer fields, and numba copies records of one type alone.
+    # Each call fills it anew, for the engine has moved the flow since.
     view.rate_bps, view.window_bytes, view.line_rate_bps = flow.rate_bps, flow.window_bytes, flow.line_rate_bps
     view.base_rtt_ps, view.start, view.resent, view.retries = flow.base_rtt_ps, flow.start, flow.resent, flow.retries
     view.next, view.unacked, view.sent_to, view.num_packets = flow.next, flow.unacked, flow.sent_to, flow.num_packets
@@ -86,11 +93,13 @@ def _show(s, f):  # type: ignore[no-untyped-def]
 def _take_back(s, f):  # type: ignore[no-untyped-def]
     """Take back what a law set, if a law may set it."""
     flow, view, run = s.flow[f], s.law_view[f], s.run[0]
+    # Numbers, for a kernel cannot raise: `simulate` turns them into one line after the window.
     fault, value = 0, np.int64(0)
     if view.rate_bps < 1:
         fault, value = RATE_FAULT, view.rate_bps
     elif view.window_bytes < 0:
         fault, value = WINDOW_FAULT, view.window_bytes
+    # Laws read these. One that was written is a law that would end or speed up its flow by itself.
     elif (
         view.line_rate_bps != flow.line_rate_bps
         or view.base_rtt_ps != flow.base_rtt_ps
@@ -109,6 +118,7 @@ def _take_back(s, f):  # type: ignore[no-untyped-def]
     if fault:
         run.law_fault, run.law_fault_flow, run.law_fault_value = fault, np.int64(f), value
         return
+    # The rate may be above the line's: the port is what sends then.
     flow.rate_bps = view.rate_bps
     flow.window_bytes = min(view.window_bytes, run.most_window_bytes)
 
@@ -130,6 +140,7 @@ if plugin.law is None:
 
     _its_on_loss = _its_advance
 else:
+    # As globals, which numba compiles in as constants; an attribute of a module would be looked up.
     _start, _advance = plugin.law.start, plugin.law.advance
     _on_ack, _on_loss = plugin.law.on_ack, plugin.law.on_loss
 
@@ -159,6 +170,7 @@ def start(s, f):  # type: ignore[no-untyped-def]
     """Flow `f` is about to send its first packet."""
     flow = s.flow[f]
     law = flow.law
+    # What NCCL, or none, allows in flight; a law without windows leaves it so.
     flow.window_bytes = s.run[0].most_window_bytes
     if law == DCQCN:
         dcqcn.start(s.dcqcn[flow.tuned], s.dcqcn_flow[f], flow)

@@ -31,6 +31,7 @@ from congestion.engine.tables import (
 from congestion.kernels.jit import inlined, kernel
 from congestion.kernels.machine import has, load_shared
 
+# hash_random gives 53 bits: times a share over _ONE it is a number below that share.
 _ONE = float(1 << 53)
 
 
@@ -39,6 +40,8 @@ def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
     """Run all that happens at host `n` before `end`, by worker `k`."""
     node = s.node[n]
     p = node.first_port
+    # The sender's worker appends to this wire in the window too; what it adds arrives after `end`, by lookahead, so one
+    # look at the tail is enough.
     tail = load_shared(s.wire_tail, p)
     while True:
         head = s.wire_head[p]
@@ -46,8 +49,10 @@ def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
         start = _next_start(s, node)
         event = min(arrival, start, node.timer)
         ready = _next_send(s, node, p)
+        # Strictly before: an event at `end` belongs to the next window, where all of that moment are together.
         if min(event, ready) >= end:
             break
+        # At one moment events come first: an ACK that arrives now may open the window of the flow whose turn it is.
         if ready < event:
             _send_next(s, k, node, p, ready)
             continue
@@ -60,6 +65,7 @@ def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
             _start_next(s, node)
         else:
             _expire(s, node, event)
+    # The engine skips this host in windows that end before that.
     s.next_time[n] = min(event, ready)
 
 
@@ -67,6 +73,7 @@ def run_host(s, k, n, end):  # type: ignore[no-untyped-def]
 def _next_start(s, node):  # type: ignore[no-untyped-def]
     if node.num_started == node.num_known:
         return NEVER
+    # by_host is sorted by start, so the first that has not begun is the next one.
     return s.flow[s.by_host[node.first_flow + node.num_started]].start
 
 
@@ -83,6 +90,7 @@ def _start_next(s, node):  # type: ignore[no-untyped-def]
 @inlined
 def _set_limit(s, node, flow):  # type: ignore[no-untyped-def]
     """A window that is less than a packet lets one go when none is in flight: what is slower than that is paced."""
+    # num_ready counts flows with a packet to send; it is kept by differences, for a scan would cost each event.
     was_ready = flow.next < flow.limit
     limit = np.int64(flow.num_packets)
     if flow.window_bytes != NEVER:
@@ -104,7 +112,9 @@ def _move(node, flow, sequence):  # type: ignore[no-untyped-def]
 def _next_send(s, node, p):  # type: ignore[no-untyped-def]
     """Return when the NIC can begin its next packet as things stand."""
     port = s.port[p]
+    # A link that was idle is free now, not when its last packet ended.
     free = max(port.busy, node.now)
+    # ACKs wait in the port's own queue, go before data, and are not paced.
     if waiting_classes(s, p) if has(s.features, "classes") else s.queue_head[p] != s.queue_tail[p]:
         return free
     if port.paused or node.num_ready == 0:
@@ -116,6 +126,7 @@ def _next_send(s, node, p):  # type: ignore[no-untyped-def]
         if flow.next < flow.limit and flow.available < soonest:
             if has(s.features, "classes") and _is_stopped(s, p, s.active[node.first_flow + np.uint32(turn)]):
                 continue
+            # Not yet: its pace says when, and another flow's may be sooner.
             soonest = flow.available
             if soonest <= free:
                 return free
@@ -135,25 +146,32 @@ def _send_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
         return
     f = _next_flow_by_class(s, node, p, now) if has(s.features, "classes") else _next_flow(s, node, now)
     flow = s.flow[f]
+    # What lies below `sent_to` was sent before: go-back-N, or a timer, has taken `next` back.
     sequence = np.int64(flow.next)
     following = sequence + 1
     if sequence < flow.sent_to:
         flow.resent += 1
     else:
         flow.sent_to = following
+    # Selective repeat does not send again what was acknowledged on its own.
     while has(s.features, "extras") and run.selective and following < flow.num_packets and _has(s.acked, f, following):
         following += 1
     _move(node, flow, following)
     last = sequence + 1 == flow.num_packets
     size = np.int64(flow.last_wire_bytes) if last else run.data_wire_bytes
+    # The last packet may be shorter, and switches know its size by that bit alone.
     word = DATA | (LAST_BIT if last else 0) | path_bits(s, f, sequence, DATA)
     send(s, k, port, now, word | sequence << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT, size)
+    # A ring of send times, for round trips: `limit` keeps a flow from lapping it.
     if run.sent_mask >= 0:
         s.sent[f, sequence & run.sent_mask] = now
+    # One timer a flow, for its oldest packet in flight; later packets leave it as it is.
     if has(s.features, "extras") and run.timeout and flow.timeout_at == NEVER:
         flow.timeout_at = now + s.timeouts[flow.retries]
         node.timer = min(node.timer, flow.timeout_at)
+    # Timers of the law that were due meanwhile fire first: they may change the rate that paces what follows.
     laws.advance(s, f, now)
+    # At line rate the port is the pace: rounding of a computed gap would leave holes between packets.
     if flow.rate_bps == s.kind[port.kind].rate:
         flow.available = port.busy
     else:
@@ -175,6 +193,7 @@ def _next_flow(s, node, now):  # type: ignore[no-untyped-def]
                 break
         elif flow.unacked >= flow.num_packets:
             finished = min(finished, turn)
+    # Before the circle is packed, which moves flows to other places.
     picked = s.active[base + next_turn]
     if finished < count:
         next_turn = _leave(s, node, finished, next_turn)
@@ -193,6 +212,7 @@ def _waiting_lane(s, p):  # type: ignore[no-untyped-def]
     if not has(s.features, "classes"):
         return np.int64(p)
     waiting, its_class = waiting_classes(s, p), s.run[0].num_classes - 1
+    # Bit c of `waiting` is class c: the highest bit that is set is served.
     while its_class and not waiting >> its_class & 1:
         its_class -= 1
     return lane_of(s, p, its_class) if waiting else lane_of(s, p, 0)
@@ -207,6 +227,7 @@ def _next_flow_by_class(s, node, p, now):  # type: ignore[no-untyped-def]
         flow = s.flow[f]
         if flow.next < flow.limit:
             if flow.available <= now and not _is_stopped(s, p, f):
+                # The scheduler chooses a class first, and then in turn among the flows of that class.
                 may_go |= np.int64(1) << np.int64(s.class_of[f])
         elif flow.unacked >= flow.num_packets:
             finished = min(finished, np.int64(i))
@@ -224,6 +245,7 @@ def _next_flow_by_class(s, node, p, now):  # type: ignore[no-untyped-def]
             break
     lane.turn = turn
     last = flow.next + 1 == flow.num_packets
+    # Deficit round robin pays by the bytes on the wire.
     spend(s, lane_of(s, p, its_class), its_class, flow.last_wire_bytes if last else s.run[0].data_wire_bytes)
     return f
 
@@ -248,17 +270,20 @@ def _arrive(s, k, node, p, word, now):  # type: ignore[no-untyped-def]
     """Take in a packet at a host: pause the port, queue an ACK or NACK for data, or count an ACK for its flow."""
     if is_lost(s, p, word, now):
         return
+    # A PFC frame has its class where a packet has its sequence number.
     kind, f, sequence = word & 3, flow_of(word), (word >> SEQ_SHIFT) & SEQ_MASK
     port = s.port[p]
     if kind == PFC:
         pause(s.lane[lane_of(s, p, sequence)] if has(s.features, "classes") else port, word, now)
     elif kind == DATA:
         row = s.receiver[f]
+        # Compared below: only the packet that completes the flow releases those that wait for its data.
         before = row.expected
         selective = has(s.features, "extras") and s.run[0].selective
         answer = _take_any(s, f, row, sequence) if selective else _answer(s, row, sequence, now)
         if answer:
             says = sequence + 1 if selective else np.int64(row.expected)
+            # The receiver sends the ECN mark back on the answer: ns-3's HPCC has no CNP packets of their own.
             mark = _echo(s, f, row, word, now)
             word = answer | mark | path_bits(s, f, says, answer)
             word |= says << SEQ_SHIFT | np.int64(f) << FLOW_SHIFT
@@ -324,10 +349,12 @@ def _echo(s, f, row, word, now):  # type: ignore[no-untyped-def]
 def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-untyped-def]
     """Count an ACK or NACK for its flow: progress, timer, end of the flow, round-trip time, and the law's reaction."""
     flow, run = s.flow[f], s.run[0]
+    # Answers to packets that were sent twice come after the end, too.
     if flow.finish >= 0 or flow.failed:
         return
     acked = _progress(s, f, flow, sequence)
     if acked > 0:
+        # Progress: a queue pair gives up only after so many timeouts in a row.
         flow.retries = 0
         if has(s.features, "extras") and run.timeout:
             flow.timeout_at = now + run.timeout if flow.next > flow.unacked else NEVER
@@ -336,6 +363,7 @@ def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-unty
         flow.finish = now
         _release_waiting(s, node, f, flow.src, now)
         return
+    # An ACK names the packet behind the one that it answers.
     rtt = now - s.sent[f, (sequence - 1) & run.sent_mask] if run.sent_mask >= 0 else np.int64(0)
     if has(s.features, "extras") and run.measure_rtt and acked > 0:
         seen = s.rtt[f]
@@ -344,6 +372,7 @@ def _acknowledge(s, node, f, kind, sequence, mark, now):  # type: ignore[no-unty
         seen.most = max(seen.most, rtt)
     if has(s.features, "extras") and run.rtt_noise:
         rtt += np.int64(hash_random(run.seed, -1 - number_of(s, f), sequence) * (run.rtt_noise / _ONE))
+    # Go-back-N: all from the gap on is sent again, though some of it may have arrived.
     if kind == NACK:
         _move(node, flow, flow.unacked)
         laws.on_loss(s, f, now)
@@ -379,12 +408,14 @@ def _count_down(s, node, f, host, now):  # type: ignore[no-untyped-def]
     for i in range(s.waiting_from[f], s.waiting_from[f + 1]):
         later = s.waiting[i]
         flow = s.flow[later]
+        # Each host counts for the flows that begin at it, so that no two workers write one counter.
         if flow.src != host:
             continue
         flow.num_waits -= 1
         if flow.num_waits:
             continue
         flow.start = now + flow.delay
+        # Insertion keeps by_host sorted by start among those that have not begun.
         place = node.first_flow + node.num_known
         while place > node.first_flow + node.num_started and s.flow[s.by_host[place - 1]].start > flow.start:
             s.by_host[place] = s.by_host[place - 1]
@@ -402,6 +433,7 @@ def _expire(s, node, now):  # type: ignore[no-untyped-def]
         flow = s.flow[s.active[i]]
         if flow.timeout_at <= now:
             flow.timeout_at = NEVER
+            # As a queue pair in error (IBV_WC_RETRY_EXC_ERR): `next` at the limit means that it never sends again.
             if flow.retries == run.most_retries:
                 flow.failed = 1
                 _move(node, flow, flow.limit)

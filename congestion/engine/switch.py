@@ -55,6 +55,7 @@ def run_switch(s, k, n, end):  # type: ignore[no-untyped-def]
     """Run all that happens at switch `n` before `end`, by worker `k`."""
     node = s.node[n]
     count, total, frames, soonest = collect(s, k, node, end)
+    # Whether anything in this window may depend on other ports: only then is the dearer order of events needed.
     limited = s.run[0].pfc or (has(s.features, "extras") and s.run[0].drop_tail)
     watched = has(s.features, "extras") and s.run[0].watchdog_after
     if limited and (frames or node.num_paused or node.num_frames or watched or _near(s, node, total)):
@@ -77,14 +78,17 @@ def collect(s, k, node, end):  # type: ignore[no-untyped-def]
         word = seen.word
         if word & 3 == PFC:
             frames += 1
+            # A frame acts on the port that it came in by, whatever its path says.
             seen.out = seen.port  # which it stops
         else:
             total += seen.size
+            # Hop 0 and data: the flow's first switch chooses, and writes the path into the packet for the others.
             if has(s.features, "extras") and s.run[0].routing == FLOWLET and word & (HOP_MASK << HOP_SHIFT | 3) == 0:
                 word = seen.word = word | _least_loaded(s, k, node, flow_of(word), seen.time) << PATH_SHIFT
             if has(s.features, "extras") and s.run[0].routing == SPRAY:
                 seen.out = next_in_turn(s, s.port[s.port[seen.port].peer].to, word)
             else:
+                # A flow's path was computed before the run; ACKs have a path of their own behind it.
                 hop = ((word >> HOP_SHIFT) & HOP_MASK) + 1 + (ACK_PATH if word & 3 else 0)
                 seen.out = s.path[path_of(s, word), np.uint32(hop)]
         counts[seen.out - node.first_port] += 1
@@ -98,7 +102,9 @@ def _least_loaded(s, k, node, f, now):  # type: ignore[no-untyped-def]
     By queues at the window's beginning and what came for them since, as a switch that looks at them now and then.
     """
     run, last = s.run[0], s.flowlet
+    # After so long a gap the packets on the old path should have left it, and a new path reorders little.
     if now - last[f, 1] > run.flowlet_gap:
+        # From a drawn path on, so that flows that see equal queues do not all take the first one.
         least, first_one = NEVER, hash_random(run.seed, number_of(s, f), now) % run.num_paths
         for i in range(run.num_paths):
             path = (first_one + i) % run.num_paths
@@ -118,6 +124,7 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
     stop = node.first_port + node.num_ports
     busy, num_busy = s.busy[k], np.uint32(0)
     for p in range(node.first_port, stop):
+        # Without a branch: the place is written each time, and kept where the wire holds something.
         busy[num_busy] = p
         num_busy = np.uint32(num_busy + np.uint32(s.wire_head[p] != s.wire_tail[p]))
     for i in range(num_busy):
@@ -129,11 +136,13 @@ def _take(s, k, node, end):  # type: ignore[no-untyped-def]
         while head != tail:
             entry = s.entry[head]
             arrival, word = entry.time, entry.word
+            # A wire is in order of time: what comes behind this is later still.
             if arrival >= end:
                 soonest = min(soonest, arrival)
                 break
             head = after(s, k, head)
             size = size_of(s, word)
+            # Before loss is drawn: a packet that is lost has kept its wire busy, too.
             _follow(arrivals, arrival, tx_time(s, kind, word, size))
             if is_lost(s, p, word, arrival):
                 continue
@@ -173,6 +182,7 @@ def _near(s, node, total):  # type: ignore[no-untyped-def]
 
     An alpha above 1 counts as 1 here: that is near too early, which costs time and changes nothing.
     """
+    # A miss would change results; a false alarm only costs the slower way.
     shared = node.shared + total
     return shared >= min((node.pool_bytes - shared) >> node.max_shift, s.run[0].xoff_bytes)
 
@@ -182,6 +192,7 @@ def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
     """Run each port on its own; return when the next one begins a packet."""
     counts, order = s.counts[k], s.order[k]
     busy, num_busy, begin = s.busy[k], np.uint32(0), np.uint32(0)
+    # A counting sort by egress port: `counts` first holds sizes, then where each port's packets begin.
     for place in range(node.num_ports):  # where each port's begin, and who has anything to do
         here, p = counts[place], node.first_port + place
         counts[place] = begin
@@ -191,6 +202,7 @@ def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
     for i in range(count):
         place = s.seen[k, i].out - node.first_port
         order[counts[place]] = i
+        # Ends up one behind the port's last packet, which is where the next port's begin.
         counts[place] += 1
     begin, soonest, large = np.uint32(0), NEVER, s.run[0].large
     for i in range(num_busy):
@@ -198,6 +210,7 @@ def _run_ports(s, k, node, count, end):  # type: ignore[no-untyped-def]
         stop, p = counts[place], node.first_port + place
         if large:
             _prefetch_port(s, node, busy[min(i + _AHEAD, np.uint64(num_busy - 1))])
+        # By ingress they came sorted; by egress several wires are mixed.
         sort(s, k, begin, stop)
         _run_port(s, k, node, p, begin, stop, end)
         soonest = min(soonest, _next_start(s, p))
@@ -239,6 +252,7 @@ def _run_port(s, k, node, p, begin, stop, end):  # type: ignore[no-untyped-def]
     for i in range(begin, stop):
         seen = s.seen[k, order[i]]
         now, size = seen.time, seen.size
+        # What has begun before this arrival: a start at the same moment waits, for arrivals go first.
         while s.queue_head[p] != s.queue_tail[p] and port.busy < now and not port.paused:
             _start_next(s, k, node, p, port.busy)
         port.max_queue_bytes = max(port.max_queue_bytes, port.queue_bytes + size)
@@ -248,6 +262,7 @@ def _run_port(s, k, node, p, begin, stop, end):  # type: ignore[no-untyped-def]
         if free and s.queue_head[p] == s.queue_tail[p] and not port.paused:
             send(s, k, port, now, seen.word + _HOP, size)  # unmarked, as the queue behind it is empty
         else:
+            # Buffer is charged to the ingress, whose sender a pause would stop.
             hold(s, node, s.port[seen.port], size)
             _enqueue(s, k, p, seen.word + _HOP, size, seen.port)
     while s.queue_head[p] != s.queue_tail[p] and port.busy < end and not port.paused:
@@ -270,6 +285,7 @@ def _start_next(s, k, node, p, now):  # type: ignore[no-untyped-def]
     size = size_of(s, word)
     port.queue_bytes -= size
     release(s, node, s.port[in_port], size)
+    # ECN is decided at dequeue, by the queue that is left behind the packet, as in ns-3.
     send(s, k, port, now, marked(s, port, word), size)
     return in_port
 
@@ -305,6 +321,7 @@ def in_order(s, k, node, count, end, next_start, serve, arrive):  # type: ignore
 
     `next_tx` is when each port starts its next packet.
     """
+    # A table of one start a port, searched each time: a switch has tens of ports, and a heap would cost more.
     next_tx = s.next_tx[k]
     for i in range(count):
         s.order[k, i] = i
@@ -318,6 +335,7 @@ def in_order(s, k, node, count, end, next_start, serve, arrive):  # type: ignore
             for place in range(node.num_ports):
                 if next_tx[place] < soonest:
                     soonest, chosen = next_tx[place], place
+            # At one moment the arrival goes before ports' starts.
             if soonest >= until:
                 break
             serve(s, k, node, node.first_port + np.uint32(chosen), soonest)
@@ -343,9 +361,11 @@ def _arrive(s, k, node, seen):  # type: ignore[no-untyped-def]
         return
     if has_no_room(s, node, port, ingress, size):
         ingress.drops += 1
+        # Drops on a lossless ingress are an error of the buffer's settings, and are named in the result.
         s.cause[seen.port, 2] += np.int64(is_lossless(s, ingress) != 0)
         return
     hold(s, node, ingress, size)
+    # After the packet is in: XOFF is crossed by it, and what is still on the wire needs the headroom.
     if s.run[0].pfc and not ingress.pause_sent and is_full(s, node, ingress):
         ingress.pauses += 1
         _lay_to_longest(s, node)
@@ -373,6 +393,7 @@ def _signal(s, k, node, p, stops, now):  # type: ignore[no-untyped-def]
     port.pause_sent = stops
     port.frames += 1
     node.num_frames += 1
+    # An idle port sends the frame at once; a busy one next, before its queue.
     if port.busy < now:
         _send_frame(s, k, node, port, now)
     s.next_tx[k, p - node.first_port] = _next_start(s, p)
@@ -380,6 +401,7 @@ def _signal(s, k, node, p, stops, now):  # type: ignore[no-untyped-def]
 
 @inlined
 def _send_frame(s, k, node, port, now):  # type: ignore[no-untyped-def]
+    # They take turns: of an odd number that wait the first is like the last, which `pause_sent` names.
     stops = port.pause_sent if port.frames & 1 else 1 - port.pause_sent
     port.frames -= 1
     node.num_frames -= 1
@@ -406,6 +428,7 @@ def _serve(s, k, node, p, now):  # type: ignore[no-untyped-def]
     if has(s.features, "extras") and s.run[0].watchdog_after and port.paused and s.watchdog[p].until != NEVER:
         _strike(s, k, node, p, now)
         return
+    # Room is made on the ingress that the packet came by, whose sender may then go on.
     in_port = _start_next(s, k, node, p, now)
     s.next_tx[k, place] = _next_start(s, p)
     if may_go_on(s, node, s.port[in_port]):

@@ -106,10 +106,12 @@ def build_scenario(
     Raises:
         ConfigError: a name or a value is unknown or breaks its rule, or the fabric has too few hosts.
     """
+    # Python's callers and `--set` write underscores, the command dashes.
     name = name.replace("_", "-")
     known = [*SCENARIOS, JOB]
     if name not in known:
         raise ConfigError("SCENARIO", name, "is unknown", f"give one of {', '.join(known)}")
+    # Its flows come from a cluster and a model, of which the other scenarios know nothing.
     if name == JOB:
         return _job(overrides, seed, fabric, config)
     if config:
@@ -117,8 +119,10 @@ def build_scenario(
     values = _split(overrides, ("scenario", "fabric"))
     chosen = SCENARIOS[name]
     p = section_of(chosen.parameters, "scenario", values["scenario"])
+    # Counted before they are made: a typing error may ask for more flows than fit in memory.
     check_room(name, chosen.num_flows(p))
     graph, fabric_config = _fabric(fabric or chosen.fabric, values["fabric"], chosen.num_hosts(p))
+    # With defaults filled in: a record says all that made its flows.
     resolved = {"scenario": {"name": name, **p.model_dump(mode="json")}, "fabric": fabric_config}
     flaps = scenario.flaps(graph, p) if isinstance(p, scenario.Flap) else ()
     return Case(graph, chosen.flows(graph, p, seed), resolved, flaps)
@@ -161,6 +165,7 @@ def case_of_cm(
         num_bytes, more_bytes: as for `case_of_flows`; htsim's -flowsize, and the packet that its Swift sends beyond it.
     """
     values = _split(overrides, ("fabric",))["fabric"]
+    # htsim's own default, so that its .cm files give its results as they are.
     if not fabric:
         values = {"bps": "100G", **values}
     graph, resolved = _fabric(fabric or "fat-tree", values, cm_nodes(path))
@@ -168,6 +173,7 @@ def case_of_cm(
 
 
 def _sized(flows: FlowSet, num_bytes: int, more_bytes: int) -> FlowSet:
+    # 0 is no size that a flow could have, so it can stand for `as the file says`.
     sizes = np.full_like(flows.num_bytes, num_bytes) if num_bytes else flows.num_bytes
     return replace(flows, num_bytes=sizes + more_bytes)
 
@@ -184,8 +190,10 @@ def section_of(kind: type[_S], prefix: str, values: Mapping[str, str]) -> _S:
             remedy = f"did you mean {prefix}.{close[0]}?" if close else f"known: {', '.join(kind.model_fields)}"
             raise ConfigError(f"{prefix}.{key}", values[key], "sets nothing that is known", remedy)
     try:
+        # pydantic reads the text by the field's type: one place has rules, defaults and units.
         return kind.model_validate_strings(dict(values))
     except ValidationError as exc:
+        # The first alone: an error is one line, and the next call shows the next.
         error = exc.errors()[0]
         rule = error["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{prefix}.{error['loc'][0]}", error["input"], rule, "give a value that fits") from exc
@@ -193,6 +201,7 @@ def section_of(kind: type[_S], prefix: str, values: Mapping[str, str]) -> _S:
 
 def describe() -> list[dict[str, str]]:
     """A row a parameter: whose it is, its name as `--set` takes it, default, meaning; what all have stands once."""
+    # Fields that all scenarios inherit would fill most of the list.
     common = scenario.Pattern.model_fields
     kinds: dict[str, tuple[str, type[Section]]] = {"every scenario": ("scenario", scenario.Pattern)}
     kinds |= {name: ("scenario", one.parameters) for name, one in SCENARIOS.items()}
@@ -215,6 +224,7 @@ def _job(overrides: Sequence[str], seed: int, fabric: str | Graph, path: Path | 
     values = _split(overrides, ("scenario", "fabric", "cluster", "job"))
     p = section_of(scenario_job.JobPhases, "scenario", values["scenario"])
     ours = [f"{part}.{key}={value}" for part in ("cluster", "job") for key, value in values[part].items()]
+    # Without a file the small job, in which --set changes what it names.
     config = load_config(path, ours if path else [*_SMALL_JOB, *ours])
     cluster, job = config.cluster, config.job
     if fabric:
@@ -223,6 +233,7 @@ def _job(overrides: Sequence[str], seed: int, fabric: str | Graph, path: Path | 
         key, value = next(iter(values["fabric"].items()))
         raise ConfigError(f"fabric.{key}", value, f"has no effect on {JOB}", "set cluster.x, or give --fabric")
     else:
+        # With cables as `topology build` plans them, so that packets take the links that ECMP figures are about.
         graph, fabric_config = CablePlan.build(cluster).graph(), {"name": "cluster"}
     resolved = {"scenario": {"name": JOB, **p.model_dump(mode="json")}, "fabric": fabric_config}
     resolved |= {"cluster": cluster.model_dump(mode="json"), "job": job.model_dump(mode="json")}
@@ -238,6 +249,7 @@ def _fabric(fabric: str | Graph, values: Mapping[str, str], least_hosts: int) ->
     fabric = fabric.replace("_", "-")
     if fabric not in FABRICS:
         raise ConfigError("--fabric", fabric, "is unknown", f"give one of {', '.join(FABRICS)}")
+    # A planned fabric grows to the hosts that the scenario needs.
     made = section_of(FABRICS[fabric], "fabric", values)
     return build_fabric(made, least_hosts), {"name": fabric, **made.model_dump(mode="json")}
 

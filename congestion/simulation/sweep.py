@@ -57,7 +57,7 @@ class Best:
 
 def seeds_of(text: str) -> list[int]:
     """`1..8`, `1,5` or both; errors as `numbers_in`."""
-    return numbers_in(text.replace("..", "-"), 0, _MOST_SEED, "--seeds")
+    return numbers_in(text.replace("..", "-"), 0, _MOST_SEED, "--seed-list")
 
 
 def points_of(point: Point, laws: Sequence[str], sets: Sequence[str], seeds: Sequence[int]) -> list[Point]:

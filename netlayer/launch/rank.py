@@ -257,14 +257,17 @@ _IOLBF = 1  # stdio.h
 def run_rank() -> None:
     """Entry of a rank's process: stdin holds what to run, stdout and stderr are its log already."""
     report_fd, launcher_pid = int(sys.argv[1]), int(sys.argv[2])
+    # First of all: a launcher that is killed now would leave this process alone.
     _die_with(launcher_pid)
     _flush_every_line()
     faulthandler.enable(file=2)
     # Where was it when its peer failed? Written by C code even inside a collective; then the default action ends it.
     for signum in (signal.SIGTERM, signal.SIGUSR2):  # the second where the launcher `asks_first`
         faulthandler.register(signum, file=2, chain=True)
+    # A program that the rank starts and leaves behind would hold the pipe open, and the launcher would wait for it.
     os.set_inheritable(report_fd, False)
     sys.argv, main, verbosity, work = pickle.load(sys.stdin.buffer)
+    # stdin has served its purpose: what reads from it later gets the end of a file, and does not wait.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -279,6 +282,7 @@ def run_rank() -> None:
             traceback.print_exc()
         reporter.send(FAILURE, _describe(exc))
         _leave(1)
+    # The last message: the launcher takes a rank that ends without one for dead.
     reporter.send(RESULT, result)
     _leave(0)
 

@@ -134,7 +134,7 @@ def test_options_without_effect_are_refused() -> None:
 
 
 def test_settings_of_dp_without_effect_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    arguments = ["--technique", "pp", "--micro", "2", "--no-compile", "--seed", "1", "--within", "0"]
+    arguments = ["--technique", "pp", "--micro", "2", "--no-compile", "--seed", "1", "--limit-min", "0"]
     CliRunner().invoke(command, [*arguments, "--backend", "gloo", "--out", str(tmp_path)])
     said = [record.message for record in caplog.records if "no effect" in record.message]
     assert said == [f"{option} has no effect on pp: it is dp's" for option in ("--micro", "--compile")]

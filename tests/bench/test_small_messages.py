@@ -138,7 +138,7 @@ def test_on_gloo_the_one_system_there_is_measured_and_said_so(tmp_path: Path) ->
 
 
 def test_what_is_not_begun_in_time_is_left_out_and_said(tmp_path: Path) -> None:
-    arguments = ["--backend", "gloo", "--out", str(tmp_path), "--sizes", "1K", "--within", "0.001"]
+    arguments = ["--backend", "gloo", "--out", str(tmp_path), "--sizes", "1K", "--limit-s", "0.001"]
     result = CliRunner().invoke(command, arguments)
     assert isinstance(result.exception, CheckFailed)
     [record] = (tmp_path / "records").glob("*.json")

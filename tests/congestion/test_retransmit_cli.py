@@ -13,7 +13,7 @@ from congestion.commands.retransmit import parse_duration, retransmit
 from netlayer.errors import ConfigError
 from tests.browser import browse, drawn_plots, needs_chromium
 
-SHORT = ["--timeout", "14", "--timeout", "18", "--retry-cnt", "7", "--no-floor", "--flap", "1ms", "--flap", "5s"]
+SHORT = ["--qp-timeout", "14", "--qp-timeout", "18", "--retry-cnt", "7", "--no-floor", "--flap", "1ms", "--flap", "5s"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_predicted_and_simulated_rows_are_records_apart(out):
     whole = json.loads((out / "all.json").read_text())
     assert len(whole["rows"]) == sum(len(record["rows"]) for record in records)
     assert whole["arguments"]["command"] == (
-        "netlayer retransmit --timeout 14 --timeout 18 --retry-cnt 7 --no-floor --flap 0.001 --flap 5.0"
+        "netlayer retransmit --qp-timeout 14 --qp-timeout 18 --retry-cnt 7 --no-floor --flap 0.001 --flap 5.0"
     )
 
 
@@ -104,7 +104,7 @@ def test_older_nccl_loses_its_queue_pairs(tmp_path):
     ],
 )
 def test_a_single_setting_makes_a_page(asked, said, tmp_path):
-    one = ["--nic", "infiniband", "--timeout", "14", *asked, "--no-ring", "--out", str(tmp_path)]
+    one = ["--nic", "infiniband", "--qp-timeout", "14", *asked, "--no-ring", "--out", str(tmp_path)]
     result = CliRunner().invoke(retransmit, one)
     assert result.exit_code == 0, result.output
     assert said in (tmp_path / "report.html").read_text()
@@ -132,8 +132,8 @@ def test_times_are_read_with_their_unit(text, seconds):
         (("--flap", "0s"), "'0s' is no time"),
         (("--flap", "-1s"), "is no time"),
         (("--longest-flap", "1 year"), "'1 year' is no time"),
-        (("--timeout", "32"), "1<=x<=31"),
-        (("--timeout", "0"), "1<=x<=31"),
+        (("--qp-timeout", "32"), "1<=x<=31"),
+        (("--qp-timeout", "0"), "1<=x<=31"),
         (("--retry-cnt", "13"), "0<=x<=7"),
         (("--nic", "connectx-9"), "connectx-9"),
     ],

@@ -34,7 +34,7 @@ def test_a_sweep_is_all_combinations_seeds_innermost():
 
 def test_seeds_are_ranges():
     assert seeds_of("1..3,7") == [1, 2, 3, 7]
-    with pytest.raises(ConfigError, match="--seeds"):
+    with pytest.raises(ConfigError, match="--seed-list"):
         seeds_of("1..")
 
 
@@ -114,7 +114,18 @@ def test_an_unknown_objective_names_the_columns():
 
 def test_the_command_writes_rows_and_a_record(tmp_path):
     sets = [word for one in (*SMALL, TARGETS) for word in ("--set", one)]
-    asked = ["incast", "--cc", "swift", *sets, "--seeds", "1..2", "--processes", "1", "--out", str(tmp_path / "out")]
+    asked = [
+        "incast",
+        "--cc",
+        "swift",
+        *sets,
+        "--seed-list",
+        "1..2",
+        "--processes",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     ran = CliRunner().invoke(sweep, [*asked, "--json", "-"])
     assert ran.exit_code == 0, ran.output
     rows = json.loads(ran.stdout)["rows"]

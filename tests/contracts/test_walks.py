@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import walks
+from tests.wording import comment_share
 
 # As measured by `python -m tests.walks`: who adds a module to a walk folds one, or says here why not.
 MOST = {
@@ -37,6 +38,11 @@ _PARAGRAPHS = {
 }
 
 
+LEAST_COMMENTS = 0.06
+# Sections of configuration: each field says by its `description`, not by a comment, what it is for.
+_FIELDS = {"netlayer.config.tree", "congestion.simulation.settings"}
+
+
 # Both compile the simulator's kernels, for minutes, in a process of their own.
 _COMPILED = ("packet", "flow")
 
@@ -52,13 +58,26 @@ def test_a_walk_stays_as_short_and_goes_as_the_architecture_says(name: str, tmp_
         *path, last = outcome.path
         assert len(path) <= MOST_ON_THE_PATH_TO_THE_LOOP, path
         assert last == "trainer.loop"
-    page = (walks.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    [paragraph] = [each for each in page.split("\n\n") if each.startswith(_PARAGRAPHS[name])]
-    # What comes after that is for other hardware, or for other questions.
-    named = re.findall(r"`((?:\w+\.)+\w+)`", paragraph.partition("Else:")[0])
+    named = _modules_of(name)
     compiled = walks.compiled_modules() if name == "packet" else []
     assert named
     assert not set(named) - {*outcome.entered, *compiled}
+
+
+def _modules_of(walk: str) -> list[str]:
+    """Return the modules that the architecture names for a walk, in order."""
+    page = (walks.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    [paragraph] = [each for each in page.split("\n\n") if each.startswith(_PARAGRAPHS[walk])]
+    # What comes after that is for other hardware, or for other questions.
+    return re.findall(r"`((?:\w+\.)+\w+)`", paragraph.partition("Else:")[0])
+
+
+@pytest.mark.parametrize("walk", _PARAGRAPHS)
+def test_modules_of_a_walk_say_why_at_the_line(walk: str) -> None:
+    paths = {name: (walks.ROOT / Path(*name.split("."))).with_suffix(".py") for name in _modules_of(walk)}
+    shares = {name: comment_share(path) for name, path in paths.items() if name not in _FIELDS}
+    assert shares
+    assert not {name: share for name, share in shares.items() if share < LEAST_COMMENTS}
 
 
 def test_a_walk_without_an_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,14 @@ import pytest
 from click.testing import CliRunner
 
 from netlayer import cli
-from netlayer.command import RunOptions, open_out, open_run, run_options, run_options_without_config
+from netlayer.command import (
+    RunOptions,
+    open_out,
+    open_run,
+    renamed_option,
+    run_options,
+    run_options_without_config,
+)
 from netlayer.errors import ConfigError
 
 
@@ -216,3 +223,38 @@ def test_the_folder_of_a_run_that_was_killed_before_it_wrote_anything_can_be_giv
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False).returncode == -signal.SIGKILL
     with open_run(tmp_path, "x"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "warns"),
+    [
+        (["--num-hosts", "3"], (3, ()), False),
+        (["--hosts", "3"], (3, ()), True),
+        (["--num-hosts", "4", "--hosts", "3"], (4, ()), True),
+        (["--word", "a", "--word", "b"], (1, ("a", "b")), False),
+        (["--name", "a", "--name", "b"], (1, ("a", "b")), True),
+        ([], (1, ()), False),
+    ],
+)
+def test_an_option_is_read_by_its_old_name_with_a_warning(
+    arguments: list[str], values: tuple[int, tuple[str, ...]], warns: bool
+) -> None:
+    result = CliRunner().invoke(_renamed, arguments)
+    assert result.stdout == f"{values}\n"
+    assert ("is read until version 0.5" in result.stderr) is warns
+
+
+def test_a_wrong_value_by_an_old_name_is_refused_under_the_new_one() -> None:
+    result = CliRunner().invoke(_renamed, ["--hosts", "none"])
+    assert result.exit_code == 2
+    assert "--num-hosts" in result.stderr
+    assert "--hosts" not in CliRunner().invoke(_renamed, ["--help"]).output
+
+
+@click.command()
+@click.option("--num-hosts", type=int, default=1)
+@renamed_option("--hosts", "--num-hosts", "num_hosts")
+@click.option("--word", "words", multiple=True)
+@renamed_option("--name", "--word", "words", multiple=True)
+def _renamed(num_hosts: int, words: tuple[str, ...]) -> None:
+    click.echo((num_hosts, words))

@@ -21,6 +21,7 @@ from tests.topology.fabrics import clusters
 from tests.topology.graphs import graph, write
 from tests.topology.jobs import small
 from topology import cli
+from topology.ecmp.compare import check_crossed
 from topology.ecmp.graph_routing import Routes
 from topology.ecmp.hashing import Ecmp
 from topology.ecmp.load import Collisions, place
@@ -469,6 +470,12 @@ def test_a_damaged_file_or_a_fabric_of_one_switch_ends_in_one_line(command: list
     write_graphml(graph(2, 1, [(0, 2), (1, 2)]), tmp_path / "one.graphml")
     with pytest.raises(ConfigError, match="all NICs hang on one ToR"):
         _run(*command, "--fabric", str(tmp_path / "one.graphml"))
+
+
+def test_hosts_that_all_hang_on_the_same_two_switches_are_refused_in_these_words() -> None:
+    dual_homed = ImportedFabric.of(graph(3, 2, [(host, switch) for host in range(3) for switch in (3, 4)]))
+    with pytest.raises(ConfigError, match=r"--fabric: all NICs hang on one ToR, or all on the same ToRs; no flow"):
+        check_crossed(dual_homed, "--fabric")
 
 
 def test_a_job_that_finds_no_room_ends_in_one_line(files: tuple[str, str], tmp_path: Path) -> None:

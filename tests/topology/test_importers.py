@@ -230,7 +230,7 @@ def test_without_capabilities_the_names_of_hosts_tell_switches(tmp_path: Path) -
     assert graph.names == ("srv0/eth0", "srv0/eth1", "srv1/eth0", "srv1/eth1", "spine0", "tor0", "tor1")
     assert graph.level.tolist() == [0, 0, 0, 0, 2, 1, 1]
     with pytest.raises(
-        ConfigError, match=r"device = spine0: announces no capability .* 4 others .*; .*--hosts 'srv\*'"
+        ConfigError, match=r"device = spine0: announces no capability .* 4 others .*; .*--host-names 'srv\*'"
     ):
         read_fabric(files)
     with pytest.raises(ConfigError, match="5 devices: describe no switch"):

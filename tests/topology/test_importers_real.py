@@ -150,7 +150,9 @@ class TestSonicWithoutFilesOfSpines:
         return files
 
     def test_unknown_kind_is_asked(self, tors: list[Path]) -> None:
-        with pytest.raises(ConfigError, match=r"neighbour = core0: has no file and no type.*host or switch\?.*--hosts"):
+        with pytest.raises(
+            ConfigError, match=r"neighbour = core0: has no file .*host or switch\?.*--host-names"
+        ):
             read_fabric(tors)
 
     def test_hosts_are_honoured(self, tors: list[Path]) -> None:
@@ -173,6 +175,13 @@ class TestHpccAndSimai:
         text = self.NOTES + "0 1 100Gbps 0.001ms 0\n"
         with pytest.raises(ConfigError, match="promises 2 links, line 7 of the text is one more"):
             read_fabric([write(tmp_path / "t.txt", text)])
+
+    def test_links_of_nodes_that_the_file_has_not_are_passed_over_with_a_warning(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        text = self.NOTES + "2 3 100Gbps 0.001ms 0\n4 5 100Gbps 0.001ms 0\n"
+        assert read_fabric([write(tmp_path / "t.txt", text)]).num_cables == 2
+        assert "2 lines behind the 2 links that it promises are passed over" in caplog.text
 
     def test_simai_header(self, tmp_path: Path) -> None:
         lines = ["6 2 2 1 6 H100", "2 4 5"]  # GPUs 0, 1 | 3: a server each; NVSwitches 2, 4; ToR 5

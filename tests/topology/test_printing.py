@@ -1,6 +1,6 @@
 import pytest
 
-from netlayer.printing import cell, print_table, printable, printable_line, printable_text
+from netlayer.printing import cell, escaped, print_table, printable, printable_line, printable_text
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,7 @@ def test_text_of_another_program_cannot_steer_a_terminal(text: str, character: s
     assert printable(text) == character
     assert printable_line(text) == line
     assert printable_text(text) == lines
+
+
+def test_escapes_keep_what_is_not_printable_and_fit_one_line() -> None:
+    assert escaped("a\nb\x1b[2Jc\u2028\udc80 é") == "a\\nb\\x1b[2Jc\\u2028\\udc80 é"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from netlayer.command import RunOptions, run_options_without_config
+from netlayer.command import RunOptions, renamed_option, run_options_without_config
 from netlayer.errors import ConfigError
 
 if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
@@ -28,7 +28,14 @@ _PATH = click.Path(path_type=Path)
 @click.argument("files", nargs=-1, required=True, type=_PATH)
 @click.option("--format", "file_format", type=click.Choice(_FORMATS), default="auto", show_default=True)
 @click.option("--rate", help="sonic, lldp, cables: rate of links whose rate no file gives, such as 400G.")
-@click.option("--hosts", multiple=True, metavar="GLOB", help="sonic, lldp, cables: these names are hosts; repeatable.")
+@click.option(
+    "--host-names",
+    "hosts",
+    multiple=True,
+    metavar="GLOB",
+    help="sonic, lldp, cables: these names are hosts; repeatable.",
+)
+@renamed_option("--hosts", "--host-names", "hosts", multiple=True)
 @click.option("--exclude", multiple=True, metavar="GLOB", help="sonic, lldp: leave these devices out; repeatable.")
 @click.option(
     "--keep", multiple=True, metavar="GLOB", help="sonic, lldp: these are no management switches; repeatable."
@@ -53,7 +60,7 @@ def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **pa
     \b
     Examples:
       netlayer topology import configs/ --out fabric
-      netlayer topology import lldp/*.json --rate 400G --hosts 'srv*' --out fabric
+      netlayer topology import lldp/*.json --rate 400G --host-names 'srv*' --out fabric
       netlayer topology import lldp/ --exclude 'oob*' --out fabric
       netlayer topology import topo.txt --counters ports.csv --flows flows.csv --hash murmur3 --out fabric
     """

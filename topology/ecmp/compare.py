@@ -186,7 +186,7 @@ def check_crossed(fabric: Fabric, field: str = "cluster.servers") -> None:
     """Refuse a fabric that no flow can cross; `field` is what errors name.
 
     Raises:
-        ConfigError: there is one server, whose traffic stays on NVLink, or one ToR, below every hash.
+        ConfigError: there is one server, whose traffic stays on NVLink, or one ToR or pair of ToRs, below every hash.
     """
     num_tors, num_networks = (len(np.unique(kind(fabric.nics))) for kind in (fabric.tor_of, fabric.network_of))
     if fabric.num_servers == 1 or num_tors == num_networks:
@@ -194,6 +194,8 @@ def check_crossed(fabric: Fabric, field: str = "cluster.servers") -> None:
         alone = fabric.num_servers == 1
         rule = "all traffic stays in one server" if alone else f"all NICs{of_a_rail} hang on one ToR"
         planned = field == "cluster.servers"
+        # `tor_of` numbers sets of ToRs there: a NIC with a port on each of two has its flows spread by the host's bond.
+        rule += "" if planned or alone else ", or all on the same ToRs"
         larger = "cluster, such as examples/megascale-12288.toml" if planned else "fabric"
         value = fabric.num_servers if planned else None
         raise ConfigError(field, value, rule, f"no flow is hashed: take a larger {larger}")

@@ -80,7 +80,7 @@ def read_cable_table(path: Path, *, default_bps: float, hosts: Sequence[str] = (
         raise ConfigError("FILES", show(path), "has no line of a cable", "give the whole table")
     switches = frozenset(_switches(sightings, hosts, nics, path))
     if not switches:
-        raise ConfigError("FILES", show(path), "describes no switch", "say which names are hosts: --hosts 'srv*'")
+        raise ConfigError("FILES", show(path), "describes no switch", "say which names are hosts: --host-names 'srv*'")
     return to_graph(sightings, {}, switches, default_bps=default_bps, skip_dangling=False, source=path)
 
 
@@ -99,7 +99,7 @@ def _switches(sightings: Sequence[Sighting], hosts: Sequence[str], nics: Set[str
             is_host = False
         else:
             rule = f"has one cable in {show(path)}, at a port named {used[0]}: host or switch?"
-            raise ConfigError("device", name, rule, "say which names are hosts, such as --hosts 'srv*'")
+            raise ConfigError("device", name, rule, "say which names are hosts, such as --host-names 'srv*'")
         if not is_host:
             yield name
 

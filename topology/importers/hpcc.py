@@ -2,7 +2,8 @@
 
 SimAI's form of it begins `nodes gpus-per-server nvswitches switches links GPU`; its second line has the NVSwitches
 first, which forward inside a server alone, since they have no other cables. ns-3 reads as many links as the first line
-promises, so notes may follow, and are passed over; what reads as one more link is refused.
+promises, so notes may follow, and are passed over, as are links of nodes that the file has not, with a warning (HPCC's
+own star of 65 links has 191 of them behind it); one more link between its nodes is refused.
 
 Ids are kept: node n of the file is node n here, and its address is the one that the simulator hashes. A repeated pair
 is refused unless it is asked for, for the simulator would keep the last such link alone. Error rates are read apart
@@ -11,6 +12,7 @@ is refused unless it is asked for, for the simulator would keep the last such li
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,10 @@ from netlayer.units import parse_rate
 from topology.fabric.graph import Graph, checked
 from topology.importers.files import read_text, show
 
+logger = logging.getLogger(__name__)
+
 _MOST_NODES = 4_000_000
+_MOST_DIGITS = 12  # of a node's number that is compared: int() refuses thousands of them
 _SIMAI_HEADER = "nodes gpus_per_server nvswitches switches links gpu_type"
 _DELAY = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)(ns|us|ms|s)", re.ASCII)
 _UNIT_NS = {"ns": 1.0, "us": 1e3, "ms": 1e6, "s": 1e9}
@@ -96,11 +101,18 @@ def _lines(path: Path) -> tuple[list[list[str]], tuple[int, int, int]]:
     if min(num_nodes, num_nvswitches, num_switches, num_links) < 0:
         raise _damaged(path, 1, "holds a number below 0")
     end = 2 + num_links
+    num_foreign = 0
     for number, fields in enumerate(lines[end:], start=end + 1):
-        if len(fields) >= 4 and fields[0].isdigit() and fields[1].isdigit() and _DELAY.fullmatch(fields[3]):
-            raise _damaged(path, 1, f"promises {num_links} links, line {number} of the text is one more")
+        if len(fields) >= 4 and fields[0].isdecimal() and fields[1].isdecimal() and _DELAY.fullmatch(fields[3]):
+            # A count that was not raised with the links, or the rest of a larger fabric that was cut down by its count.
+            if all(int(end_node[:_MOST_DIGITS]) < num_nodes for end_node in fields[:2]):
+                raise _damaged(path, 1, f"promises {num_links} links, line {number} of the text is one more")
+            num_foreign += 1
     if len(lines) < end:
         raise _damaged(path, 1, f"promises {num_links} links, the file has {len(lines) - 2}")
+    if num_foreign:
+        text = "%s: %d lines behind the %d links that it promises are passed over, as ns-3 does: nodes are %d at most"
+        logger.warning(text, show(path), num_foreign, num_links, num_nodes - 1)
     return lines[:end], (num_nodes, num_nvswitches, num_switches)
 
 

@@ -122,15 +122,15 @@ def _switches(sightings: Sequence[Sighting], announced: Mapping[str, bool], host
     left = unknown & several - above
     if left and not hosts:
         rule = f"announces no capability to any neighbour, nor do {len(left) - 1} others like it: host or switch?"
-        raise ConfigError("device", min(left), rule, "say which names are hosts, such as --hosts 'srv*'")
+        raise ConfigError("device", min(left), rule, "say which names are hosts, such as --host-names 'srv*'")
     switches |= unknown & (above | several)
     if not switches:
-        rule = "describe no switch: all are hosts by what they announce or by --hosts"
+        rule = "describe no switch: all are hosts by what they announce or by --host-names"
         raise ConfigError(
             "FILES",
             f"{len(own_counts | neighbour_counts)} devices",
             rule,
-            "give the switches' files, or narrow --hosts",
+            "give the switches' files, or narrow --host-names",
         )
     return frozenset(switches)
 

@@ -62,7 +62,7 @@ def read_fabric(
         return read_lldp(
             files, default_bps=default_bps, skip_dangling=skip_dangling, hosts=hosts, exclude=exclude, keep=keep
         )
-    without_effect = {"--exclude": exclude, "--keep": keep} | ({} if kind == "cables" else {"--hosts": hosts})
+    without_effect = {"--exclude": exclude, "--keep": keep} | ({} if kind == "cables" else {"--host-names": hosts})
     unused = next((option for option, patterns in without_effect.items() if patterns), None)
     if unused:
         raise ConfigError(unused, None, f"has no effect on {kind}: its file has the fabric alone", "omit it")

@@ -88,7 +88,7 @@ def read_sonic(
     # After the checks of `to_graph`: where files contradict each other, that is what the user must hear first.
     for name in sorted(unclear.keys() & set(graph.names)):
         rule = f"has no file and no type in DEVICE_NEIGHBOR_METADATA of {show(unclear[name])}: host or switch?"
-        raise ConfigError("neighbour", name, rule, "say which names are hosts, such as --hosts 'srv*'")
+        raise ConfigError("neighbour", name, rule, "say which names are hosts, such as --host-names 'srv*'")
     return graph
 
 

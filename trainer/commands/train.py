@@ -301,6 +301,7 @@ def _has_rows(out: Path) -> bool:
 
 
 def _last_line(result: TrainResult, out: Path) -> str:
+    # The first is from before the first step, so that there is one where the run was stopped at once.
     held_out = [row["validation_loss"] for row in result.evaluations]
     losses = [row["loss"] for row in result.steps]
     trained = f"{len(losses)} step{'s' * (len(losses) != 1)}" + (
@@ -312,6 +313,7 @@ def _last_line(result: TrainResult, out: Path) -> str:
 
 def _how_to_go_on(stop: Stop, out: Path) -> str:
     line = f"stopped after step {stop.step}, as asked"
+    # Each rank may be on another machine, with a folder that the others do not see.
     if stop.checkpoint is None:
         return f"{line}; no checkpoint, for ranks of a launcher need --out: a folder that all of them see"
     return f"{line}; go on with the same command and --resume {out} --out {out}, or a new --out"
@@ -323,5 +325,6 @@ def _what_is_not_traced(stop: Stop, traced: range, out: Path) -> str:
     # Nothing is missing from the trace: its last step was taken.
     if not traced or traced[-1] <= stop.step:
         return ""
+    # Stopped among its steps the trace has those up to there; stopped before them there is none.
     there = f"ends with step {stop.step}" if stop.step in traced else "is not there"
     return f"\nnote: {out / TRACE} {there}: the steps of --trace are {traced[0]}-{traced[-1]}"

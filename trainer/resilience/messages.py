@@ -16,6 +16,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from netlayer.printing import escaped
+
 MAX_BYTES = 1 << 16
 """Of a message; a larger one is not even read from the store."""
 MAX_LINE = 400
@@ -246,7 +248,7 @@ def _mac(token: bytes, kind: str, run: str, node: str, body: bytes) -> bytes:
 
 def plain(text: str, limit: int = MAX_LINE) -> str:
     """One line of text that a terminal or a page shows as it is: escapes and other control characters in words."""
-    line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text[: 2 * limit])
+    line = escaped(text[: 2 * limit])
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 

@@ -90,6 +90,7 @@ class Collective:
         elements = size_bytes // width_bytes
         if not self.sends_all and not self.receives_all:
             return elements
+        # nccl-tests cuts the size so that each rank's part begins aligned: the sizes in both tables agree.
         align = SHARE_ALIGNMENT_BYTES // width_bytes
         return elements // ranks // align * align
 
@@ -106,6 +107,7 @@ class Collective:
 
     def bandwidth_gbs(self, size_bytes: int, seconds: float, ranks: int) -> tuple[float, float]:
         """alg_bw and bus_bw in GB/s (1e9): the size of the larger buffer over the time, and times `bus_factor`."""
+        # 0 s where nothing was timed (-n 0): no bandwidth rather than an infinite one.
         alg_bw = size_bytes * self.alg_factor(ranks) / 1e9 / seconds if seconds > 0 else 0.0
         return alg_bw, alg_bw * self.bus_factor(ranks)
 

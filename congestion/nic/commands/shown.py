@@ -43,6 +43,7 @@ def print_devices(devices: Sequence[Device]) -> None:
     ]
     headings = ["device", "NIC", "firmware", "rate", "link", "state", "netdev", "PCI", "NUMA", "nearest GPUs"]
     print_table("RDMA devices", [*headings, "RoCE v2 GIDs"], rows)
+    # Some ways are seen by root alone: those are named apart, for `none` would be wrong.
     ways = [[device.name, ", ".join(device.surfaces) or "-", ", ".join(device.closed) or "-"] for device in devices]
     print_table("How they can be set", ["device", "ways", "only root can say"], ways)
 
@@ -61,6 +62,7 @@ def print_plan(plan: Plan) -> None:
     if plan.cannots:
         lines = [[one.device, one.what, one.why, one.nearest] for one in plan.cannots]
         print_table("Cannot be had", ["device", "what", "why", "nearest"], lines)
+    # A fleet of one model says the same of each device: once is enough.
     for text in dict.fromkeys([*plan.notes, *_warnings(plan), *_unknown(plan.rows)]):
         print_note(text)
 
@@ -79,6 +81,7 @@ def print_note(text: str) -> None:
 
 def print_left(verb: str, cannots: Sequence[Cannot], rows: Sequence[Row]) -> None:
     """Print what was not done or looked at, and why: one line for what several devices have alike."""
+    # Twice grouped: what one device has for one reason, then the devices that have all of that alike.
     why: dict[tuple[str, str], list[str]] = {}
     for cannot in cannots:
         why.setdefault((cannot.device, cannot.why), []).append(cannot.what)
@@ -97,6 +100,7 @@ def to_script(plan: Plan, title: str) -> str:
     Undone is as `rollback` does it: the last change first, then what drivers must be told, then folders that were made.
     """
     lines = [_SCRIPT_HEAD.format(title=printable_line(title)) + FUNCTIONS]
+    # A list a change, in the order of the changes: what belongs together is undone together, the last one first.
     undo: list[list[str]] = []
     triggers: list[str] = []
     made: list[str] = []
@@ -107,13 +111,16 @@ def to_script(plan: Plan, title: str) -> str:
         if step.warning:
             lines.append(f"#   {printable_line(step.warning)}")
         if isinstance(step, FileStep):
+            # configfs: the folder of a port makes its files, so it is made before the first of them is written.
             if row.to_come and step.group not in made:
                 made.append(step.group)
                 lines.append(f"mkdir -p {shlex.quote('/' + step.group)}")
             lines.append(f"put {shlex.quote('/' + step.path)} {step.new}")
+            # A file of a folder that is made here has no old value: removing the folder undoes it.
             undo.append([] if row.to_come else _put_back(plan, row.old, step))
         elif isinstance(step, TriggerStep):
             lines.append(f"printf '1\\n' > {shlex.quote('/' + step.path)}")
+            # A driver that reads its settings when it is told to must be told again after they are put back.
             triggers += [] if step.group in made else [f"printf '1\\n' > {shlex.quote('/' + step.path)}"]
         elif isinstance(step, ToolStep) and step.setting is not None:
             lines.append(f"run {shlex.join(step.setting.change(row.old or '0', step.new))}")
@@ -126,6 +133,7 @@ def to_script(plan: Plan, title: str) -> str:
 
 def _put_back(plan: Plan, old: str | None, step: FileStep) -> list[str]:
     """A file's old value, and after it those of the files that the kernel changes with it."""
+    # The kernel writes these by itself when the first is written; without them undoing would leave its values.
     known = {row.step.path: row.old for row in plan.rows if isinstance(row.step, FileStep)}
     values = [(step.path, old), *((path, known[path]) for path in step.touches if path in known)]
     return [f"printf '%s\\n' {value or 'UNKNOWN'} > {shlex.quote('/' + path)}" for path, value in values]

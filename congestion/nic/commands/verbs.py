@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from netlayer.command import renamed_option
 from netlayer.errors import ConfigError
 
 _PATH = click.Path(path_type=Path)
@@ -38,7 +39,15 @@ _PLAN = (
     click.option("--window", type=click.IntRange(1, 128), default=16, show_default=True, help="On their way at once."),
     click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Bandwidths of each size."),
     click.option("--pings", type=click.IntRange(1), default=200, show_default=True, help="Messages of a latency."),
-    click.option("--timeout", type=click.IntRange(0, 31), default=14, show_default=True, help="T of 4.096 us * 2^T."),
+    click.option(
+        "--qp-timeout",
+        "timeout",
+        type=click.IntRange(0, 31),
+        default=14,
+        show_default=True,
+        help="T of 4.096 us * 2^T.",
+    ),
+    renamed_option("--timeout", "--qp-timeout", "timeout"),
     click.option(
         "--retry-cnt", type=click.IntRange(0, 7), default=7, show_default=True, help="Retries; rxe: 7 no end."
     ),
@@ -65,7 +74,7 @@ def verbs() -> None:
     Examples:
       netlayer nic verbs list
       netlayer nic verbs pair                           the first device to itself
-      netlayer nic verbs pair --device mlx5_0 --to mlx5_1 --size 1M --timeout 18
+      netlayer nic verbs pair --device mlx5_0 --to mlx5_1 --size 1M --qp-timeout 18
       netlayer nic verbs serve --listen 10.0.0.2        there
       netlayer nic verbs run 10.0.0.2 --device mlx5_0   here
     """
@@ -106,7 +115,7 @@ def pair(device: str | None, target: str | None, json_file: Path | None, gpu: in
     Examples:
       netlayer nic verbs pair
       netlayer nic verbs pair --device mlx5_0 --to mlx5_1 --size 1M --kind write
-      netlayer nic verbs pair --device mlx5_0 --timeout 18 --retry-cnt 7 --json pair.json
+      netlayer nic verbs pair --device mlx5_0 --qp-timeout 18 --retry-cnt 7 --json pair.json
     """
     from congestion.verbs.measure import measure_pair
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from netlayer.errors import ConfigError
+from netlayer.printing import escaped
 from trainer.data.dataset.folder import TokenFolder
 from trainer.data.dataset.megatron import MegatronTokens
-from trainer.data.dataset.vocabulary import open_tokenizer, printable, tokenizer_path
+from trainer.data.dataset.vocabulary import open_tokenizer, tokenizer_path
 
 _SHOWN_TOKENS = 64
 
@@ -57,5 +58,5 @@ def samples(
         document = sample * (dataset.num_documents - 1) // max(1, number - 1)
         start, end = dataset.document_start(document), dataset.document_start(document + 1)
         ids = dataset.read(start, min(end - start, _SHOWN_TOKENS)).tolist()
-        text = printable(tokenizer.decode(ids, skip_special_tokens=False)) if tokenizer else None
+        text = escaped(tokenizer.decode(ids, skip_special_tokens=False)) if tokenizer else None
         yield {"document": document, "tokens": end - start, "first_ids": ids[:16], "text": text}

@@ -95,8 +95,3 @@ def _configured_end(file: Path) -> str | None:
 def _examples(tokenizer: Tokenizer) -> str:
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     return f", such as {', '.join(special[:4])}" if special else ""
-
-
-def printable(text: str) -> str:
-    """Return `text` on one line, with an escape in place of every character that a terminal would not show."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
