@@ -7,9 +7,18 @@ with the 20 steps before it, which nothing disturbs, and the 20 after it; the ne
 The others get each rank's pieces as tensors of their own, for they cannot stage shards of our optimiser. Not covered:
 restores, and ByteCheckpoint, which takes modules of FSDP or DDP alone and no shards.
 
+`--ways parts` tells what of ours the steps feel. Four ways switch parts off: `none` saves nothing, which says how far
+two windows of 20 steps differ by themselves; `copy` is the snapshot alone; `digests` reads it for its digests and
+writes nothing; `writes` writes it without digests. Five are whole saves: `ours` as the job's defaults have it,
+`buffered` through the page cache, `paced` and `limited` with the rates of `--copy-gbps` and `--write-gbps`, `nice` at
+niceness 19.
+
 A row is a save: `stall_s` (the host's time in the call, and for ours an update's wait on the device), `ratio` (median
 of the 20 steps after it over that of the 20 before), `worst` (the longest of them over the same), `after` (each of them
-over the same, in order: the copy disturbs the first, the writer all until it is done), `save_s`, `gib`.
+over the same, in order), `copied_step` and `saved_step` (the step of those at whose end the copy was whole, and all was
+done; 0: later, or nobody knows), `save_s`, `gib`, `writer_cpu_s` (of all ranks' writers), `host` (counters of
+`bench.host_counters` a step, before and after, of the rank with the most), `dirty_gib` (largest at a step's end: pages
+that wait for the disk) and `grown_gib` (the largest fall of free memory).
 """
 
 from __future__ import annotations
@@ -21,10 +30,10 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import torch
@@ -32,6 +41,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from bench.host_counters import HostCounters, memory_bytes
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.config.tree import JobConfig, build_config
@@ -42,8 +52,10 @@ from netlayer.progress import Stages
 from netlayer.results import RunRecord, utc_now, write_text
 from netlayer.store.meeting import meeting_place
 from trainer.checkpoint.distcp import file_of
-from trainer.checkpoint.save import Failed, Published, Saver, open_saver
-from trainer.checkpoint.snapshot import ShardPlan
+from trainer.checkpoint.save import Failed, Published, Saver
+from trainer.checkpoint.snapshot import ShardPlan, Staging
+from trainer.checkpoint.writer import Write
+from trainer.checkpoint.writer_process import WriterProcess
 from trainer.notes import NotesInFlight
 from trainer.optim import build_optimizer
 from trainer.parallel import Batches, ParallelModel
@@ -52,8 +64,25 @@ from trainer.worker import init_process_groups
 
 WINDOW = 20
 """Steps before and after a save."""
-WAYS = ("ours", "async_save", "nvrx")
-USUAL_WAYS = WAYS[:2]
+_PART = ".measured.part"  # of a checkpoint that is never published
+PARTS: dict[str, Literal["digests", "writes"] | None] = {
+    "none": None,
+    "copy": None,
+    "digests": "writes",
+    "writes": "digests",
+}
+"""Ways that leave something out, by what the writer does without; None: it does not run."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "buffered": {"direct_io": False},
+    "paced": {},
+    "limited": {},
+    "nice": {"writer_nice": 19},
+}
+"""Ways of saving as we do, by what is set in job.checkpoint."""
+WAYS = (*PARTS, *SETTINGS, "async_save", "nvrx")
+USUAL_WAYS = ("ours", "async_save")
+PARTS_WAYS = (*PARTS, *SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -69,6 +98,12 @@ class SaveRow:
     save_s: float
     gib: float
     after: Sequence[float] = ()
+    copied_step: int = 0
+    saved_step: int = 0
+    writer_cpu_s: float = 0.0
+    host: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    dirty_gib: float = 0.0
+    grown_gib: float = 0.0
 
 
 @click.command()
@@ -80,7 +115,22 @@ class SaveRow:
 @click.option("--micro-batches", type=click.IntRange(1), default=4, show_default=True, help="Of one sequence, a step.")
 @click.option("--turns", type=click.IntRange(1), default=5, show_default=True, help="Saves of each way.")
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="New folder on the storage to measure.")
-@click.option("--ways", default=",".join(USUAL_WAYS), show_default=True, help=f"Of {', '.join(WAYS)}; comma-separated.")
+@click.option(
+    "--ways",
+    default=",".join(USUAL_WAYS),
+    show_default=True,
+    help=f"Of {', '.join(WAYS)}; comma-separated. parts: all but the last two.",
+)
+@click.option(
+    "--copy-gbps", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, help="Of `paced`, a rank."
+)
+@click.option(
+    "--write-gbps",
+    type=click.FloatRange(0, min_open=True),
+    default=0.5,
+    show_default=True,
+    help="Of `limited`, a rank.",
+)
 def command(
     options: RunOptions,
     model: str,
@@ -91,12 +141,15 @@ def command(
     turns: int,
     folder: Path,
     ways: str,
+    copy_gbps: float,
+    write_gbps: float,
 ) -> None:
     """Measure the stall of checkpoints, and the steps after each against undisturbed ones.
 
     \b
     Examples:
       python -m bench.checkpoint_stall --folder /mnt/nvme/stall --ranks 4 --json stall.json
+      python -m bench.checkpoint_stall --folder /mnt/nvme/stall --ranks 2 --layers 16 --ways parts --json parts.json
       python -m bench.checkpoint_stall --folder /tmp/stall --ranks 2 --backend gloo --model 1m --turns 2
     """
     started = utc_now()
@@ -113,7 +166,8 @@ def command(
             stages.say(message)
             bar(len(rows), turns * len(names), "")
 
-        arguments = (job, place.init_method("stall"), backend, folder, turns, names)
+        rates = {"paced": {"copy_gbps": copy_gbps}, "limited": {"write_gbps": write_gbps}}
+        arguments = (job, place.init_method("stall"), backend, folder, turns, names, rates)
         launch(measure, ranks, args=arguments, log_dir=folder / "logs", on_message=on_message)
     if options.json_file:
         settings = {"model": model, "layers": layers, "ranks": ranks, "micro_batches": micro_batches, "turns": turns}
@@ -123,7 +177,14 @@ def command(
             rows=[dataclasses.asdict(row) for row in rows],
             started_utc=started,
             ended_utc=utc_now(),
-            arguments={**options.arguments(), **settings, "ways": ways, "backend": backend},
+            arguments={
+                **options.arguments(),
+                **settings,
+                "ways": ways,
+                "backend": backend,
+                "copy_gbps": copy_gbps,
+                "write_gbps": write_gbps,
+            },
             environment=environ.snapshot(options.seed),
         )
         write_text(options.json_file, record.to_json())
@@ -138,7 +199,7 @@ def read_ways(text: str, backend: str) -> list[str]:
         ConfigError: one is none.
         HardwareMissing: its package is not installed, or it needs GPUs.
     """
-    names = [name.strip() for name in text.split(",")]
+    names = list(PARTS_WAYS) if text == "parts" else [name.strip() for name in text.split(",")]
     unknown = next((name for name in names if name not in WAYS), None)
     if unknown is not None:
         raise ConfigError("--ways", unknown, f"is none of {', '.join(WAYS)}", "name some of them")
@@ -163,7 +224,7 @@ def job_of(model: str, layers: int | None, ranks: int, micro_batches: int) -> Jo
 
 def table(rows: Sequence[SaveRow]) -> str:
     """Return a line a way: median and largest stall, and the steps after it."""
-    columns = f"{'stall median s':>16}{'max s':>8}{'steps after':>13}{'worst':>8}{'save s':>8}{'GiB':>8}"
+    columns = f"{'stall median s':>16}{'max s':>8}{'steps after':>13}{'worst':>8}{'save s':>8}{'CPU s':>8}{'GiB':>8}"
     lines = [f"{'way':<12}{'saves':>6}{columns}"]
     for way in dict.fromkeys(row.way for row in rows):
         own = [row for row in rows if row.way == way]
@@ -171,7 +232,8 @@ def table(rows: Sequence[SaveRow]) -> str:
         lines.append(
             f"{way:<12}{len(own):>6}{statistics.median(stalls):>16.3f}{max(stalls):>8.3f}"
             f"{statistics.median(row.ratio for row in own):>13.4f}{max(row.worst for row in own):>8.2f}"
-            f"{statistics.median(row.save_s for row in own):>8.1f}{own[0].gib:>8.2f}"
+            f"{statistics.median(row.save_s for row in own):>8.1f}"
+            f"{statistics.median(row.writer_cpu_s for row in own):>8.1f}{own[0].gib:>8.2f}"
         )
     return "\n".join(lines)
 
@@ -180,7 +242,14 @@ def table(rows: Sequence[SaveRow]) -> str:
 
 
 def measure(
-    context: RankContext, job: JobConfig, url: str, backend: str, folder: Path, turns: int, ways: Sequence[str]
+    context: RankContext,
+    job: JobConfig,
+    url: str,
+    backend: str,
+    folder: Path,
+    turns: int,
+    ways: Sequence[str],
+    rates: Mapping[str, Mapping[str, float]],
 ) -> None:
     """Train, and save by each way in turns; rank 0 reports a row a save."""
 
@@ -192,34 +261,12 @@ def measure(
         torch.set_num_threads(1)
     place, groups = init_process_groups(context, job, url, backend)
     training = _Training(job, place.rank, place.device, groups, folder, ways)
-    saves: dict[str, Callable[[], Callable[[], float | None]]] = {
-        "ours": training.ours,
-        "async_save": training.async_save,
-        "nvrx": training.nvrx,
-    }
     training.steps(5)
     say(f"{training.gib:.1f} GiB to save on {job.parallel.dp} ranks")
     for turn in range(turns):
         for way in ways:
-            before = training.steps(WINDOW)
-            begun_s = time.perf_counter()
-            is_done = saves[way]()
-            stall_s, save_s = time.perf_counter() - begun_s, None
-            say(f"{way}, turn {turn + 1}: the call took {stall_s:.3f} s; steps of {statistics.median(before):.3f} s")
-            after = []
-            for _ in range(WINDOW):
-                after += training.steps(1)
-                save_s = save_s if save_s is not None else is_done()
-            while save_s is None:  # the next turn is not to be disturbed by it
-                training.steps(1)
-                save_s = is_done()
-            stall_s += training.device_wait_s()
-            usual = statistics.median(before)
-            own = [stall_s, save_s, usual, *(seconds / usual for seconds in after)]
-            stall_s, save_s, usual, *ratios = (max(each) for each in zip(*training.everyones(own), strict=True))
-            ratio, worst = statistics.median(ratios), max(ratios)
+            row = _measure_save(training, way, turn, rates.get(way, {}), say)
             if context.env.rank == 0:
-                row = SaveRow(way, turn, usual * 1e3, stall_s, ratio, worst, save_s, training.gib, ratios)
                 context.report(row)
             training.forget(way)
     training.close()
@@ -227,8 +274,67 @@ def measure(
         dist.destroy_process_group()
 
 
+def _measure_save(
+    training: _Training, way: str, turn: int, rates: Mapping[str, float], say: Callable[[str], None]
+) -> SaveRow:
+    """Take the steps before, save, and take the steps after, and more until the save is done."""
+    if way in SETTINGS:
+        training.set_limits({**SETTINGS[way], **rates})
+    counters = [HostCounters.read()]
+    before = training.steps(WINDOW)
+    counters.append(HostCounters.read())
+    (free_bytes,) = memory_bytes("MemFree")
+    begun_s = time.perf_counter()
+    is_done = training.begin(way)
+    stall_s, save_s = time.perf_counter() - begun_s, None
+    say(f"{way}, turn {turn + 1}: the call took {stall_s:.3f} s; steps of {statistics.median(before):.3f} s")
+    counters.append(HostCounters.read())
+    after: list[float] = []
+    copied_step = saved_step = dirty_bytes = grown_bytes = 0
+    for number in range(1, WINDOW + 1):
+        after += training.steps(1)
+        dirty, writeback, free = memory_bytes("Dirty", "Writeback", "MemFree")
+        dirty_bytes, grown_bytes = max(dirty_bytes, dirty + writeback), max(grown_bytes, free_bytes - free)
+        if save_s is None:
+            save_s = is_done()
+            saved_step = number if save_s is not None else 0
+        if not copied_step and training.is_copied(way):
+            copied_step = number
+    counters.append(HostCounters.read())
+    while save_s is None:  # the next turn is not to be disturbed by it
+        training.steps(1)
+        save_s = is_done()
+    stall_s += training.device_wait_s()
+    usual = statistics.median(before)
+    spans = [dataclasses.astuple(each) for each in counters]
+    host = [(end - begin) / WINDOW for at in (0, 2) for begin, end in zip(spans[at], spans[at + 1], strict=True)]
+    gib = [dirty_bytes / 2**30, grown_bytes / 2**30]
+    own = [stall_s, save_s, usual, training.writer_cpu_s, *gib, *host, *(seconds / usual for seconds in after)]
+    everyones = training.everyones(own)
+    stall_s, save_s, usual, _, dirty_gib, grown_gib, *rest = (max(each) for each in zip(*everyones, strict=True))
+    names = [each.name for each in dataclasses.fields(HostCounters)]
+    ratios = rest[2 * len(names) :]
+    return SaveRow(
+        way,
+        turn,
+        usual * 1e3,
+        stall_s,
+        statistics.median(ratios),
+        max(ratios),
+        save_s,
+        training.gib,
+        ratios,
+        copied_step,
+        saved_step,
+        sum(each[3] for each in everyones),
+        {name: (rest[at], rest[at + len(names)]) for at, name in enumerate(names)},
+        dirty_gib,
+        grown_gib,
+    )
+
+
 class _Training:
-    """One rank's model, its steps on made-up tokens, and the two ways to save it."""
+    """One rank's model, its steps on made-up tokens, and the ways to save it."""
 
     def __init__(
         self, job: JobConfig, rank: int, device: torch.device, groups: Any, folder: Path, ways: Sequence[str]
@@ -242,12 +348,15 @@ class _Training:
         tokens = torch.randint(job.model.vocab_size, size, generator=generator).to(device)
         self._batches: Batches = [(each[:, :-1], each[:, 1:]) for each in tokens]
         self._saver: Saver | None = None
+        self._staging: Staging | None = None
+        self._writer: WriterProcess | None = None
         self._calls: Any = None
-        if "ours" in ways:  # before the first step, as training does: memory for snapshots takes its time
-            self._saver, line = open_saver(self._model, self._optimizers, folder / "ours", None, beside=True)
-            if line:
-                raise CheckFailed(line)
+        self.writer_cpu_s = 0.0
+        """Of the last save: processor time of this rank's writer, where it says."""
         self._plan = ShardPlan(self._model, self._optimizers, file_of(rank))
+        # Before the first step, as training does: memory for snapshots takes its time.
+        if any(way in SETTINGS or way in PARTS for way in ways):
+            self._open_staging(ways)
         self.gib = sum(each[0] for each in self.everyones([float(self._plan.num_bytes)])) / 2**30
         # torch's own wants a group that the CPU can talk over.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -270,6 +379,73 @@ class _Training:
             seconds.append(time.perf_counter() - begun_s)
         return seconds
 
+    def _open_staging(self, ways: Sequence[str]) -> None:
+        try:
+            self._staging = Staging(self._plan, self._model, self._optimizers)
+        except (OSError, MemoryError) as exc:
+            raise CheckFailed(f"rank {self._rank}: the host has no room for a snapshot ({exc})") from exc
+        if any(way in SETTINGS for way in ways):
+            self._saver = Saver(
+                self._model,
+                self._optimizers,
+                self._folder / "ours",
+                plan=self._plan,
+                staging=self._staging,
+                token="bench",
+            )
+        if any(PARTS.get(way) for way in ways):
+            config = self._model.job.checkpoint
+            self._writer = WriterProcess(self._plan, self._staging, nice=config.writer_nice, direct=config.direct_io)
+            if self._rank == 0:
+                (self._folder / "parts" / _PART).mkdir(parents=True)
+            self._model.wait_for_all()
+
+    def set_limits(self, settings: Mapping[str, Any]) -> None:
+        """Have our own saves go on with other settings of job.checkpoint."""
+        assert self._saver is not None
+        self._saver.set_limits(self._model.job.checkpoint.model_copy(update=dict(settings)))
+
+    def begin(self, way: str) -> Callable[[], float | None]:
+        """Save by a way; return what says how long it took, once it is done on all ranks: every rank calls it."""
+        self.writer_cpu_s = 0.0
+        if way == "none":
+            return lambda: 0.0
+        if way in PARTS:
+            return self._part(PARTS[way])
+        return {"async_save": self.async_save, "nvrx": self.nvrx}.get(way, self.ours)()
+
+    def is_copied(self, way: str) -> bool:
+        """Whether the snapshot of a way of ours is whole."""
+        return way != "none" and way in PARTS_WAYS and self._staging is not None and self._staging.is_copied
+
+    def _part(self, without: Literal["digests", "writes"] | None) -> Callable[[], float | None]:
+        """Take a snapshot, and have the writer do a part of its work; None: nothing. Nothing is published."""
+        staging, writer = self._staging, self._writer
+        assert staging is not None
+        begun_s = time.perf_counter()
+        staging.take()
+        state = {"is_started": False, "is_done": False}
+
+        def seconds() -> float | None:
+            if not state["is_done"] and staging.is_copied:
+                if without is None:
+                    state["is_done"] = True
+                elif writer is not None and not state["is_started"]:
+                    command = Write(_PART, self._plan.file, rate_bps=0.0, without=without)
+                    writer.start(command, str(self._folder / "parts"))
+                    state["is_started"] = True
+                elif writer is not None:
+                    reply = writer.reply(waits=False)
+                    if reply is not None and reply.errno:
+                        raise CheckFailed(f"rank {self._rank}: the writer has failed ({reply.text})")
+                    if reply is not None:
+                        self.writer_cpu_s, state["is_done"] = reply.cpu_s, True
+            # Together: a rank that ended its turn alone would leave the others in a step.
+            done = min(each[0] for each in self.everyones([float(state["is_done"])]))
+            return time.perf_counter() - begun_s if done else None
+
+        return seconds
+
     def ours(self) -> Callable[[], float | None]:
         """Save beside the training; return what says how long it took, once it is done."""
         saver = self._saver
@@ -281,7 +457,10 @@ class _Training:
             if failed is not None:
                 raise failed.error
             done = [each for each in saver.outcomes if isinstance(each, Published)]
-            return done[-1].seconds if done and saver.stage == "idle" else None
+            if not done or saver.stage != "idle":
+                return None
+            self.writer_cpu_s = done[-1].cpu_s
+            return done[-1].seconds
 
         return seconds
 
@@ -343,15 +522,22 @@ class _Training:
         if self._saver is not None:
             self._saver.outcomes.clear()
         self._model.wait_for_all()
-        if way != "ours" and self._rank == 0:
+        if self._rank == 0 and way in PARTS:
+            for path in (self._folder / "parts").glob(f"{_PART}/*"):
+                path.unlink()
+        elif self._rank == 0 and way not in SETTINGS:
             shutil.rmtree(self._folder / way, ignore_errors=True)
         self._model.wait_for_all()
 
     def close(self) -> None:
         if self._calls is not None:
             self._calls.close()
+        if self._writer is not None:
+            self._writer.close()
         if self._saver is not None:
             self._saver.close()
+        if self._staging is not None:
+            self._staging.close()
         self._steps.close()
         self._model.close()
 

@@ -186,7 +186,15 @@ def available_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     import psutil  # here: `--help` needs none of it
 
     available: int = psutil.virtual_memory().available
-    return min([available, *_cgroup_room(cgroups)])
+    return min([available, *(room for _, room in _cgroup_memory(cgroups))])
+
+
+def total_memory_bytes(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this host has, or that this cgroup may use at most."""
+    import psutil
+
+    total: int = psutil.virtual_memory().total
+    return min([total, *(limit for limit, _ in _cgroup_memory(cgroups))])
 
 
 def check_loopback() -> None:
@@ -271,8 +279,11 @@ def check_package(name: str) -> None:
     )
 
 
-def _cgroup_room(root: Path) -> Iterator[int]:
-    """Limit less use of this process's memory cgroup and of those above it; page cache that can go is not use."""
+def _cgroup_memory(root: Path) -> Iterator[tuple[int, int]]:
+    """Limit, and limit less use, of this process's memory cgroup and of those above it.
+
+    Page cache that can go is not use.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # no Linux
@@ -292,7 +303,7 @@ def _cgroup_room(root: Path) -> Iterator[int]:
                 continue
             if limit.isdigit():  # else `max`
                 cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-                yield max(0, int(limit) - int(used) + cache)
+                yield int(limit), max(0, int(limit) - int(used) + cache)
 
 
 def _torch() -> Finding:

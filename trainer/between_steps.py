@@ -128,6 +128,7 @@ class BetweenSteps:
             elif isinstance(outcome, checkpoint.Published):
                 self._retry_due = False
                 row["checkpoint_save_s"] += outcome.seconds
+                row["checkpoint_cpu_s"] += outcome.cpu_s
                 if self._trainer.place.rank == 0:
                     size = format_size(outcome.num_bytes)
                     logger.info("checkpoint: %s, %s in %.1f s", outcome.path, size, outcome.seconds)

@@ -512,6 +512,7 @@ class Trainer:
             "checkpoint_s": 0.0,
             "checkpoint_stall_s": 0.0,
             "checkpoint_save_s": 0.0,
+            "checkpoint_cpu_s": 0.0,
             "checkpoint_failures": 0,
         }
         if self.copies_beside:

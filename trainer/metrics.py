@@ -63,6 +63,7 @@ _COUNTERS = {
     "checkpoint_seconds": "time in which training waited for checkpoints, since this start",
     "checkpoint_stall_seconds": "time that checkpoints have cost the training, those beside it too, since this start",
     "checkpoint_save_seconds": "time that checkpoints beside the training took, since this start",
+    "checkpoint_cpu_seconds": "processor time of the first rank's writer of checkpoints, since this start",
     "peer_copy_failures": "copies in the memory of other machines that failed, since this start",
     "peer_copy_stall_seconds": "time that peer copies alone have cost the training, since this start",
     "peer_copy_save_seconds": "time that peer copies took beside the training, since this start",
@@ -211,6 +212,7 @@ class _Metrics:
             self._totals["checkpoint_seconds"] += row["checkpoint_s"]
             self._totals["checkpoint_stall_seconds"] += row["checkpoint_stall_s"]
             self._totals["checkpoint_save_seconds"] += row["checkpoint_save_s"]
+            self._totals["checkpoint_cpu_seconds"] += row["checkpoint_cpu_s"]
             for name, column in _COPIES.items():
                 self._totals[name] += row.get(column, 0)
             self._totals["evaluation_seconds"] += row["eval_s"]

@@ -22,7 +22,7 @@ from netlayer.errors import ConfigError
 from netlayer.launch.rank import RankEnv
 from netlayer.nccl.environment import Choice, for_ranks
 from netlayer.workload.fit import check_room, in_room, settle, with_overlap
-from netlayer.workload.memory import estimate, gib
+from netlayer.workload.memory import estimate, gib, snapshot_bytes
 from netlayer.workload.model_size import stage_elements
 from trainer.checkpoint.meta import check_model, check_same_text, find, resume_notes, seed_of
 from trainer.checkpoint.names import TOKENIZER
@@ -267,7 +267,8 @@ def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig,
     """Return the job as it fits, its defaults stepped down for that, and one line that says what it will take.
 
     Raises:
-        ConfigError: the ranks together need more than this machine has free, or one more than its GPU has.
+        ConfigError: the ranks together need more than this machine has free, or one more than its GPU has; snapshots
+            for checkpoints need more than this machine has.
     """
     # On the CPU all ranks share the machine's memory; on GPUs each has a card of its own.
     there, where = _room(backend)
@@ -284,13 +285,28 @@ def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig,
     elif backend == "nccl":
         line += f"; with CUDA, NCCL, what peers copy and fragments {gib(needed.reserved)}"
     # Nobody could say what is free (no GPU to ask, no /proc): the line is printed, and nothing is refused.
-    if not there:
-        return fitted, line
-    line += f"; {where} {gib(there)}"
-    if settings:
-        line += f", for which it sets {settings}"
-    check_room(job, line, there, sharing, is_card=backend == "nccl")
-    return fitted, line
+    if there:
+        line += f"; {where} {gib(there)}"
+        if settings:
+            line += f", for which it sets {settings}"
+        check_room(job, line, there, sharing, is_card=backend == "nccl")
+    return fitted, line + check_snapshots(job, ranks)
+
+
+def check_snapshots(job: JobConfig, ranks: int) -> str:
+    """Return what snapshots of this machine's ranks take of its memory, to be added to a line; "": there are none.
+
+    A host that has the memory, and not free, is none of this: its saves wait (`trainer.checkpoint.save.open_saver`).
+
+    Raises:
+        ConfigError: it has less in all.
+    """
+    needed, there = snapshot_bytes(job) * ranks, environ.total_memory_bytes()
+    if needed > there:
+        rule = f"needs {gib(needed)} of the host's memory for snapshots of {ranks} ranks, and this one has {gib(there)}"
+        remedy = "set it to false, so that training waits for saves, or use more machines"
+        raise ConfigError("job.checkpoint.asynchronous", True, rule, remedy)
+    return f"; snapshots for checkpoints take {gib(needed)} of the host's memory" if needed else ""
 
 
 def _room(backend: Backend) -> tuple[int, str]:

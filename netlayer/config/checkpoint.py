@@ -26,6 +26,18 @@ class CheckpointConfig(Section):
     asynchronous: bool = Field(
         True, description="copy the state to the host under the next step, and write it beside the training"
     )
+    copy_gbps: float = Field(
+        0.0, ge=0, description="limit of a rank's copy to the host, GB/s, which spreads it over a step; 0: none"
+    )
+    write_gbps: float = Field(
+        0.0, ge=0, description="limit of what a rank's process writes to storage, GB/s; 0: none, as fast as it goes"
+    )
+    direct_io: bool = Field(
+        True, description="write past the page cache where the file system can (O_DIRECT), on a disk of this machine"
+    )
+    writer_nice: int = Field(
+        5, ge=0, le=19, description="niceness of the processes that write, and of their disk accesses"
+    )
     folder: str = Field(
         "", description="folder or URL (s3://, gs://, hdfs://) of the checkpoints; none: checkpoints/ of the output"
     )

@@ -165,6 +165,18 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     )
 
 
+def snapshot_bytes(job: JobConfig) -> int:
+    """Return the host's memory that a rank's snapshot for checkpoints beside the training takes, page-locked; or 0.
+
+    Of the pipeline stage with the most: its share of the masters, and two moments an element.
+    """
+    config = job.checkpoint
+    if not config.asynchronous or not (config.every_steps or config.copy_interval):
+        return 0
+    elements = max(stage_elements(job, stage) for stage in range(job.parallel.pp))
+    return 3 * -(-elements // job.parallel.dp) * DTYPE_BYTES[master_dtype(job)]
+
+
 def _mastered_elements(job: JobConfig, stage: int, elements: int) -> int:
     """Return the elements whose masters lie apart: all of another dtype, and what is freed; else none."""
     if DTYPE_BYTES[job.model.dtype] < DTYPE_BYTES[master_dtype(job)]:

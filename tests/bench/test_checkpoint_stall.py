@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.checkpoint_stall import USUAL_WAYS, SaveRow, command, table
+from bench.checkpoint_stall import PARTS_WAYS, USUAL_WAYS, SaveRow, command, table
 from netlayer.errors import NetlayerError
 
 
@@ -24,6 +24,22 @@ def test_both_ways_save_in_turns(tmp_path: Path) -> None:
     assert [(row["way"], row["turn"]) for row in rows] == [(way, turn) for turn in range(2) for way in USUAL_WAYS]
     assert all(row["save_s"] > 0 and row["gib"] > 0 for row in rows)
     assert [path.name[:5] for path in (tmp_path / "out" / "ours").iterdir()] == ["step-"] * 2
+
+
+@pytest.mark.slow(minutes=3)
+def test_every_part_is_measured_by_itself(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    options = ["--ranks", "2", "--backend", "gloo", "--model", "1m", "--layers", "2", "--micro-batches", "1"]
+    options += ["--turns", "1", "--ways", "parts", "--write-gbps", "0.05", "--json", str(record)]
+    result = CliRunner().invoke(command, ["--folder", str(tmp_path / "out"), *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    rows = {row["way"]: row for row in json.loads(record.read_text())["rows"]}
+    assert list(rows) == list(PARTS_WAYS)
+    assert all(rows[way]["writer_cpu_s"] == 0 for way in ("none", "copy"))
+    assert all(row["writer_cpu_s"] > 0 for way, row in rows.items() if way not in ("none", "copy"))
+    assert all(row["copied_step"] > 0 for way, row in rows.items() if way != "none")
+    assert rows["limited"]["save_s"] > rows["limited"]["gib"] / 2 * 2**30 / 0.05e9  # two ranks at once
+    assert list((tmp_path / "out" / "parts").glob("*/*")) == []
 
 
 @pytest.mark.parametrize(("ways", "code"), [("ours,theirs", 2), ("nvrx", 3)])

@@ -501,3 +501,20 @@ def test_a_model_is_made_bucket_by_bucket() -> None:
     found = estimate(job.model_copy(update={"parallel": parallel, "batch": batch}))
     assert found.total < 3 * num_parameters(job.model)
     assert "construction" not in found.parts()
+
+
+def test_snapshots_are_in_the_estimate_and_refused_where_no_host_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of("h200x8")
+    saving = job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"every_steps": 10})})
+    monkeypatch.setattr(environ, "usable_gpus", lambda: [Gpu(0, "a card", 143_771, "1")] * 8)
+    needed = 8 * 12 * -(-num_parameters(job.model) // 8)
+    monkeypatch.setattr(environ, "total_memory_bytes", lambda: 2 * needed)
+    assert "snapshots" not in check_memory(job, 8, "nccl")
+    assert f"; snapshots for checkpoints take {needed / 2**30:.1f} GiB of the host's memory" in check_memory(
+        saving, 8, "nccl"
+    )
+    monkeypatch.setattr(environ, "total_memory_bytes", lambda: needed - 2**20)
+    with pytest.raises(ConfigError, match=r"^job\.checkpoint\.asynchronous = True: needs .* snapshots of 8 ranks"):
+        check_memory(saving, 8, "nccl")
+    waiting = saving.checkpoint.model_copy(update={"asynchronous": False})
+    check_memory(saving.model_copy(update={"checkpoint": waiting}), 8, "nccl")

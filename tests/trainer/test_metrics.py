@@ -18,7 +18,7 @@ from trainer.metrics import check_metrics, open_sinks
 
 ROW = {"step": 3, "loss": 2.5, "step_ms": 12.0, "tokens_per_s": 1000.0, "memory_gib": 0.5, "mfu_full": None}
 ROW |= {"eval_s": 0.0, "checkpoint_s": 0.0, "checkpoint_failures": 0}
-ROW |= {"checkpoint_stall_s": 0.0, "checkpoint_save_s": 0.0}
+ROW |= {"checkpoint_stall_s": 0.0, "checkpoint_save_s": 0.0, "checkpoint_cpu_s": 0.0}
 
 
 def free_port() -> int:
@@ -53,16 +53,17 @@ def test_prometheus_gets_the_last_row_the_last_evaluation_and_sums(
     port = free_port()
     counted = {"steps": 0, "tokens": 0, "restarts": 2, "checkpoint_failures": 0}
     counted |= {"checkpoint_seconds": 0, "evaluation_seconds": 0}
-    counted |= {"checkpoint_stall_seconds": 0, "checkpoint_save_seconds": 0}
+    counted |= {"checkpoint_stall_seconds": 0, "checkpoint_save_seconds": 0, "checkpoint_cpu_seconds": 0}
     counted |= {"peer_copy_failures": 0, "peer_copy_stall_seconds": 0, "peer_copy_save_seconds": 0}
     with open_sinks(MetricsConfig(prometheus_port=port), "tiny", tmp_path, 2, 2) as [sink]:
         assert gauges(port) == named({f"{name}_total": value for name, value in counted.items()})
         sink.add({**ROW, "step": 3, "loss": 9.0, "checkpoint_failures": 1, "checkpoint_s": 1.5})
-        sink.add({**ROW, "step": 3, "loss": 9.0, "step_ms": 0.0, "checkpoint_stall_s": 0.5, "checkpoint_save_s": 30.0})
+        saved = {"checkpoint_stall_s": 0.5, "checkpoint_save_s": 30.0, "checkpoint_cpu_s": 9.0}
+        sink.add({**ROW, "step": 3, "loss": 9.0, "step_ms": 0.0, **saved})
         sink.add({"step": 3, "validation_loss": 2.75, "eval_s": 0.25})
         sink.add({**ROW, "step": 4, "eval_s": 0.25, "peer_failures": 1, "peer_stall_s": 0.25, "peer_save_s": 2.0})
         counted |= {"steps": 3, "tokens": 24, "checkpoint_failures": 1}
-        counted |= {"checkpoint_stall_seconds": 0.5, "checkpoint_save_seconds": 30.0}
+        counted |= {"checkpoint_stall_seconds": 0.5, "checkpoint_save_seconds": 30.0, "checkpoint_cpu_seconds": 9.0}
         counted |= {"checkpoint_seconds": 1.5, "evaluation_seconds": 0.25}
         counted |= {"peer_copy_failures": 1, "peer_copy_stall_seconds": 0.25, "peer_copy_save_seconds": 2.0}
         last = {"step": 4, "loss": 2.5, "step_seconds": 0.012, "tokens_per_second": 1000, "memory_bytes": 2**29}
@@ -96,7 +97,7 @@ def test_names_follow_the_conventions_of_prometheus(tmp_path: Path) -> None:
     helped = set(re.findall(r"^# HELP (\S+) \S.*$", text, re.MULTILINE))
     samples = re.findall(r"^([^#{\s]+)\{", text, re.MULTILINE)
     assert helped == kinds.keys() == set(samples)
-    assert len(samples) == len(kinds) == 23
+    assert len(samples) == len(kinds) == 24
     for name, kind in kinds.items():
         assert re.fullmatch(r"netlayer_train(_[a-z]+)+", name), name
         assert name.endswith("_total") == (kind == "counter"), name

@@ -8,20 +8,23 @@ mark. The digest of this trailer lies in `meta.json`. Needs no torch: the proces
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from zlib import crc32
 
-from trainer.checkpoint.digest import digest
+from trainer.checkpoint.digest import crc32, digest
 
 SUFFIX = ".distcp"
 _MARK = b"netlayer"
 _LENGTH_BYTES = 8
 _END = _LENGTH_BYTES + len(_MARK)
 _MAX_TRAILER_BYTES = 1 << 30
+_CHUNK_BYTES = 4 << 20
+"""Written and digested together: what the second of the two reads is still in the processor's cache."""
+_SMALL_BYTES = 64 << 10
+"""Digested in less time than another thread takes to begin."""
 
 Read = Callable[[int, int], bytes]
 """Read (offset, length) of a file."""
@@ -46,25 +49,40 @@ class ItemWriter:
 
     Args:
         stream: open for writing, at its start; stays open.
-        on_write: called with the number of bytes after each piece.
+        on_write: called with the number of bytes after each piece, or 4 MiB of it.
+        has_digests: False: each is 0, and the file none that a reader takes as whole; for measurements.
     """
 
-    def __init__(self, stream: IO[bytes], on_write: Callable[[int], None] = lambda _num_bytes: None) -> None:
+    def __init__(
+        self,
+        stream: IO[bytes],
+        on_write: Callable[[int], None] = lambda _num_bytes: None,
+        *,
+        has_digests: bool = True,
+    ) -> None:
         self._stream, self._on_write = stream, on_write
+        self._crc32: Callable[[bytes | memoryview, int], int] = crc32 if has_digests else lambda _chunk, _crc: 0
         self._thread = ThreadPoolExecutor(1, "digests")
         self.places: list[Extent] = []
         self.num_bytes = 0
 
     def add(self, pieces: Sequence[bytes | memoryview]) -> Extent:
         """Write one item, which is these pieces one after the other."""
-        # zlib lets go of the interpreter's lock, and so does a write: both take about as long.
-        crc = self._thread.submit(_crc_of, pieces)
-        length = 0
+        crc = length = 0
         for piece in pieces:
-            self._stream.write(piece)
-            length += len(piece)
-            self._on_write(len(piece))
-        place = Extent(self.num_bytes, length, crc.result())
+            for start in range(0, len(piece), _CHUNK_BYTES):
+                chunk = piece[start : start + _CHUNK_BYTES] if len(piece) > _CHUNK_BYTES else piece
+                if len(chunk) < _SMALL_BYTES:
+                    crc = self._crc32(chunk, crc)
+                    self._stream.write(chunk)
+                else:
+                    # A digest lets go of the interpreter's lock, and so does a write.
+                    later = self._thread.submit(self._crc32, chunk, crc)
+                    self._stream.write(chunk)
+                    crc = later.result()
+                length += len(chunk)
+                self._on_write(len(chunk))
+        place = Extent(self.num_bytes, length, crc)
         self.places.append(place)
         self.num_bytes += length
         return place
@@ -80,13 +98,6 @@ class ItemWriter:
     def close(self) -> None:
         """End the thread; twice is once."""
         self._thread.shutdown()
-
-
-def _crc_of(pieces: Iterable[bytes | memoryview]) -> int:
-    crc = 0
-    for piece in pieces:
-        crc = crc32(piece, crc)
-    return crc
 
 
 def read_trailer(size: int, read: Read) -> tuple[str, list[Extent]]:

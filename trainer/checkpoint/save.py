@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from netlayer.config.checkpoint import CheckpointConfig
 from netlayer.errors import FULL_DISK, CheckFailed, ConfigError
 from netlayer.units import format_size
 from netlayer.workload.model_size import stage_elements
@@ -112,6 +113,7 @@ class Published:
         seconds: from its snapshot to its name, beside the training.
         num_bytes: of its files of tensors; 0 on all ranks but the first.
         is_peers: it lies in the memory of the run's machines.
+        cpu_s: of a processor that this rank's writer took; 0 where this process wrote.
     """
 
     step: int
@@ -119,6 +121,7 @@ class Published:
     seconds: float
     num_bytes: int
     is_peers: bool = False
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class _Save:
     targets: list[Target]  # still to come, the one under way first
     part: str = ""
     is_verified: bool = False
+    cpu_s: float = 0.0
 
     @property
     def target(self) -> Target:
@@ -172,14 +176,16 @@ class Saver:
         staging: Staging | None = None,
         token: str = "",
     ) -> None:
-        config = model.job.checkpoint
+        config = self._config = model.job.checkpoint
         self._model, self._text, self._rank = model, text, model.world.rank
         self._storage = Target(str(folder), config.keep, config.keep_every_steps)
         self._peers: Target | None = None
         self._plan = plan or ShardPlan(model, optimizers, file_of(self._rank))
         self._staging, self._token = staging, token
         self._writer: Writer = (
-            WriterProcess(self._plan, staging) if staging else InlineWriter(str(folder), self._plan.pieces)
+            WriterProcess(self._plan, staging, nice=config.writer_nice, direct=config.direct_io)
+            if staging
+            else InlineWriter(str(folder), self._plan.pieces)
         )
         self.stage: Stage = "idle"
         self.epoch = 0
@@ -204,6 +210,18 @@ class Saver:
         """Have `begin` know the memory of the run's machines as a place too; saves must run beside the training."""
         assert self.is_beside
         self._peers = Target(location, self._model.job.checkpoint.peer_keep, 0, is_peers=True)
+
+    def set_limits(self, config: CheckpointConfig) -> None:
+        """Save from now on with other rates, niceness and way to the disk, for measurements; no save is under way.
+
+        Args:
+            config: see its `copy_gbps`, `write_gbps`, `direct_io` and `writer_nice`.
+        """
+        assert self.stage == "idle"
+        assert self._staging is not None
+        self._config, self._staging.copy_bps = config, config.copy_gbps * 1e9
+        self._writer.close()
+        self._writer = WriterProcess(self._plan, self._staging, nice=config.writer_nice, direct=config.direct_io)
 
     @property
     def own_bytes(self) -> int:
@@ -242,6 +260,7 @@ class Saver:
         """Begin with the first of the targets that are left."""
         save.part = part_name(save.target.location, save.name, self._token)
         self._enter("staged")
+        save.cpu_s = 0.0
         if self._rank == 0:
             self._writer.start(Prepare(save.part, self.needed_bytes), save.target.location)
 
@@ -365,6 +384,8 @@ class Saver:
         return elements * width * (1 + len(MOMENTS))
 
     def _enter(self, stage: Stage) -> None:
+        if self._save is not None and self._own is not None:
+            self._save.cpu_s += self._own.cpu_s
         self.stage, self._own = stage, None
         self.epoch += 1
 
@@ -392,7 +413,9 @@ class Saver:
         elif self.stage == "staged":
             self._enter("writing")
             further = list(self._settings(save.step)) if self._rank == 0 else []
-            self._writer.start(Write(save.part, self._plan.file, further), save.target.location)
+            # Copies for the peers are to be there soon, and no disk takes part.
+            rate_bps = 0.0 if save.target.is_peers else self._config.write_gbps * 1e9
+            self._writer.start(Write(save.part, self._plan.file, further, rate_bps), save.target.location)
         elif self.stage == "writing":
             self._enter("publishing")
             if self._rank == 0:
@@ -404,9 +427,10 @@ class Saver:
         target = save.target
         self._failures = self._failures if target.is_peers else 0
         name = save.name if save.is_verified else f"{save.name}{PENDING}"
-        num_bytes = self._own.num_bytes if self._own else 0
+        own = self._own or Reply(0)
+        num_bytes, cpu_s = own.num_bytes, save.cpu_s + own.cpu_s
         seconds, path = time.monotonic() - save.begun_s, as_location(target.location) / name
-        self.outcomes.append(Published(save.step, path, seconds, num_bytes, target.is_peers))
+        self.outcomes.append(Published(save.step, path, seconds, num_bytes, target.is_peers, cpu_s))
         self._leave_target(save)
 
     def _fail(self, save: _Save) -> None:

@@ -13,11 +13,16 @@ backward pass comes to them; else it is a chunk's whole optimiser. A replayed gr
 waited for before it. Gathers read the masters, or write a rank's slice with what it holds. On the CPU there is no
 stream: the copy is one in memory, done before the next step begins.
 
+[Note: paced copies] With job.checkpoint.copy_gbps a thread gives the stream pieces of the copy at that rate, in the
+same order. An update that comes to a bucket whose copy has not begun has all up to it launched at once, and waits for
+them as ever: a rate that is too low for a step's time costs a wait and no sample of the state.
+
 Not covered: state of an optimiser other than two moments an element.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import tempfile
@@ -33,6 +38,7 @@ from collectives.sharded.state import own_range
 from netlayer import environ
 from netlayer.units import format_size
 from trainer.checkpoint.dcp import Box, Stored, elements_of, frame, small_boxes, state_name
+from trainer.checkpoint.pace import PacedCopies
 from trainer.checkpoint.reader import EMBEDDING, HEAD
 from trainer.checkpoint.writer import Framed, Pieces
 from trainer.model.linears import Part, parts
@@ -40,6 +46,8 @@ from trainer.parallel import Optimizers, ParallelModel
 
 PARAMETER = "parameter"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW and of LAMB, which also have `step`
+_PACED_BYTES = 32 << 20
+"""Copied at a time where a rate limits copies: 3 ms at 10 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -227,9 +235,14 @@ class Staging:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # now: a first save would wait for the pages
         self._memory = mmap.mmap(self.file, self.num_bytes, flags=flags) if self.num_bytes else None
         self.buffer = torch.frombuffer(self._memory, dtype=torch.uint8) if self._memory else torch.empty(0).byte()
-        self._copied: list[torch.cuda.Event] = []
-        self._waits: dict[nn.Parameter, torch.cuda.Event] = {}
-        """Copies under way, by what must not be overwritten before their end."""
+        self.copy_bps = model.job.checkpoint.copy_gbps * 1e9
+        """Limit of the next snapshot's copy, bytes a second; 0: none."""
+        self._paced: PacedCopies | None = None
+        self._num_copies = 0
+        self._copied: dict[int, torch.cuda.Event] = {}
+        """Events behind copies that are launched, by how many that are."""
+        self._waits: dict[nn.Parameter, int] = {}
+        """How many copies must be done before a parameter is overwritten; the first ones of their order."""
         self._waited: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if self._is_cuda:
             self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
@@ -241,6 +254,8 @@ class Staging:
         """Give the memory back, once nothing is copied there any more."""
         if self.file < 0:
             return
+        if self._paced is not None:
+            self._paced.cancel()
         if self._is_cuda:
             self._stream.synchronize()
             if self.num_bytes:
@@ -261,40 +276,71 @@ class Staging:
             for source in self._plan.sources:
                 self._place(source).copy_(source.value())
             return lost
+        if self._paced is not None:  # of a save that was given up
+            self._paced.cancel()
         current = torch.cuda.current_stream(self._model.device)
-        self._copied, self._waits, self._waited = [], {}, []
+        self._copied, self._waits, self._waited = {}, {}, []
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             lost = not_finite(self._plan, self._model.zero())
             checked = self._stream.record_event()
-            by_group: dict[int, list[Source]] = {}
-            for source in self._plan.sources:
-                by_group.setdefault(source.group, []).append(source)
-            # As a backward pass comes to them: [Note: copies and updates].
-            for group in sorted(by_group, reverse=True):
-                for source in by_group[group]:
-                    self._place(source).copy_(source.value(), non_blocking=True)
-                event = self._stream.record_event()
-                self._copied.append(event)
-                self._waits |= {source.parameter: event for source in by_group[group]}
+            copies = self._copies()
+            self._num_copies = len(copies)
+            self._paced = None
+            if not self.copy_bps:
+                for _, copy in copies:
+                    copy()
+        if self.copy_bps:
+            self._paced = PacedCopies(copies, self.copy_bps, lambda: torch.cuda.set_device(self._model.device))
         # A scalar of the other stream's memory: read here, some milliseconds of this stream's work later.
         current.wait_event(checked)
         lost.record_stream(current)
         return lost
 
+    def _copies(self) -> list[tuple[int, Callable[[], None]]]:
+        """Return bytes and launch of each copy of a snapshot, and note what must wait for which."""
+        by_group: dict[int, list[Source]] = {}
+        for source in self._plan.sources:
+            by_group.setdefault(source.group, []).append(source)
+        most_bytes = _PACED_BYTES if self.copy_bps else self.num_bytes
+        copies: list[tuple[int, Callable[[], None]]] = []
+        # As a backward pass comes to them: [Note: copies and updates].
+        for group in sorted(by_group, reverse=True):
+            pieces = []
+            for source in by_group[group]:
+                place, value = self._place(source), source.value()
+                count = max(1, most_bytes // value.element_size())
+                pieces += list(zip(torch.split(place, count), torch.split(value, count), strict=True))
+            end = len(copies) + len(pieces)
+            for number, (place, value) in enumerate(pieces, len(copies) + 1):
+                copies.append((value.nbytes, functools.partial(self._copy, place, value, number, number == end)))
+            self._waits |= {source.parameter: end for source in by_group[group]}
+        return copies
+
+    def _copy(self, place: Tensor, value: Tensor, number: int, is_last: bool) -> None:
+        """Launch one copy on the stream of copies; `is_last` of its bucket: an event follows."""
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            place.copy_(value, non_blocking=True)
+            if is_last:
+                self._copied[number] = self._stream.record_event()
+
     @property
     def is_copied(self) -> bool:
         """Whether the last snapshot is whole; the host does not wait."""
-        return all(event.query() for event in self._copied)  # type: ignore[no-untyped-call]
+        if self._paced is not None and self._paced.num_launched < self._num_copies:
+            return False
+        return all(event.query() for event in self._copied.values())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Have the host wait until the last snapshot is whole."""
-        for event in self._copied:
+        if self._paced is not None:
+            self._paced.launch(self._num_copies)
+        for event in self._copied.values():
             event.synchronize()
 
     def order_updates(self) -> None:
         """Let what the current stream is given from now on come after the whole copy: for updates without a hook."""
-        self._order(dict.fromkeys(self._waits.values()))
+        self._order(set(self._waits.values()))
         self._waits = {}
 
     def waited_s(self) -> float:
@@ -312,14 +358,18 @@ class Staging:
             pieces = [piece for group in each.param_groups for piece in group["params"]]
             if steps_in_backward():  # a bucket: those whose gradients are there
                 pieces = [piece for piece in pieces if piece.grad is not None]
-            events = (self._waits.pop(piece, None) for piece in pieces)
-            self._order(dict.fromkeys(event for event in events if event is not None))
+            numbers = (self._waits.pop(piece, None) for piece in pieces)
+            self._order({number for number in numbers if number is not None})
 
         optimizer.register_step_pre_hook(order)
 
-    def _order(self, events: dict[torch.cuda.Event, None]) -> None:
+    def _order(self, numbers: set[int]) -> None:
+        """Have the current stream wait for the copies up to each of these numbers."""
+        if self._paced is not None and numbers:
+            self._paced.launch(max(numbers))
         current = torch.cuda.current_stream(self._model.device)
-        for event in events:
+        for number in sorted(numbers):
+            event = self._copied[number]
             if event.query():  # type: ignore[no-untyped-call]
                 continue
             # Timed: what an update waits here is a part of the stall, which the host does not see.

@@ -12,12 +12,18 @@ writes a last checkpoint: here they are held back.
 [Note: injected ends] NETLAYER_CHECKPOINT_KILL = `PHASE` or `PHASE:N` kills this process (SIGKILL) at the N-th moment of
 a phase (prepare, write, publish, commit), counted from 1; `PHASE:N:rank` the rank with it. NETLAYER_CHECKPOINT_SLOW_S
 delays each item by so many seconds. For tests of what is left then.
+
+[Note: in the background] What the training loses to this process is a share of processors, memory bandwidth and disk.
+It is nice, also in what it reads and writes (Linux derives that from the niceness); each byte is read once for its
+digest and its copy, 4 MiB at a time; on a local disk it goes past the page cache (`trainer.checkpoint.storage`); and
+job.checkpoint.write_gbps limits all of that together. What it took of a processor is in its reply.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import json
 import mmap
@@ -30,11 +36,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any, Literal, cast
 
 from trainer.checkpoint.digest import digest
 from trainer.checkpoint.distcp import ItemWriter, read_trailer
 from trainer.checkpoint.names import TOKENIZER, sealed
+from trainer.checkpoint.pace import Pace
 from trainer.checkpoint.storage import Storage, open_storage
 
 KILL, SLOW = "NETLAYER_CHECKPOINT_KILL", "NETLAYER_CHECKPOINT_SLOW_S"
@@ -68,11 +75,16 @@ class Write:
 
     Args:
         further: whole items, which change from save to save.
+        rate_bps: limit, bytes a second; 0: none.
+        without: leave out the digests, or the writes: for measurements of what each costs. Such a file is never
+            published, for no reader would take it as whole.
     """
 
     part: str
     file: str
     further: Sequence[bytes] = ()
+    rate_bps: float = 0.0
+    without: Literal["", "digests", "writes"] = ""
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,7 @@ class Reply:
         num_bytes: written.
         errno: of the system's error; 0: it is done; -1: something else is wrong, which `text` says.
         free_bytes: where there was no room; -1: nobody says.
+        cpu_s: time of a processor that it took, of all threads and of the kernel for them.
     """
 
     number: int
@@ -134,6 +147,7 @@ class Reply:
     errno: int = 0
     text: str = ""
     free_bytes: int = -1
+    cpu_s: float = 0.0
 
 
 class Aborted(Exception):
@@ -177,8 +191,10 @@ def _write(
     storage: Storage, command: Write, items: Callable[[], Iterable[Pieces]], check: Callable[[str], None]
 ) -> int:
     check("write")
+    pace = Pace(command.rate_bps)
     with storage.write(command.part, command.file) as stream:
-        writer = ItemWriter(stream)
+        into = cast(IO[bytes], _Nowhere()) if command.without == "writes" else stream
+        writer = ItemWriter(into, pace.after, has_digests=command.without != "digests")
         try:
             for pieces in items():
                 writer.add(pieces)
@@ -191,6 +207,13 @@ def _write(
             writer.close()
     check("write")
     return writer.num_bytes
+
+
+class _Nowhere:
+    """A stream that writes nothing: see `Write.without`."""
+
+    def write(self, content: Any) -> int:
+        return len(content)
 
 
 def _publish(storage: Storage, command: Publish, check: Callable[[str], None]) -> int:
@@ -242,8 +265,8 @@ def reply_of(number: int, storage: Storage, run: Callable[[], int]) -> Reply:
 class _Process:
     """The commands of one rank, one after the other."""
 
-    def __init__(self, connection: Connection, buffer: memoryview) -> None:
-        self._connection, self._buffer = connection, buffer
+    def __init__(self, connection: Connection, buffer: memoryview, *, direct: bool) -> None:
+        self._connection, self._buffer, self._direct = connection, buffer, direct
         self._storages: dict[str, Storage] = {}
         self._items: list[Framed] = []
         self._commands: queue.Queue[tuple[int, Command, str]] = queue.Queue()
@@ -270,14 +293,15 @@ class _Process:
             self._number = number
             try:
                 if location not in self._storages:
-                    self._storages[location] = open_storage(location)
+                    self._storages[location] = open_storage(location, direct=self._direct)
             except Exception as exc:  # noqa: BLE001  a missing package, or what a client says of its settings
                 self._connection.send(Reply(number, errno=-1, text=f"{exc}"))
                 continue
             storage = self._storages[location]
             run = lambda: run_command(storage, command, self._pieces, self._check)  # noqa: B023, E731
+            begun_s = time.process_time()
             reply = reply_of(number, storage, run)
-            self._connection.send(reply)
+            self._connection.send(dataclasses.replace(reply, cpu_s=time.process_time() - begun_s))
 
     def _pieces(self) -> Iterable[Pieces]:
         for item in self._items:
@@ -311,9 +335,9 @@ def main(arguments: Sequence[str]) -> None:
         return
     # The training's own threads go first.
     with contextlib.suppress(OSError):
-        os.nice(5)
+        os.nice(settings["nice"])
     size = settings["num_bytes"]
     buffer = memoryview(mmap.mmap(settings["buffer"], size, prot=mmap.PROT_READ)) if size else memoryview(b"")
-    process = _Process(Connection(settings["pipe"]), buffer)
+    process = _Process(Connection(settings["pipe"]), buffer, direct=settings["direct"])
     threading.Thread(target=process.work, name="writes", daemon=True).start()
     process.listen()

@@ -73,10 +73,17 @@ class InlineWriter:
 
 
 class WriterProcess:
-    """A process that runs commands: `trainer.checkpoint.writer`. One that has ended is started again."""
+    """A process that runs commands: `trainer.checkpoint.writer`. One that has ended is started again.
 
-    def __init__(self, plan: ShardPlan, staging: Staging) -> None:
-        self._plan, self._staging = plan, staging
+    Args:
+        plan: of what it writes.
+        staging: where that lies.
+        nice: niceness, relative to this process.
+        direct: write past the page cache: `trainer.checkpoint.storage.LocalStorage`.
+    """
+
+    def __init__(self, plan: ShardPlan, staging: Staging, *, nice: int = 5, direct: bool = True) -> None:
+        self._plan, self._staging, self._nice, self._direct = plan, staging, nice, direct
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._number = 0
@@ -126,6 +133,8 @@ class WriterProcess:
             "buffer": self._staging.file,
             "num_bytes": self._staging.num_bytes,
             "parent": os.getpid(),
+            "nice": self._nice,
+            "direct": self._direct,
         }
         # It inherits what is held back: these signals are the rank's to answer.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)

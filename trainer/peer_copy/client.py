@@ -11,11 +11,11 @@ import secrets
 import select
 import socket
 import threading
-import zlib
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from trainer.checkpoint.digest import crc32
 from trainer.peer_copy.protocol import (
     CHECK,
     FILES,
@@ -125,7 +125,7 @@ class Upload:
         view = memoryview(content)
         for start in range(0, len(view), MAX_PART_BYTES):
             part = view[start : start + MAX_PART_BYTES]
-            self._crc = zlib.crc32(part, self._crc)
+            self._crc = crc32(part, self._crc)
             self._put(part, f"offset={self._offset}")
             self._offset += len(part)
 

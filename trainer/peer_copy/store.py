@@ -30,7 +30,6 @@ import sys
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -38,6 +37,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from trainer.checkpoint.digest import crc32
 from trainer.peer_copy.protocol import (
     CHECK,
     FILES,
@@ -163,7 +163,7 @@ def _crc_of(file: _File) -> int:
     if not file.size:
         return 0
     with mmap.mmap(file.fd, file.size, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
-        return zlib.crc32(view)
+        return crc32(view)
 
 
 def _unnamed_memory() -> int:
@@ -349,7 +349,7 @@ class _Handler(BaseHTTPRequestHandler):
         for block in self._body(length):
             os.pwrite(upload.file.fd, block, offset)
             offset += len(block)
-            upload.file.crc = zlib.crc32(block, upload.file.crc)
+            upload.file.crc = crc32(block, upload.file.crc)
         if query.get("final") == "1":
             if upload.file.crc != _number_of(query, "crc"):
                 self._drop_upload()

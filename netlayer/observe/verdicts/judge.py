@@ -24,6 +24,8 @@ _QUARTER_STEPS = 5
 _POWER_CAP = "power cap"
 _NOT_EXPLAINED = "not explained"
 _QUEUED = "waiting for a processor"
+_WHOLE_STEPS, _LASTING_STEPS = 30, 100
+"""Slow steps that confirm a suspect where nobody counted waits for a processor: of a whole record, and of a part."""
 _BUSY_HOST = 0.1
 """Share of their own time that ranks wait for a processor, from which on a verdict says so."""
 
@@ -51,6 +53,9 @@ def find_stragglers(run: Run) -> Detection:
 
     A processor that other work takes is a matter of the host. Where peers run on other hosts the rank is accused, and
     the cause says so. Where all share one host it is its neighbours' doing, and the rank next to it may be next.
+
+    Records of other programs do not say what ranks waited for. Slowness that wanders from rank to rank (a neighbour's
+    load, which moves on) looks there like a straggler until it hits another rank, so it must have lasted.
     """
     if not len(run.ranks):
         return Detection((), "no rank has a step", run.own_s)
@@ -58,6 +63,9 @@ def find_stragglers(run: Run) -> Detection:
     if run.shares_processors:
         doubt = "ranks share a host's processors, and what they waited for one is not recorded"
         return replace(detection, suspects=tuple(replace(one, doubt=one.doubt or doubt) for one in detection.suspects))
+    if run.is_reported:
+        suspects = (replace(one, doubt=one.doubt or _wandering_doubt(run, one)) for one in detection.suspects)
+        return replace(detection, suspects=tuple(suspects))
     if not run.queued_s.any():
         return detection
     known = {suspect.column for suspect in detection.suspects}
@@ -67,6 +75,17 @@ def find_stragglers(run: Run) -> Detection:
         if suspect.column not in known
     ]
     return replace(detection, suspects=(*detection.suspects, *queued))
+
+
+def _wandering_doubt(run: Run, suspect: Suspect) -> str:
+    num_slow = len(run.steps) - suspect.since
+    needed = _LASTING_STEPS if suspect.since else _WHOLE_STEPS
+    if num_slow >= needed:
+        return ""
+    return (
+        f"cannot tell it from noise that moves on to another rank: {num_slow} slow steps, {needed} are needed where "
+        "nothing says what ranks waited for a processor"
+    )
 
 
 def _on_busy_host_alone(run: Run, suspect: Suspect) -> bool:

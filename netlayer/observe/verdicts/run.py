@@ -84,6 +84,7 @@ class Run:
         own_s: steps without waits for other ranks.
         queued_s: part of the own time in which the rank was ready and had no processor; zero where nobody counted it.
         shares_processors: ranks compute on a host's processors beside others, and nobody counted that.
+        is_reported: another program timed the steps, and nobody counted what ranks waited for a processor.
         segments: seconds in each class of segments; of computation without the waits inside.
         step_end_ns: [step], end of the step on the rank that ended it last.
         attempts: [step], the start of the run in which it was taken last.
@@ -114,6 +115,7 @@ class Run:
     facts: dict[str, Any]
     notes: Sequence[str] = ()
     shares_processors: bool = False
+    is_reported: bool = False
 
     def name(self, column: int) -> str:
         """A rank with its host: `rank 3 (host a)`."""
@@ -132,6 +134,7 @@ class _Cell:
     first_ns: int = 1 << 62
     last_ns: int = 0
     on_host: bool = False
+    is_reported: bool = False
     queued_s: float | None = None
     queued_before_s: float = 0.0
     parts: list[tuple[str, int, int]] = field(default_factory=list)
@@ -222,6 +225,7 @@ class _Collector:
         if cell is None:
             self._lost_ns[attempt, rank] += event.duration_ns if event.segment == "step" else 0
             return
+        cell.is_reported = cell.is_reported or event.timing == "reported"
         if event.segment == "step":
             cell.start_ns, cell.end_ns = event.start_ns, event.end_ns
             cell.on_host = event.timing == "host"
@@ -326,6 +330,7 @@ class _Collector:
             self._facts,
             notes,
             self._shares_processors(ranks),
+            self._is_reported(),
         )
 
     def _shares_processors(self, ranks: Sequence[int]) -> bool:
@@ -334,6 +339,11 @@ class _Collector:
         cells = [cell for of_step in self._cells.values() for cell in of_step.values() if cell.on_host]
         # A step or two may lack it: the first one, or one that another thread began.
         return most > 1 and sum(cell.queued_s is None for cell in cells) > _FEW_STEPS * len(cells)
+
+    def _is_reported(self) -> bool:
+        """Whether another program timed the steps, which lack what ranks waited for a processor."""
+        cells = [cell for of_step in self._cells.values() for cell in of_step.values()]
+        return sum(cell.is_reported and cell.queued_s is None for cell in cells) > _FEW_STEPS * len(cells)
 
     def _all_starts(self) -> list[Start]:
         """Starts of the run in order, with what they took for checkpoints and evaluations, and in vain."""

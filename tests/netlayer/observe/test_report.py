@@ -132,6 +132,45 @@ def test_a_rank_that_is_slow_by_itself_is_accused_on_a_busy_host() -> None:
     assert (found.state, found.rows[0].cause, found.rows[0].confirmed) == ("found", "slow computation", True)
 
 
+@pytest.mark.parametrize(
+    ("steps", "slow_from", "state"),
+    [(40, 1, "found"), (29, 1, "suspected"), (110, 21, "suspected"), (140, 21, "found")],
+)
+def test_another_programs_record_accuses_where_slowness_has_lasted(steps: int, slow_from: int, state: str) -> None:
+    """Its first wandering noise looks like a straggler."""
+    found = verdict(events_of_run(steps=steps, slow={5: 1.5}, slow_from=slow_from, timing="reported"), "straggler")
+    assert (found.state, [row.rank for row in found.rows]) == (state, [5])
+    assert ("cannot tell it from noise that moves on" in found.line) == (state == "suspected")
+
+
+def test_noise_that_wanders_in_another_programs_record_accuses_nobody_at_any_look() -> None:
+    looks = 0
+    for seed in (0, 1, 5, 7):
+        random = np.random.default_rng(seed)
+        events: list[Event] = []
+        rank, left = 0, 0
+        for step in range(1, 36):
+            if not left:
+                rank, left = int(random.integers(8)), 1 + int(random.exponential(12))
+            left -= 1
+            noise = {each: float(random.normal(1.0, 0.02)) for each in range(8)}
+            events += one_step(step, noise | {rank: 1.6})
+            if step >= 8 and step % 3 == 0:
+                looks += 1
+                assert verdict(events, "straggler").state != "found", (seed, step)
+    assert looks == 4 * 9
+
+
+def one_step(step: int, slowness: dict[int, float]) -> Iterator[Event]:
+    """A step of another program's record: forward passes, and a step as long as the slowest."""
+    begin = step * 10**9
+    for rank, factor in slowness.items():
+        origin = Origin(run="other", attempt=0, host=f"h{rank}", rank=rank)
+        more: dict[str, Any] = {"step": step, "timing": "reported"}
+        yield Segment(origin, "forward", "forward", begin, begin + round(factor * 10**8), **more)
+        yield Segment(origin, "step", "step", begin, begin + round(max(slowness.values()) * 10**8), **more)
+
+
 def test_ranks_that_share_processors_uncounted_are_not_accused() -> None:
     found = verdict(events_of_run(slow={5: 1.5}, hosts=["h"] * 8, timing="host"), "straggler")
     assert found.state == "suspected"
