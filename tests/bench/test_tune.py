@@ -299,7 +299,7 @@ def test_study_sets_the_plan_against_defaults_and_against_all_off(planned: Any) 
 
 
 def test_example_profile_is_of_this_version() -> None:
-    profile = read_profile(examples_folder() / "tune-h200x8.toml")
+    profile = read_profile(examples_folder() / "tuning" / "h200x8.toml")
     assert profile.explain("job.overlap.dp").value is True
 
 
