@@ -14,6 +14,7 @@ EXAMPLES = {
     "megascale-530b-11200.toml": "job and cluster: the paper's 530B on 11,200 GPUs",
     "documents.jsonl": "twelve short texts for `data prepare`",
     "profiles": "NIC profiles for `netlayer nic`: lossless DCQCN, its tuned values, lossy with NVIDIA's ZTR",
+    "tuning": "profile that `tune plan` wrote for eight H200, for `tune explain` and `tune diff`",
     "hosts.txt": "host file for `--hosts` and `--ssh`",
     "configs": "SONiC config_db.json of a fabric's switches for `topology import`",
     "flows.csv": "flows of that fabric for `topology ecmp --flows`",

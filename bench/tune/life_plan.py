@@ -19,6 +19,8 @@ from netlayer.config.tree import Config
 
 RUNS = 200
 _CANDIDATES_S = (150.0, 300.0, 600.0, 900.0, 1800.0, 3600.0)
+_LEAST_GAIN = 1e-4
+"""Effective training time for which an interval is not changed."""
 LINK = "link or NIC"
 """Kind of failure of bench/life/defaults.toml that a retransmit timer concerns."""
 
@@ -60,6 +62,8 @@ def plan_checkpoints(life: Life, usual_s: float | None, seed: int, runs: int = R
     candidates = sorted({usual, *(each for each in (young_s(life), *_CANDIDATES_S) if each >= least)})
     ratios = {each: simulate(_every(life, each), runs, seed).ettr for each in candidates}
     best = max(candidates, key=lambda each: float(ratios[each].mean()))
+    if ratios[best].mean() - ratios[usual].mean() < _LEAST_GAIN:
+        best = usual
     saved = ratios[best] - ratios[usual]
     gain = gain_of(np.asarray(saved), "simulated", "effective training time")
     return CheckpointPlan(best, usual, gain, float(ratios[best].mean()))

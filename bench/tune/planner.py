@@ -80,8 +80,8 @@ class Planned:
     """A plan as it grows: the profile's settings, and what an export needs besides.
 
     Args:
-        state, start: of the step as planned, and as it is without a plan; None without an estimate.
-        parts: of each key of the step, how the state is without that setting: its default, or switched off.
+        state: of the step as planned; None without an estimate.
+        defaults, offs: of each key of the step, how the state is with its default, and with it switched off.
     """
 
     inputs: Inputs
@@ -92,7 +92,6 @@ class Planned:
     model: StepModel | None = None
     fabric: FabricModel | None = None
     state: State | None = None
-    start: State | None = None
     defaults: dict[str, Callable[[State], State]] = field(default_factory=dict)
     offs: dict[str, Callable[[State], State]] = field(default_factory=dict)
     checkpoints: CheckpointPlan | None = None
@@ -172,7 +171,7 @@ def _start_step(planned: Planned) -> None:
     if inputs.device is None:
         return
     plan = Plan(job=planned.job, cluster=inputs.config.cluster, device=inputs.device, zero=inputs.zero)
-    planned.start = planned.state = State(check_plan(plan))
+    planned.state = State(check_plan(plan))
     planned.model = StepModel(inputs.device.generation, planned.fabric, inputs.draws, inputs.seed)
 
 
@@ -555,7 +554,8 @@ def _profile(planned: Planned) -> Profile:
     rows = [row.line() for sweep in inputs.facts.sweeps for row in sweep.tuner_rows()]
     has_file = planned.settings["NCCL_TUNER_CONFIG_FILE"].value != "unset"
     gain = None
-    if model is not None and planned.state is not None and planned.start is not None:
+    is_changed = any(planned.settings[key].is_changed for key in planned.defaults)
+    if model is not None and planned.state is not None and is_changed:
         saved = 1 - model.steps(planned.state) / model.steps(start_of(planned))
         gain = gain_of(saved, "simulated" if planned.fabric else "formula")
     return Profile(

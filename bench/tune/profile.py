@@ -71,7 +71,8 @@ class Setting(Section):
         """Return the gain as text, or that it cannot be told."""
         if self.gain is not None:
             return self.gain.text
-        return f"{CANNOT_TELL}: {self.no_gain}" if self.no_gain else CANNOT_TELL
+        head = CANNOT_TELL if self.is_changed else "none"
+        return f"{head}: {self.no_gain}" if self.no_gain else head
 
 
 class Profile(Section):

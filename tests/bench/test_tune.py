@@ -26,6 +26,7 @@ from bench.tune.nccl_tuner import (
 )
 from bench.tune.planner import Inputs, communicators_of, make_plan
 from bench.tune.profile import Gain, Profile, Setting, diff, read_profile
+from bench.tune.study import markdown, study_rows
 from congestion.nic.profile.file import build_profile, load_profile
 from netlayer.cli import run as run_cli
 from netlayer.config.tree import Config, build_config
@@ -284,6 +285,22 @@ def test_without_a_device_no_gain_of_a_step_is_given() -> None:
     assert own.gain is None
     assert all(each.gain is None or each.gain.of != "step time" for each in own.settings.values())
     assert "job.checkpoint.every_steps" in own.settings
+
+
+def test_study_sets_the_plan_against_defaults_and_against_all_off(planned: Any) -> None:
+    rows = study_rows(planned)
+    against = {row["against"]: row for row in rows if row["table"] == "whole"}
+    assert against["all off"]["then_s"] >= against["defaults"]["then_s"] >= against["defaults"]["tuned_s"]
+    for row in (row for row in rows if row["table"] == "setting"):
+        assert row["over_off_low_share"] <= row["over_off_share"] <= row["over_off_high_share"]
+        assert row["value"] != row["default"] or row["over_default_share"] == 0
+    lines = markdown(rows)
+    assert sum(line.startswith("| `") for line in lines) == len(planned.offs)
+
+
+def test_example_profile_is_of_this_version() -> None:
+    profile = read_profile(examples_folder() / "tuning" / "h200x8.toml")
+    assert profile.explain("job.overlap.dp").value is True
 
 
 def mfu_record(step_ms: float, **changes: Any) -> RunRecord:
