@@ -280,7 +280,7 @@ def run_rank(
         recorder.end_step()
 
     at = job.parallel.layout.coordinates(place.rank)
-    origin = Origin(run=job.name, attempt=0, rank=place.rank, tp=at.tp, pp=at.pp, dp=at.dp, cp=0)
+    origin = Origin(run=job.name, attempt=0, rank=place.rank, tp=at.tp, pp=at.pp, dp=at.dp, cp=at.cp)
     out = Path(folder) / "events"
     recorder.is_on = False
     # Kernels are compiled, windows grow, and pages are touched.

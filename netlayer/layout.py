@@ -1,16 +1,21 @@
-"""Rank <-> (tp, pp, dp) coordinates of a 3D-parallel job, and its process groups in closed form.
+"""Rank <-> (tp, cp, dp, pp) coordinates of a parallel job, and its process groups in closed form.
 
-The order is tensor, data, pipeline, innermost first: a tensor-parallel group stays inside a server, and data-parallel
-groups are placed before pipeline groups, so that data-parallel traffic crosses fewer pods (MegaScale, NSDI'24, 3.2).
-Every group is an arithmetic progression of ranks, so it is a `range`: nothing here grows with the world size.
+The order is tensor, context, data, pipeline, innermost first: tensor- and context-parallel groups stay inside a server
+where they can, and data-parallel groups are placed before pipeline groups, so that data-parallel traffic crosses fewer
+pods (MegaScale, NSDI'24, 3.2). Every group is an arithmetic progression of ranks, so it is a `range`: nothing here
+grows with the world size.
 
-Two more dimensions have a place but are not implemented, so their degree must be 1: context parallelism (between tensor
-and data) and replicas of the sharded data-parallel groups (between data and pipeline). They form no groups and do not
-change the order of ranks. Not covered: groups over two dimensions (expert parallelism).
+[Note: data-parallel groups] Context-parallel ranks hold the same parameters and other positions of the same sequences,
+so gradients are added up over them too, and all of them share masters and optimiser state: a group of dimension `dp`
+takes in the context-parallel ranks (Megatron's dp-cp group), while the coordinate `dp` counts sequences alone.
+
+Replicas of the sharded data-parallel groups (between data and pipeline) have a place but are not implemented, so their
+degree must be 1. Not covered: expert parallelism.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -19,29 +24,31 @@ if TYPE_CHECKING:  # importing numpy would take a quarter of the time of `netlay
     import numpy as np
     from numpy.typing import NDArray
 
-Dimension = Literal["tp", "dp", "pp"]
+Dimension = Literal["tp", "cp", "dp", "pp"]
 DIMENSIONS: tuple[Dimension, ...] = ("tp", "dp", "pp")
+"""Those that every job has groups of; groups of `cp` are made where there is context parallelism."""
 _MOST_LISTED = 16  # ranks that a line lists one by one
 
 
 class Coordinates(NamedTuple):
-    """Coordinates of a rank: its index inside its tensor-, pipeline- and data-parallel group."""
+    """Coordinates of a rank: its tensor-parallel index, pipeline stage, index among the data, and part of sequences."""
 
     tp: int
     pp: int
     dp: int
+    cp: int = 0
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The degrees of tensor, pipeline and data parallelism, and who shares a group with whom.
+    """The degrees of tensor, context, pipeline and data parallelism, and who shares a group with whom.
 
     Args:
         tp: tensor-parallel degree; neighbours in rank.
         pp: pipeline stages; the outermost dimension.
-        dp: data-parallel degree; between the two.
+        dp: data-parallel degree, between context and pipeline: of sequences, [Note: data-parallel groups].
         vpp: model chunks a pipeline rank holds (interleaved 1F1B); it makes no groups.
-        cp: context-parallel degree, 1.
+        cp: context-parallel degree: parts of a sequence; between tensor and data.
         dp_replicate: replicas of the sharded data-parallel groups, 1.
 
     Raises:
@@ -59,27 +66,38 @@ class ParallelLayout:
         for name in ("tp", "pp", "dp", "vpp", "cp", "dp_replicate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: a parallel degree is at least 1")
-        for name in ("cp", "dp_replicate"):
-            if getattr(self, name) > 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be 1, more is not built")
+        if self.dp_replicate > 1:
+            raise ValueError(f"dp_replicate = {self.dp_replicate}: must be 1, more is not built")
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks of a data-parallel group, the context-parallel ones among them: gradients are summed over these."""
+        return self.dp * self.cp
 
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.dp * self.dp_replicate * self.pp
 
+    @property
+    def degrees(self) -> str:
+        """The degrees as a product: `tp 2 x pp 4 x dp 8`, with `cp` where there is more than one."""
+        context = f" x cp {self.cp}" if self.cp > 1 else ""
+        return f"tp {self.tp} x pp {self.pp} x dp {self.dp}{context}"
+
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank` (0 <= rank < world_size)."""
         self._check(rank)
         rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
-        return Coordinates(tp=tp, pp=pp, dp=dp)
+        return Coordinates(tp=tp, pp=pp, dp=dp, cp=cp)
 
-    def rank(self, *, tp: int = 0, pp: int = 0, dp: int = 0) -> int:
-        """The rank at these coordinates: tp + TP * (dp + DP * pp)."""
-        for name, index in (("tp", tp), ("pp", pp), ("dp", dp)):
+    def rank(self, *, tp: int = 0, pp: int = 0, dp: int = 0, cp: int = 0) -> int:
+        """The rank at these coordinates: tp + TP * (cp + CP * (dp + DP * pp))."""
+        for name, index in (("tp", tp), ("pp", pp), ("dp", dp), ("cp", cp)):
             if not 0 <= index < getattr(self, name):
                 raise ValueError(f"{name} = {index}: outside 0..{getattr(self, name) - 1}")
-        return tp + self.tp * (dp + self.dp * pp)
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def num_groups(self, dimension: Dimension) -> int:
         """Return the number of groups of this dimension: each rank is in exactly one of them."""
@@ -110,7 +128,9 @@ class ParallelLayout:
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Coordinates of a group in words: those that its ranks share, `*` where they vary: `tp=1, pp=0, dp=*`."""
-        columns = zip(Coordinates._fields, zip(*map(self.coordinates, ranks), strict=True), strict=True)
+        fields = [name for name in Coordinates._fields if name != "cp" or self.cp > 1]
+        places = zip(*map(self.coordinates, ranks), strict=True)
+        columns = zip(fields, itertools.islice(places, len(fields)), strict=True)
         return ", ".join(f"{name}={values[0] if len(set(values)) == 1 else '*'}" for name, values in columns)
 
     def group_table(self, dimension: Dimension) -> NDArray[np.int64]:
@@ -123,14 +143,34 @@ class ParallelLayout:
 
     def _shape(self, dimension: Dimension) -> tuple[int, int]:
         """(stride, degree): a group is `degree` ranks, `stride` apart."""
-        shapes = {"tp": (1, self.tp), "dp": (self.tp, self.dp), "pp": (self.tp * self.dp, self.pp)}
+        shapes = {
+            "tp": (1, self.tp),
+            "cp": (self.tp, self.cp),
+            "dp": (self.tp, self.dp_cp),  # [Note: data-parallel groups]
+            "pp": (self.tp * self.dp_cp, self.pp),
+        }
         if dimension not in shapes:
-            raise ValueError(f"dimension {dimension!r}: one of {', '.join(DIMENSIONS)}")
+            raise ValueError(f"dimension {dimension!r}: one of {', '.join(shapes)}")
         return shapes[dimension]
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank}: outside 0..{self.world_size - 1}")
+
+
+def context_chunks(num_positions: int, rank: int, cp: int) -> tuple[range, range]:
+    """Positions of a sequence that a context-parallel rank has: of 2 cp chunks, those numbered `rank`, 2 cp - 1 - rank.
+
+    An early chunk's queries see few keys and a late chunk's many, so all ranks' attention has as much to compute.
+
+    Raises:
+        ValueError: 2 cp does not divide the positions.
+    """
+    if num_positions % (2 * cp):
+        raise ValueError(f"{num_positions} positions: 2 x cp = {2 * cp} must divide them")
+    size = num_positions // (2 * cp)
+    first, last = rank, 2 * cp - 1 - rank
+    return range(first * size, (first + 1) * size), range(last * size, (last + 1) * size)
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

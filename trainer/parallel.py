@@ -9,7 +9,7 @@ computes). Whatever the layout, losses and gradients are those of one process, b
 norms and positions are sums over its own; they are added up over the group once a step, on the shards. A tied token
 table has a gradient on the first and on the last stage; these are added up likewise.
 
-Not covered: context and expert parallelism, layers that do not divide by p * v.
+Not covered: expert parallelism, layers that do not divide by p * v.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from collectives.context import ContextExchange
 from collectives.pipeline.channel import PipelineChannel
 from collectives.pipeline.links import Path, PipelineLinks, open_link_groups
 from collectives.sharded.data_parallel import CommunicatorPair, ShardedDataParallel
@@ -48,10 +49,12 @@ from netlayer.workload.memory import frees_parameters, in_flight_reductions
 from netlayer.workload.schedule import Schedule, forward_only
 from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import of_job
+from trainer.model.context import Context
 from trainer.model.gpt import GPT, build_model, initialiser
 from trainer.model.linears import parts
 from trainer.model.packed import Packed
 from trainer.ops.backend import check_operators
+from trainer.ops.fp8 import check_fp8
 from trainer.pipeline import StageModel, run_schedule
 
 logger = logging.getLogger(__name__)
@@ -69,15 +72,15 @@ _MOST_GRAPHS = 15
 
 
 def tied_partition(layout: ParallelLayout) -> list[list[int]]:
-    """Ranks that hold the same token table: of the first and the last stage, one pair for each (tp, dp)."""
-    ends = (0, layout.pp - 1)
-    return [[layout.rank(tp=t, pp=p, dp=d) for p in ends] for d in range(layout.dp) for t in range(layout.tp)]
+    """Ranks that hold the same token table: of the first and the last stage, one pair for each (tp, cp, dp)."""
+    return [[group[0], group[-1]] for group in layout.groups("pp")]
 
 
 def further_groups(job: JobConfig) -> Mapping[str, list[list[int]]]:
-    """Return the groups other than tp, dp and pp that the job needs: for `open_world`."""
+    """Return the groups other than tp, dp and pp (`netlayer.layout`) that the job needs: for `open_world`."""
     layout = job.parallel.layout
-    return {TIED: tied_partition(layout)} if job.model.tied_embeddings and layout.pp > 1 else {}
+    groups = {"cp": [list(group) for group in layout.groups("cp")]} if layout.cp > 1 else {}
+    return groups | ({TIED: tied_partition(layout)} if job.model.tied_embeddings and layout.pp > 1 else {})
 
 
 @dataclass(frozen=True)
@@ -130,13 +133,17 @@ class ParallelModel:
         self.world = Communicator("world", dist.group.WORLD if layout.world_size > 1 else None, device, recorder, watch)
         self.tied = Communicator(TIED, self.groups.get(TIED), device, recorder, watch)
         self.exchange = self._open_exchange(recorder, watch)
+        self.context = self._open_context(recorder, watch)
         self.is_first, self.is_last = self.place.pp == 0, self.place.pp == layout.pp - 1
         self._frees, self._seed = frees_parameters(job), seed
         check_operators(job.model.operators, device)
+        if job.model.fp8 != "off":
+            check_fp8(job.model.fp8, device)
         # Without memory: it gets its values bucket by bucket, as it is wrapped. Whole in float32 it might not fit, and
         # the memory that it leaves would be in pieces.
+        spread = self.exchange, self.context
         modules = [
-            build_model(job.model, seed, torch.device("meta"), run_of(job, self.place.pp, chunk), self.exchange)
+            build_model(job.model, seed, torch.device("meta"), run_of(job, self.place.pp, chunk), *spread)
             for chunk in range(layout.vpp)
         ]
         self._compile(modules)
@@ -174,7 +181,7 @@ class ParallelModel:
                 with self._computing("forward", index):
                     loss = _loss(chunk, *batch) / len(batches)
                 with self._computing("backward", index):
-                    (loss / self.layout.dp).backward()  # type: ignore[no-untyped-call]  # gradients are sums over ranks
+                    (loss / self.layout.dp_cp).backward()  # type: ignore[no-untyped-call]  # gradients are sums over ranks
             # Added on the device: a number for the host would make it wait in every micro-batch.
             total += loss.detach()
         return total
@@ -324,6 +331,12 @@ class ParallelModel:
             recorder=recorder,
             watch=watch,
         )
+
+    def _open_context(self, recorder: Recorder | None, watch: Watch | None) -> Context | None:
+        group = self.groups.get("cp")
+        if group is None:
+            return None
+        return Context(ContextExchange(group, self.device, recorder, watch), self.job.overlap.cp)
 
     def _open_data_comms(self, recorder: Recorder | None, watch: Watch | None) -> CommunicatorPair:
         """Open one pair for all chunks: every rank of the group runs them in the order of its stage's schedule."""
@@ -494,7 +507,7 @@ class _Pipeline:
             inputs=lambda index: batches[index][0],
             loss=lambda index, chunk, x: _loss(chunk, x, *batches[index][1:]),
             last_backward=ShardedDataParallel.last_backward,
-            num_replicas=self.model.layout.dp,
+            num_replicas=self.model.layout.dp_cp,
             deferring=ShardedDataParallel.defer_weight_grads,
             beside=lambda index: _beside(*batches[index]),
         )
@@ -510,8 +523,12 @@ class _Pipeline:
                 schedule = forward_only(layout.pp, num_micro_batches, layout.vpp)
             else:
                 schedule = of_job(model.job, num_micro_batches)
-            # Between the linears a tensor-parallel rank has its share of the positions alone.
-            shape = model.job.model.seq_len // layout.tp, model.job.batch.micro_batch_size, model.job.model.hidden
+            # Between the linears a tensor-parallel rank has its share of the context-parallel rank's positions alone.
+            shape = (
+                model.job.model.seq_len // layout.cp // layout.tp,
+                model.job.batch.micro_batch_size,
+                model.job.model.hidden,
+            )
             channel = PipelineChannel(
                 shape,
                 getattr(torch, model.job.model.dtype),

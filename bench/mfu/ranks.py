@@ -28,6 +28,7 @@ from bench.mfu.systems import Entry, Ours, System
 from bench.overlap.steps import StepTimer
 from netlayer.config.tree import JobConfig
 from netlayer.launch.rank import RankContext
+from trainer.data.batches import cut_windows, own_chunks, split_windows
 from trainer.loop import RankInfo
 from trainer.ops.attention import FULL_ORDER
 from trainer.parallel import MicroBatch
@@ -171,18 +172,20 @@ def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Or
 
 
 def _mean_losses(losses: list[float], job: JobConfig, control: Control) -> list[float]:
-    """Over data-parallel ranks, of the ranks that have a loss: the last stage's."""
+    """Over data- and context-parallel ranks, of those that have a loss: the last stage's."""
     layout, each = job.parallel.layout, control.gather(losses)
-    last = [each[layout.rank(pp=layout.pp - 1, dp=dp)] for dp in range(layout.dp)]
+    ends = (layout.rank(pp=layout.pp - 1, dp=dp, cp=cp) for dp in range(layout.dp) for cp in range(layout.cp))
+    last = [each[rank] for rank in ends]
     return [sum(values) / len(values) for values in zip(*last, strict=True)]
 
 
 def make_batches(job: JobConfig, seed: int, device: torch.device) -> list[MicroBatch]:
     """The same tokens for every system: what they are does not matter to the time."""
     layout = job.parallel.layout
-    dp = layout.coordinates(dist.get_rank()).dp
+    place = layout.coordinates(dist.get_rank())
     generator = torch.Generator().manual_seed(seed)
     shape = job.batch.global_batch_size, job.model.seq_len + 1
     tokens = torch.randint(job.model.vocab_size, shape, generator=generator)
-    own = tokens.chunk(layout.dp)[dp].to(device)
-    return [(part[:, :-1], part[:, 1:]) for part in torch.split(own, job.batch.micro_batch_size)]
+    chunks = own_chunks(job.model.seq_len, place.cp, layout.cp)
+    own = torch.from_numpy(cut_windows(tokens.chunk(layout.dp)[place.dp].numpy(), chunks)).to(device)
+    return [split_windows(part, chunks) for part in torch.split(own, job.batch.micro_batch_size)]

@@ -25,7 +25,11 @@ class ParallelConfig(Section):
     tp: Count = Field(1, description="tensor-parallel degree, inside a server")
     pp: Count = Field(1, description="pipeline stages")
     dp: Count = Field(2, description="data-parallel degree")
-    cp: Count = Field(1, description="context-parallel degree; more than 1 is not built")
+    cp: Count = Field(
+        1,
+        description="context-parallel degree: each rank has two of 2 x cp chunks of every sequence, an early and a "
+        "late one, and gathers the others' keys and values",
+    )
     dp_replicate: Count = Field(1, description="replicas of the sharded data-parallel groups; more than 1 is not built")
     vpp: Count = Field(1, description="model chunks a pipeline rank holds (interleaved 1F1B)")
     zero: Annotated[Literal[1, 2, 3, "auto"], BeforeValidator(_stage_or_auto)] = Field(
@@ -52,13 +56,17 @@ class ParallelConfig(Section):
     @property
     def stage(self) -> Literal[1, 2, 3]:
         """ZeRO stage that is counted and trained with: 1 where no other is asked for, or one rank is alone."""
-        return 1 if self.zero == "auto" or self.dp == 1 else self.zero
+        return 1 if self.zero == "auto" or self.dp_cp == 1 else self.zero
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks that gradients are summed over, and that hold masters and optimiser state in shards."""
+        return self.dp * self.cp
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        for name, remedy in (("cp", "tp or pp"), ("dp_replicate", "dp")):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"job.parallel.{name}", getattr(self, name), "must be 1: more is not built", f"raise {remedy}"
-                )
+        if self.dp_replicate > 1:
+            raise ConfigError(
+                "job.parallel.dp_replicate", self.dp_replicate, "must be 1: more is not built", "raise dp"
+            )
         return self

@@ -65,7 +65,8 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
     parallel, batch = job.parallel, job.batch
     tokens = batch.global_batch_size * job.model.seq_len
     chunks = f", vpp {parallel.vpp}" * (parallel.vpp > 1)
-    degrees = f"tp {parallel.tp}, pp {parallel.pp}{chunks}, dp {parallel.dp}"
+    context = f", cp {parallel.cp}" * (parallel.cp > 1)
+    degrees = f"tp {parallel.tp}, pp {parallel.pp}{chunks}, dp {parallel.dp}{context}"
     flops, count = step_flops(job.model, batch.global_batch_size), micro_batches(job)
     ranks = parallel.layout.world_size
     windowed = f", {flops.done:.4g} with its windows" * (job.model.attention_window > 0)

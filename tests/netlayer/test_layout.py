@@ -62,7 +62,7 @@ def test_groups_of_a_million_ranks_cost_nothing() -> None:
         (lambda: ParallelLayout(dp=2).coordinates(2), "rank 2"),
         (lambda: ParallelLayout(dp=2).rank(dp=2), "dp = 2"),
         (lambda: ParallelLayout(dp=2).group("dp", 1), "groups 0..0"),
-        (lambda: ParallelLayout().group_of("ep", 0), "one of tp, dp, pp"),
+        (lambda: ParallelLayout().group_of("ep", 0), "one of tp, cp, dp, pp"),
     ],
 )
 def test_bad_arguments_name_the_value(call, words) -> None:  # type: ignore[no-untyped-def]
@@ -70,13 +70,13 @@ def test_bad_arguments_name_the_value(call, words) -> None:  # type: ignore[no-u
         call()
 
 
-def test_context_and_replica_axes_have_their_places_and_degree_one() -> None:
+def test_one_part_of_a_sequence_and_one_replica_change_nothing() -> None:
     plain, named = ParallelLayout(tp=2, pp=3, dp=4), ParallelLayout(tp=2, pp=3, dp=4, cp=1, dp_replicate=1)
     assert plain == named
     assert named.world_size == 24
     assert named.coordinates(13) == plain.coordinates(13)
+    with pytest.raises(ValueError, match="dp_replicate = 2: must be 1"):
+        ParallelLayout(dp_replicate=2)
     for name in ("cp", "dp_replicate"):
-        with pytest.raises(ValueError, match=f"{name} = 2: must be 1"):
-            ParallelLayout(**{name: 2})
         with pytest.raises(ValueError, match=f"{name} = 0: a parallel degree is at least 1"):
             ParallelLayout(**{name: 0})

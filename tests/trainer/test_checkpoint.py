@@ -283,7 +283,7 @@ def test_any_layout_goes_on_from_any_other(tmp_path: Path, model: dict[str, obje
     alone = job_of({}, model, {}, sequences=8)
     expected = layout_ranks.train(alone, 0, 4)
     layout_ranks.train(alone, 0, 2, save=tmp_path / "alone")
-    spread = [job_of({"tp": 2, "dp": 2, "zero": 3}, model, {}), job_of({"tp": 2, "pp": 2}, model, {})]
+    spread = [job_of({"tp": 2, "dp": 2, "zero": 3}, model, {}), job_of({"cp": 2, "pp": 2}, model, {}, sequences=8)]
     with meeting_place() as place:
         url = place.init_method("checkpoint")
         steps = [(tmp_path / "alone", tmp_path / "first"), (tmp_path / "first", tmp_path / "second")]

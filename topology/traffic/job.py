@@ -46,6 +46,8 @@ class Kind(IntEnum):
     DP_ALL_TO_ALL = 6
     FILE = 7
     TIED_ALL_REDUCE = 8
+    CP_ALL_GATHER = 9
+    CP_REDUCE_SCATTER = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +109,8 @@ def job_flows(
     by `tree` it reduces its gradients in one all-reduce, for NCCL has trees for nothing else; by `all_pairs` each rank
     spreads the bytes of its ring over its group. The pipeline sends activations forward and gradients backward, from
     the last stage round to the first where ranks hold several model chunks; the first and the last add up the gradient
-    of a token table that both hold. A cluster of one server has no flows.
+    of a token table that both hold. Context-parallel groups that leave a server gather keys and values, and scatter
+    their gradients, along a ring whatever the algorithm. A cluster of one server has no flows.
 
     Args:
         num_channels: NCCL's channels of a group, each with its part of the bytes and one of the NICs that the group
@@ -119,7 +122,11 @@ def job_flows(
     """
     _check(job, cluster, num_channels, algorithm)
     stages = _Stages.of(job)
-    groups = [*_data_parallel(job, cluster, stages, algorithm, num_channels), *_pipeline(job, stages)]
+    groups = [
+        *_data_parallel(job, cluster, stages, algorithm, num_channels),
+        *_context_parallel(job, cluster, stages, num_channels),
+        *_pipeline(job, stages),
+    ]
     src, dst, num_bytes, kind = (np.concatenate(column) for column in zip(*groups, strict=True))
     # No bytes go between the ends of a pipeline without model chunks, nor where no token table is tied: those would be
     # flows that take a path and carry nothing.
@@ -185,8 +192,8 @@ def traffic_rows(job: JobConfig, flows: Flows) -> list[dict[str, Any]]:
         for kind in Kind
         if (flows.kind == kind).any()
     ]
-    # `sent` is of one rank of each stage, and a stage has tp x dp of them.
-    inside = float(_Stages.of(job).sent("tp").sum()) * job.parallel.tp * job.parallel.dp
+    # `sent` is of one rank of each stage, and a stage has tp x cp x dp of them.
+    inside = float(_Stages.of(job).sent("tp").sum()) * job.parallel.tp * job.parallel.dp_cp
     return [*rows, {"kind": "tp", "where": "inside servers", "flows": 0, "bytes": inside}]
 
 
@@ -246,8 +253,8 @@ def _data_parallel(
     """Rank to rank, bytes and kind, for the collectives of every data-parallel group."""
     table = job.parallel.layout.group_table("dp")
     segments = Segments.of(table, table // cluster.gpus_per_server, nic_of_rank(cluster, table))
-    # Ranks count by tensor, then data parallelism, then stage: a group's first rank tells the stage of all of it.
-    stage = table[:, 0] // (job.parallel.tp * job.parallel.dp)
+    # Ranks count by tensor, context, data parallelism, then stage: a group's first rank tells the stage of all of it.
+    stage = table[:, 0] // (job.parallel.tp * job.parallel.dp_cp)
     # Whole buffers, for an edge of a tree carries all of one; a ring's ranks send all shards but one, which is `sent`.
     gradients = stages.buffers("dp", "reduce_scatter")[stage]  # of a group
     if algorithm == "tree":
@@ -258,6 +265,22 @@ def _data_parallel(
     return [
         _of_edges(edges, stages.sent("dp", "all_gather")[stage], Kind.DP_ALL_GATHER),
         _of_edges(edges, stages.sent("dp", "reduce_scatter")[stage], Kind.DP_REDUCE_SCATTER),
+    ]
+
+
+def _context_parallel(
+    job: JobConfig, cluster: ClusterConfig, stages: _Stages, num_channels: int | None
+) -> list[_Connections]:
+    """Rank to rank, bytes and kind, for the exchanges of every context-parallel group; none without them."""
+    if job.parallel.cp == 1:
+        return []
+    table = job.parallel.layout.group_table("cp")
+    segments = Segments.of(table, table // cluster.gpus_per_server, nic_of_rank(cluster, table))
+    stage = table[:, 0] // (job.parallel.tp * job.parallel.dp_cp)
+    edges = ring(segments, num_channels)
+    return [
+        _of_edges(edges, stages.sent("cp", "all_gather")[stage], Kind.CP_ALL_GATHER),
+        _of_edges(edges, stages.sent("cp", "reduce_scatter")[stage], Kind.CP_REDUCE_SCATTER),
     ]
 
 
@@ -294,7 +317,7 @@ def _check(job: JobConfig, cluster: ClusterConfig, num_channels: int | None, alg
         raise ValueError(f"algorithm {algorithm!r}: one of {', '.join(get_args(Algorithm))}")
     ranks = job.parallel.layout.world_size
     if ranks != cluster.num_gpus:
-        rule = f"tp x pp x dp must be the cluster's {cluster.num_gpus} GPUs"
+        rule = f"tp x pp x dp x cp must be the cluster's {cluster.num_gpus} GPUs"
         raise ConfigError("job.parallel", ranks, rule, "give the file a [job.parallel] that fills it")
     if cluster.gpus_per_server % job.parallel.tp:
         rule = f"must divide cluster.gpus_per_server = {cluster.gpus_per_server}: tensor parallelism stays in a server"
