@@ -243,7 +243,7 @@ def _windowed_parts(
 
     own = own_positions(q.shape[2], cp - 1, cp, q.device)
     num_positions = q.shape[2] * cp
-    make = window_block_mask if q.is_cuda else lambda *given: window_mask(*given[:2], q.device, given[2])
+    make = window_block_mask if q.is_cuda else lambda total, reach, own: window_mask(total, reach, q.device, own)
     mask = make(num_positions, window, own)
     leaves = [each.detach().requires_grad_() for each in (q, k.repeat(1, 1, cp, 1), v.repeat(1, 1, cp, 1))]
     yield lambda: torch.autograd.grad(attention_by_mask(*leaves, mask), leaves, dy)

@@ -515,6 +515,7 @@ class _Pipeline:
         return sum((loss / len(batches) for loss in stage.losses.values()), self.model.zero())
 
     def _channel(self, kind: str, num_micro_batches: int) -> tuple[Schedule, PipelineChannel]:
+        """Return the schedule and the channel for so many micro-batches, made once."""
         # Kept for the next steps: a channel compares its arguments with its neighbours when it is made.
         key = kind, num_micro_batches
         if key not in self._ready:

@@ -302,6 +302,7 @@ def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> Non
 
 
 def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels: str) -> Plan:
+    """Return the plan of a configuration and options, and refuse what they say twice or cannot have."""
     from typing import cast
 
     from bench.estimate.devices import device_of

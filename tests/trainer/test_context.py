@@ -38,15 +38,17 @@ pytestmark = pytest.mark.timeout(600)
 
 TWO = [
     ({"cp": 2}, PLAIN, {}),
-    ({"cp": 2}, {**LLAMA, "recompute": "full"}, {"cp": False}),
     ({"cp": 2, "zero": 3}, {**PARALLEL, "recompute": "selective"}, {}),
 ]
 FOUR = [
-    ({"cp": 4}, {**QWEN, "kv_heads": 1}, {}),
-    ({"cp": 4}, PARALLEL, {}),
-    ({"cp": 2, "tp": 2}, PLAIN, {}),
+    ({"cp": 4}, {**QWEN, "kv_heads": 1}, {"cp": False}),
     ({"cp": 2, "tp": 2}, QWEN, {"save_gathered_input": True}),
     ({"cp": 2, "pp": 2, "vpp": 2}, LLAMA, {}),
+]
+MORE = [
+    ({"cp": 4}, PARALLEL, {}),
+    ({"cp": 2, "dp": 2}, {**LLAMA, "recompute": "full"}, {}),
+    ({"cp": 2, "tp": 2}, PLAIN, {}),
     ({"cp": 2, "dp": 2, "zero": 2}, LLAMA, {}),
     ({"cp": 2, "dp": 2}, PARALLEL, {"dp": False}),
 ]
@@ -59,6 +61,12 @@ def test_two_parts_of_a_sequence_train_as_one_process(work: Work, by_rank: ByRan
 
 @on_ranks(4, layout_ranks.run_rank, [job_of(*case) for case in FOUR], 2)
 def test_parts_of_a_sequence_with_other_degrees_train_as_one_process(work: Work, by_rank: ByRank) -> None:
+    check(work.args[0], by_rank(work)[0], 2, 1e-11)
+
+
+@pytest.mark.slow
+@on_ranks(4, layout_ranks.run_rank, [job_of(*case) for case in MORE], 2)
+def test_more_layouts_with_parts_of_a_sequence_train_as_one_process(work: Work, by_rank: ByRank) -> None:
     check(work.args[0], by_rank(work)[0], 2, 1e-11)
 
 
