@@ -402,7 +402,7 @@ def run_rank(
         recorder.end_step()
 
     at = job.parallel.layout.coordinates(place.rank)
-    origin = Origin(run=job.name, attempt=0, rank=place.rank, tp=at.tp, pp=at.pp, dp=at.dp, cp=0)
+    origin = Origin(run=job.name, attempt=0, rank=place.rank, tp=at.tp, pp=at.pp, dp=at.dp, cp=at.cp)
     out = Path(folder) / "events"
     monitor = Monitor(FileTransport(out, origin, max_files=1000), origin, device=place.device)
     recorder.way = _OFF

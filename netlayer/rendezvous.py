@@ -2,9 +2,9 @@
 
 [Note: no barrier but one] torch makes a group on all ranks of the world, one group after the other; the paper's
 baseline adds a barrier of all ranks to each, O(n^2) store operations (MegaScale, NSDI'24, 3.5). Here a rank makes only
-the groups that it is in, in one order of dimensions for all ranks (tp, dp, pp, then those asked for), so of any two
-groups that share ranks all members make the same one first, and no wait is circular. The one wait of all ranks
-comes first: what follows never waits for a rank that is not there, and missing ranks are named.
+the groups that it is in, in one order for all ranks (the layout's `dimensions`, then those asked for), so of any two
+groups that share ranks all members make the same one first, and no wait is circular. The one wait of all ranks comes
+first: what follows never waits for a rank that is not there, and missing ranks are named.
 
 [Note: NCCL] Ranks of a group meet through one store entry, which torch's backend draws by itself when the group is
 made (`device` given) or first used; TORCH_NCCL_RANKS_PER_ROOT sets from which size on several roots share the work
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import parse_qsl, urlsplit
 
 import torch
@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 import netlayer
 from netlayer.errors import ConfigError, GroupFailed
-from netlayer.layout import DIMENSIONS, ParallelLayout, describe_ranks
+from netlayer.layout import Dimension, ParallelLayout, describe_ranks
 from netlayer.store.arrivals import await_all
 from netlayer.store.meeting import SCHEMES
 from netlayer.store.tcp_store import first_line, open_tcp_store
@@ -46,7 +46,7 @@ __all__ = ["Groups", "create_groups", "open_world"]
 logger = logging.getLogger(__name__)
 
 Groups = Mapping[str, "dist.ProcessGroup | None"]
-"""This rank's group by name: `tp`, `dp`, `pp` and those asked for; None where the rank is alone in it."""
+"""This rank's group by name: the layout's `dimensions` and those asked for; None where the rank is alone in it."""
 
 Partition = Iterable[Sequence[int]]
 """Groups without a common rank, each its global ranks in order."""
@@ -153,8 +153,7 @@ def create_groups(
     world_size = dist.get_world_size()
     partitions = _partitions(more, world_size)
     if layout.world_size != world_size:
-        degrees = layout.degrees
-        rule = f"is not {degrees} = {layout.world_size}"
+        rule = f"is not {layout.degrees} = {layout.world_size}"
         raise ConfigError("world size", world_size, rule, "start as many ranks, or change degrees")
     _created += 1  # here: a rank whose arguments were refused can still come
     store = PrefixStore(f"groups/{_created}", dist.distributed_c10d._get_default_store())
@@ -214,7 +213,7 @@ def _partitions(more: Mapping[str, Partition] | None, world_size: int) -> dict[s
     """Return the further groups as lists; a rank that a partition omits is alone."""
     partitions = {name: [list(ranks) for ranks in partition] for name, partition in (more or {}).items()}
     for name, partition in partitions.items():
-        if name in (*DIMENSIONS, "dp_replicate"):
+        if name in get_args(Dimension):
             raise ValueError(f"more: {name} is a dimension of the layout")
         ranks = [rank for group in partition for rank in group]
         if len(set(ranks)) != len(ranks):
@@ -299,7 +298,7 @@ def _close(store: Any, init_method: str, met: bool) -> None:
 
 def _shared_values(layout: ParallelLayout, more: Mapping[str, list[list[int]]]) -> dict[str, object]:
     return {
-        "layout": f"tp {layout.tp}, dp {layout.dp}, dp_replicate {layout.dp_replicate}, pp {layout.pp}",
+        "layout": layout.degrees.replace(" x", ","),
         "torch": torch.__version__,
         "netlayer": netlayer.__version__,
         "further groups": ", ".join(f"{name} {_digest(partition)}" for name, partition in more.items()),

@@ -44,7 +44,16 @@ from netlayer.config.tree import JobConfig
 from netlayer.environ import boot_id, pid_namespace
 from netlayer.errors import NetlayerError
 from trainer.checkpoint.meta import Meta
-from trainer.data.batches import Slice, even_starts, micro_batches, rank_slice, sample_starts
+from trainer.data.batches import (
+    Slice,
+    cut_windows,
+    even_starts,
+    micro_batches,
+    own_chunks,
+    rank_slice,
+    sample_starts,
+    split_windows,
+)
 from trainer.data.loader import EvaluationPlan, Loader, LoaderPlan
 from trainer.data.mixture import TEXT, Mixture, batch_plan, evaluation_specs, sampler_spec
 from trainer.data.prepare import Corpus
@@ -91,6 +100,7 @@ class TextFeed:
 
     def __init__(self, job: JobConfig, corpus: Corpus, model: ParallelModel) -> None:
         self._job, self._dp, self._device = job, model.data_rank, model.device
+        self._part = model.place.cp, model.layout.cp
         self._train, self._validation = corpus.train_tokens(), corpus.validation_tokens()
         self._seed = 0
 
@@ -120,7 +130,7 @@ class TextFeed:
 
     def _micro_batches(self, tokens: NDArray[np.integer], starts_N: NDArray[np.int64]) -> list[MicroBatch]:
         sizes = self._job.model.seq_len, self._job.batch.micro_batch_size
-        return list(micro_batches(tokens, starts_N, *sizes, self._device))
+        return list(micro_batches(tokens, starts_N, *sizes, self._device, self._part))
 
 
 class SampleFeed:
@@ -129,13 +139,17 @@ class SampleFeed:
     def __init__(self, job: JobConfig, corpus: Corpus | Mixture, model: ParallelModel) -> None:
         self._job, self._corpus, self._model = job, corpus, model
         self._dp, self._device = model.data_rank, model.device
+        self._num_own = job.model.seq_len // job.parallel.cp
         self._needs = model.is_first or model.is_last or job.data.packing == "documents"
         self._prepare = functools.partial(
             _batch,
             micro_batch_size=job.batch.micro_batch_size,
             counts=_counting(model) if job.data.masks else None,
             device=model.device,
+            chunks=own_chunks(job.model.seq_len, model.place.cp, model.layout.cp),
         )
+        self._own_t = None if model.context is None else model.context.positions(self._num_own, model.device)
+        """Positions of every sequence that this rank has; None: all."""
         self._sampler: Sampler | None = None
         self._held_out: dict[str, Sampler] = {}
         self._rings: list[Ring] = []  # of steps, and of held-out batches
@@ -275,7 +289,7 @@ class SampleFeed:
         if scale is None:
             return [(tokens_BT, targets_BT) for tokens_BT, targets_BT, _ in batch.micro_batches]
         return [
-            (tokens_BT, targets_BT, Packed(segments_BT, scale))
+            (tokens_BT, targets_BT, Packed(segments_BT, scale, self._own_t))
             for tokens_BT, targets_BT, segments_BT in batch.micro_batches
         ]
 
@@ -309,7 +323,7 @@ def loss_scale(model: ParallelModel, counts_2: Tensor | None) -> Callable[[], Te
 
 def _counting(model: ParallelModel) -> Callable[[int, int], Tensor]:
     """Return what gives `counts_2` of `loss_scale`, in memory of the host: zeros but on the rank that has the loss."""
-    # Of tensor-parallel ranks, which hold the same targets, the first counts them.
+    # Of tensor-parallel ranks, which hold the same targets, the first counts them; each context-parallel one its own.
     counts, dtype, is_cuda = model.is_last and model.place.tp == 0, model.zero().dtype, model.device.type == "cuda"
 
     def count(number: int, num_targets: int) -> Tensor:
@@ -334,7 +348,12 @@ class _Batch:
 
 
 def _batch(
-    rows: Rows, *, micro_batch_size: int, counts: Callable[[int, int], Tensor] | None, device: torch.device
+    rows: Rows,
+    *,
+    micro_batch_size: int,
+    counts: Callable[[int, int], Tensor] | None,
+    device: torch.device,
+    chunks: tuple[range, ...],
 ) -> _Batch:
     """Copy rows to the device and cut them; on a GPU on the current stream, and the host does not wait.
 
@@ -342,6 +361,8 @@ def _batch(
 
     Args:
         counts: gives what `loss_scale` adds up, of how many targets there are and how many of them count.
+        chunks: positions that this rank has of each sequence; documents are told of all positions, for attention reads
+            the keys of all.
     """
 
     def tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
@@ -349,18 +370,21 @@ def _batch(
         own.numpy()[:] = array  # a copy: the rows are another step's soon
         return own.to(device, non_blocking=True).to(dtype)
 
-    windows = tensor(rows.tokens, torch.int64)
-    tokens, targets = windows[:, :-1], windows[:, 1:]
-    memory, segments, counts_2 = [windows], None, None
+    is_whole = len(chunks) == 1
+    windows = tensor(rows.tokens if is_whole else cut_windows(rows.tokens, chunks), torch.int64)
+    tokens, targets = split_windows(windows, chunks)
+    memory, segments, counts_2 = [windows, *([] if is_whole else [tokens, targets])], None, None
     if rows.segments is not None:
         segments = tensor(rows.segments, torch.int32)
         memory.append(segments)
     if counts is not None:
         number = targets.numel()
-        if rows.mask is not None:
-            targets = targets.masked_fill(~tensor(rows.mask, torch.bool), NO_TARGET)
+        mask = rows.mask
+        if mask is not None:
+            mask = mask if is_whole else np.concatenate([mask[:, each.start : each.stop] for each in chunks], axis=1)
+            targets = targets.masked_fill(~tensor(mask, torch.bool), NO_TARGET)
             memory.append(targets)
-        num_targets = number if rows.mask is None else int(np.count_nonzero(rows.mask))
+        num_targets = number if mask is None else int(np.count_nonzero(mask))
         counts_2 = counts(number, num_targets).to(device, non_blocking=True)
         memory.append(counts_2)
     cuts = [slice(first, first + micro_batch_size) for first in range(0, len(windows), micro_batch_size)]

@@ -42,6 +42,7 @@ from collectives.watch.recorder import Recorder, StepComm
 from collectives.watch.watchdog import Watch
 from netlayer.config.tree import EvaluationConfig, JobConfig
 from netlayer.errors import CheckFailed, ConfigError, NetlayerError
+from netlayer.layout import describe_ranks
 from netlayer.rendezvous import Groups
 from netlayer.workload.flops import step_flops, utilisation
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
@@ -340,7 +341,7 @@ class Trainer:
         try:
             yield
         except checkpoint.StateLost as exc:
-            where = _first_ones([self._describe(rank) for rank in exc.ranks])
+            where = _first_ones([self._describe([rank]) for rank in exc.ranks])
             raise CheckFailed(f"{exc} in the shard of {where}; lower job.optimizer.lr") from exc
 
     def commit(self) -> Path | None:
@@ -464,15 +465,17 @@ class Trainer:
 
     def _check_losses(self, step: int, name: str, losses_D: Sequence[float], remedy: str) -> None:
         layout = self.job.parallel.layout
-        # The last stage has the losses, and tensor-parallel ranks have the same ones: one rank stands for each.
-        replicas = range(layout.dp_replicate)
-        ranks = [layout.rank(pp=layout.pp - 1, dp=dp, dp_replicate=r) for r in replicas for dp in range(layout.dp)]
-        lost = [pair for pair in zip(ranks, losses_D, strict=True) if not math.isfinite(pair[1])]
+        # The last stage has the losses, and tensor-parallel ranks have the same ones: one rank stands for each. Of the
+        # parts of a sequence the sum does not say which one is lost.
+        first = layout.rank(pp=layout.pp - 1)
+        step = layout.tp * layout.cp  # to the next part of the batch
+        ends = [layout.group_of("cp", first + step * part) for part in range(layout.data_ranks)]
+        lost = [pair for pair in zip(ends, losses_D, strict=True) if not math.isfinite(pair[1])]
         if lost:
             # No step of this run has changed the parameters, so a lower learning rate is no remedy.
             if self._untouched is not None:
                 remedy = f"training has broken the parameters of {self._untouched}; take an earlier checkpoint"
-            where = _first_ones([f"{loss} on {self._describe(rank)}" for rank, loss in lost])
+            where = _first_ones([f"{loss} on {self._describe(ranks)}" for ranks, loss in lost])
             raise CheckFailed(f"step {step}: the {name} is {where}; {remedy}")
 
     def _check_finite(self, step: int, notes: Notes) -> None:
@@ -482,14 +485,14 @@ class Trainer:
             # Only where the norm is lost, and on all ranks alike: the sum does not say on which rank.
             squares = every_ranks(self.model, notes.own_square)
             lost = [pair for pair in enumerate(squares) if not math.isfinite(pair[1])]
-            where = _first_ones([self._describe(rank) for rank, _ in lost])
+            where = _first_ones([self._describe([rank]) for rank, _ in lost])
             where = f"in the shard of {where}" if lost else "as a sum, and finite on each rank"
-            if lost and layout.data_ranks > 1:
+            if lost and layout.gradient_ranks > 1:
                 where += " (a shard is the mean over the data-parallel ranks)"
             raise CheckFailed(f"step {step}: the gradient norm is {notes.grad_norm}, {where}; {remedy}")
 
-    def _describe(self, rank: int) -> str:
-        return f"rank {rank} ({self.job.parallel.layout.describe([rank])})"
+    def _describe(self, ranks: Sequence[int]) -> str:
+        return f"{describe_ranks(ranks)} ({self.job.parallel.layout.describe(ranks)})"
 
     def _row(self, launched: Launched, notes: Notes) -> Row:
         """Return the row; `step_ms` starts at the end of the step before, or at its own begin if work came between."""

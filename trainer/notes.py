@@ -22,7 +22,7 @@ class Notes:
     others' numbers, in the order of ranks.
 
     Args:
-        losses: of each data-parallel rank.
+        losses: of each data-parallel index.
         num_asked: how many ranks had been asked to stop when they launched the step's end.
         num_done, num_failed: how many ranks were through with their stage of a save then, and how many had failed.
         num_lost: on how many ranks the state that is saved is not finite.
@@ -81,10 +81,11 @@ class NotesInFlight:
 
 
 def spread_losses(model: ParallelModel, loss: Tensor) -> Tensor:
-    """Zeros of shape (D,) with the loss of this rank in its place, on one rank of each D: to be added up."""
+    """Zeros of shape (D,) with the loss of this rank in its place, to be added up: on one rank of each D and part of
+    its sequences, divided by the number of parts."""
     losses_D = loss.new_zeros(model.layout.data_ranks)
     if model.is_last and model.place.tp == 0:
-        losses_D[model.data_rank] = loss
+        losses_D[model.data_rank] = loss / model.layout.cp
     return losses_D
 
 

@@ -80,7 +80,7 @@ def monitored(context: RankContext, plan: Plan, place: RankInfo, steps_done: int
             tp=at.tp,
             pp=at.pp,
             dp=layout.data_rank(at),
-            cp=0,
+            cp=at.cp,
         )
         try:
             transport = _transport(plan, folder, origin)

@@ -9,7 +9,7 @@ computes). Whatever the layout, losses and gradients are those of one process, b
 norms and positions are sums over its own; they are added up over the group once a step, on the shards. A tied token
 table has a gradient on the first and on the last stage; these are added up likewise.
 
-Not covered: context and expert parallelism, layers that do not divide by p * v.
+Not covered: expert parallelism, layers that do not divide by p * v.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from collectives.context import ContextExchange
 from collectives.pipeline.channel import PipelineChannel
 from collectives.pipeline.links import Path, PipelineLinks, open_link_groups
 from collectives.sharded.data_parallel import DataCommunicators, ShardedDataParallel
@@ -39,7 +40,7 @@ from collectives.transport.windows import are_worth_it
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch
 from netlayer.config.tree import JobConfig
-from netlayer.layout import ParallelLayout
+from netlayer.layout import Dimension, ParallelLayout
 from netlayer.rendezvous import Groups
 from netlayer.workload.comm_bytes import bucket_limit
 from netlayer.workload.dtypes import gradient_dtype
@@ -48,10 +49,12 @@ from netlayer.workload.memory import frees_parameters, in_flight_reductions
 from netlayer.workload.schedule import Schedule, forward_only
 from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import of_job
+from trainer.model.context import Context
 from trainer.model.gpt import GPT, build_model, initialiser
 from trainer.model.linears import parts
 from trainer.model.packed import Packed
 from trainer.ops.backend import check_operators
+from trainer.ops.fp8 import check_fp8
 from trainer.pipeline import StageModel, run_schedule
 
 logger = logging.getLogger(__name__)
@@ -69,14 +72,12 @@ _MOST_GRAPHS = 15
 
 
 def tied_partition(layout: ParallelLayout) -> list[list[int]]:
-    """Ranks that hold the same token table: of the first and the last stage, one pair for each (tp, dp, replica)."""
-    ends = (0, layout.pp - 1)
-    first = (layout.coordinates(rank) for rank in range(layout.tp * layout.data_ranks))
-    return [[layout.rank(**at._replace(pp=p)._asdict()) for p in ends] for at in first]
+    """Ranks that hold the same token table: of the first and the last stage, one pair for each rank of a stage."""
+    return [[group[0], group[-1]] for group in layout.groups("pp")]
 
 
 def further_groups(job: JobConfig) -> Mapping[str, list[list[int]]]:
-    """Return the groups other than tp, dp and pp that the job needs: for `open_world`."""
+    """Return the groups that the job needs besides those of its layout's dimensions: for `open_world`."""
     layout = job.parallel.layout
     return {TIED: tied_partition(layout)} if job.model.tied_embeddings and layout.pp > 1 else {}
 
@@ -127,19 +128,23 @@ class ParallelModel:
         self.layout = layout = job.parallel.layout
         self.place = layout.coordinates(rank)
         self.data_rank = layout.data_rank(self.place)
-        """Which part of a batch this rank has."""
-        self.groups = {"tp": None, "dp": None, "pp": None, "dp_replicate": None, **(groups or {})}
+        """Which part of a batch this rank has; context-parallel ranks have the same."""
+        self.groups = {**dict.fromkeys(get_args(Dimension)), **(groups or {})}
         # For what all ranks agree on: norms, and whether somebody asks for the end.
         self.world = Communicator("world", dist.group.WORLD if layout.world_size > 1 else None, device, recorder, watch)
         self.tied = Communicator(TIED, self.groups.get(TIED), device, recorder, watch)
         self.exchange = self._open_exchange(recorder, watch)
+        self.context = self._open_context(recorder, watch)
         self.is_first, self.is_last = self.place.pp == 0, self.place.pp == layout.pp - 1
         self._frees, self._seed = frees_parameters(job), seed
         check_operators(job.model.operators, device)
+        if job.model.fp8 != "off":
+            check_fp8(job.model.fp8, device)
         # Without memory: it gets its values bucket by bucket, as it is wrapped. Whole in float32 it might not fit, and
         # the memory that it leaves would be in pieces.
+        spread = self.exchange, self.context
         modules = [
-            build_model(job.model, seed, torch.device("meta"), run_of(job, self.place.pp, chunk), self.exchange)
+            build_model(job.model, seed, torch.device("meta"), run_of(job, self.place.pp, chunk), *spread)
             for chunk in range(layout.vpp)
         ]
         self._compile(modules)
@@ -177,7 +182,7 @@ class ParallelModel:
                 with self._computing("forward", index):
                     loss = _loss(chunk, *batch) / len(batches)
                 with self._computing("backward", index):
-                    (loss / self.layout.data_ranks).backward()  # type: ignore[no-untyped-call]  # gradients are sums over ranks
+                    (loss / self.layout.gradient_ranks).backward()  # type: ignore[no-untyped-call]  # gradients are sums over ranks
             # Added on the device: a number for the host would make it wait in every micro-batch.
             total += loss.detach()
         return total
@@ -327,6 +332,12 @@ class ParallelModel:
             recorder=recorder,
             watch=watch,
         )
+
+    def _open_context(self, recorder: Recorder | None, watch: Watch | None) -> Context | None:
+        group = self.groups["cp"]
+        if group is None:
+            return None
+        return Context(ContextExchange(group, self.device, recorder, watch), self.job.overlap.cp)
 
     def _open_data_comms(self, recorder: Recorder | None, watch: Watch | None) -> DataCommunicators:
         """Open them once for all chunks: every rank of the group runs them in the order of its stage's schedule."""
@@ -500,7 +511,7 @@ class _Pipeline:
             inputs=lambda index: batches[index][0],
             loss=lambda index, chunk, x: _loss(chunk, x, *batches[index][1:]),
             last_backward=ShardedDataParallel.last_backward,
-            num_replicas=self.model.layout.data_ranks,
+            num_replicas=self.model.layout.gradient_ranks,
             deferring=ShardedDataParallel.defer_weight_grads,
             beside=lambda index: _beside(*batches[index]),
         )
@@ -508,6 +519,7 @@ class _Pipeline:
         return sum((loss / len(batches) for loss in stage.losses.values()), self.model.zero())
 
     def _channel(self, kind: str, num_micro_batches: int) -> tuple[Schedule, PipelineChannel]:
+        """Return the schedule and the channel for so many micro-batches, made once."""
         # Kept for the next steps: a channel compares its arguments with its neighbours when it is made.
         key = kind, num_micro_batches
         if key not in self._ready:
@@ -516,8 +528,12 @@ class _Pipeline:
                 schedule = forward_only(layout.pp, num_micro_batches, layout.vpp)
             else:
                 schedule = of_job(model.job, num_micro_batches)
-            # Between the linears a tensor-parallel rank has its share of the positions alone.
-            shape = model.job.model.seq_len // layout.tp, model.job.batch.micro_batch_size, model.job.model.hidden
+            # Between the linears a tensor-parallel rank has its share of the context-parallel rank's positions alone.
+            shape = (
+                model.job.model.seq_len // layout.cp // layout.tp,
+                model.job.batch.micro_batch_size,
+                model.job.model.hidden,
+            )
             channel = PipelineChannel(
                 shape,
                 getattr(torch, model.job.model.dtype),

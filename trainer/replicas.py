@@ -26,6 +26,7 @@ from torch import Tensor
 from netlayer.errors import CheckFailed
 from netlayer.layout import ParallelLayout, describe_ranks
 from netlayer.workload.schedule import micro_batches
+from trainer.data.batches import cut_windows, own_chunks, split_windows
 from trainer.parallel import ParallelModel
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -79,13 +80,15 @@ class ReplicaCheck:
         return sum(digest(bucket.unsharded_N) for bucket in buckets)
 
     def _loss(self, step: int) -> int:
-        """Word of the loss of a batch that is drawn from the seed: the same on every replica."""
+        """Word of this rank's loss, of its part of sequences, of a batch from the seed: the same on every replica."""
         job = self._model.job
         draw = torch.Generator().manual_seed(self._seed + step)
         shape = (job.batch.micro_batch_size, job.model.seq_len + 1)
-        tokens = torch.randint(job.model.vocab_size, shape, generator=draw).to(self._model.device)
+        chunks = own_chunks(job.model.seq_len, self._model.place.cp, job.parallel.cp)
+        rows = cut_windows(torch.randint(job.model.vocab_size, shape, generator=draw).numpy(), chunks)
+        batch = split_windows(torch.from_numpy(rows).to(self._model.device), chunks)
         num = micro_batches(job) if self._model.pipeline is not None else 1
-        return digest(self._model.evaluate([(tokens[:, :-1], tokens[:, 1:])] * num).reshape(1))
+        return digest(self._model.evaluate([batch] * num).reshape(1))
 
 
 def digest(numbers: Tensor) -> int:
@@ -99,12 +102,13 @@ def differences(values: Sequence[int], layout: ParallelLayout) -> Differences:
 
     Args:
         values: one a rank.
-        layout: which ranks are replicas of each other: those that differ in `dp` alone.
+        layout: which ranks are replicas of each other: those that differ in their part of a batch alone.
     """
     odd: list[int] = []
     unclear: list[int] = []
-    for tp, pp in itertools.product(range(layout.tp), range(layout.pp)):
-        ranks = [layout.rank(tp=tp, pp=pp, dp=dp) for dp in range(layout.dp)]
+    stage = layout.tp * layout.cp * layout.data_ranks
+    for pp, first in itertools.product(range(layout.pp), range(layout.tp * layout.cp)):
+        ranks = range(pp * stage + first, (pp + 1) * stage, layout.tp * layout.cp)
         [(most, num), *others] = Counter(values[rank] for rank in ranks).most_common()
         if num > len(ranks) / 2:
             odd += [rank for rank in ranks if values[rank] != most]

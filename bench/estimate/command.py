@@ -69,8 +69,8 @@ def step(
     """Predict a step of --config: time, MFU, where it goes, memory a rank, days for --tokens.
 
     MFU is given both ways, attention in full and by half, with its peak. The pipeline is the trainer's own schedule;
-    all that is printed is predicted, nothing measured. --cp adds context parallelism, which the trainer does not build:
-    the job then has cp times as many ranks.
+    all that is printed is predicted, nothing measured. --cp adds context parallelism to a job that does not say
+    parallel.cp: it then has cp times as many ranks. A job with model.fp8 is of --precision fp8.
 
     \b
     Examples:
@@ -106,7 +106,7 @@ def search(options: RunOptions, device: str, precision: str, zero: int, top: int
     """Rank the layouts of --config's job on its GPUs that memory and divisibility allow, with reasons.
 
     tp, pp, vpp, cp (sequences of 8,192 tokens and more), micro-batch and recomputation vary; model, batch, GPUs and
-    switches are --config's. Steps are predicted; context parallelism is not built in the trainer.
+    switches are --config's. Steps are predicted.
 
     \b
     Examples:
@@ -302,13 +302,22 @@ def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> Non
 
 
 def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels: str) -> Plan:
+    """Return the plan of a configuration and options, and refuse what they say twice or cannot have."""
     from typing import cast
 
     from bench.estimate.devices import device_of
     from bench.estimate.plan import Kernels, Plan, Precision, check_plan
 
+    job = config.job
+    if job.parallel.cp > 1:
+        if cp > 1:
+            rule = f"is given, and job.parallel.cp = {job.parallel.cp} says the same"
+            raise ConfigError("--cp", cp, rule, "give one of them")
+        cp, job = job.parallel.cp, job.model_copy(update={"parallel": job.parallel.model_copy(update={"cp": 1})})
+    if job.model.fp8 != "off":
+        precision = "fp8"
     plan = Plan(
-        job=config.job,
+        job=job,
         cluster=config.cluster,
         device=device_of(device),
         cp=cp,

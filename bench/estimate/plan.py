@@ -1,7 +1,7 @@
 """Plans: the job that is estimated, where it runs, and what the software does.
 
-A `Plan` holds what `JobConfig` does, and what the trainer does not build (context parallelism, FP8, other stages of
-ZeRO), so that rows of other software can be predicted too.
+A `Plan` holds what `JobConfig` does, and other software's choices (stages of ZeRO, kernels), so that rows of that can
+be predicted too.
 
 [Note: context parallelism] A rank of a context-parallel group has the rows of 1 / cp of a sequence, all parameters,
 and reduces their gradients over dp x cp ranks. That is a job of cp times as many sequences of 1 / cp of the tokens on

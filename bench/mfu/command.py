@@ -47,8 +47,8 @@ _TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2}
 
 @click.command()
 @run_options
-@click.option("--model", help="Preset of job.model: 1m, 125m, 1.3b, 7b, 13b [default: the file's, else 1m].")
-@click.option("--layout", default="dp2", show_default=True, help="Degrees: dp8, tp2pp2vp2, tp4.")
+@click.option("--model", help="Preset of job.model: 1m, 125m, 1.3b, 7b, llama3-8b [default: the file's, else 1m].")
+@click.option("--layout", default="dp2", show_default=True, help="Degrees: dp8, tp2pp2vp2, cp2dp2, tp4.")
 @click.option(
     "--peers", help=f"Of {', '.join(PEERS)}; none: ours alone [default: fsdp2 where the layout is dp alone, else none]."
 )

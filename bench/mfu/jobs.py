@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from trainer.plan import check_memory
 
 logger = logging.getLogger(__name__)
 
-_LAYOUT = re.compile(r"(tp|pp|dp|vp)(\d+)")
+_LAYOUT = re.compile(r"(tp|cp|pp|dp|vp)(\d+)")
 _CHANGED = ("model", "optimizer", "overlap", "loop")
 _TAKEN = (*_CHANGED, "nccl", "store")
 _PARALLEL = ("parallel.balance", "parallel.zero")
@@ -52,18 +53,19 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 
 def read_layout(text: str) -> dict[str, int]:
-    """Degrees of `tp2pp2vp2dp1`.
+    """Degrees of `tp2cp2pp2vp2dp1`.
 
     Raises:
         ConfigError: it says something else, or a degree of 0.
     """
     degrees = _LAYOUT.findall(text)
     if not degrees or "".join(name + number for name, number in degrees) != text or len(dict(degrees)) < len(degrees):
-        raise ConfigError("--layout", text, "must be degrees such as tp2pp2vp2", "name each of tp, pp, vp, dp once")
+        raise ConfigError("--layout", text, "must be degrees such as tp2pp2vp2", "name each of tp, cp, pp, vp, dp once")
     named = {name: int(number) for name, number in degrees}
     if 0 in named.values():
         raise ConfigError("--layout", text, "has a degree of 0", "give each at least 1, or omit it")
-    return {"tp": named.get("tp", 1), "pp": named.get("pp", 1), "dp": named.get("dp", 1), "vpp": named.get("vp", 1)}
+    degrees = {"tp": named.get("tp", 1), "pp": named.get("pp", 1), "dp": named.get("dp", 1), "vpp": named.get("vp", 1)}
+    return degrees | ({"cp": named["cp"]} if "cp" in named else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Jobs:
         Args:
             changes: `micro_batches=N` among them makes the batch another one.
         """
-        degrees, ranks = self.degrees, self.degrees["tp"] * self.degrees["pp"] * self.degrees["dp"]
+        degrees = self.degrees
+        ranks = math.prod(degrees.get(name, 1) for name in ("tp", "cp", "pp", "dp"))
         count = self.micro_batches or (4 * degrees["pp"] if degrees["pp"] > 1 else 1)
         for match in filter(None, map(_COUNT.fullmatch, changes)):
             count = int(match[1])

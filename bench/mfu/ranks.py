@@ -28,6 +28,7 @@ from bench.mfu.systems import Entry, Ours, System
 from bench.overlap.steps import StepTimer
 from netlayer.config.tree import JobConfig
 from netlayer.launch.rank import RankContext
+from trainer.data.batches import cut_windows, own_chunks, split_windows
 from trainer.loop import RankInfo
 from trainer.ops.attention import FULL_ORDER
 from trainer.parallel import MicroBatch
@@ -179,20 +180,22 @@ def _profile(name: str, system: System, batches: Sequence[MicroBatch], order: Or
 
 
 def _mean_losses(losses: list[float], job: JobConfig, control: Control) -> list[float]:
-    """Over data-parallel ranks, of the ranks that have a loss: the last stage's."""
+    """Over data- and context-parallel ranks, of those that have a loss: the last stage's."""
     layout, each = job.parallel.layout, control.gather(losses)
-    step = layout.tp  # of ranks that have other data, and the first of which has the loss
     first = layout.rank(pp=layout.pp - 1)
-    last = each[first : first + step * layout.data_ranks : step]
+    # Of each tensor-parallel group of the last stage the first has the loss.
+    last = each[first : first + layout.tp * layout.gradient_ranks : layout.tp]
     return [sum(values) / len(values) for values in zip(*last, strict=True)]
 
 
 def make_batches(job: JobConfig, seed: int, device: torch.device) -> list[MicroBatch]:
     """The same tokens for every system: what they are does not matter to the time."""
     layout = job.parallel.layout
-    own_part = layout.data_rank(layout.coordinates(dist.get_rank()))
+    place = layout.coordinates(dist.get_rank())
     generator = torch.Generator().manual_seed(seed)
     shape = job.batch.global_batch_size, job.model.seq_len + 1
     tokens = torch.randint(job.model.vocab_size, shape, generator=generator)
-    own = tokens.chunk(layout.data_ranks)[own_part].to(device)
-    return [(part[:, :-1], part[:, 1:]) for part in torch.split(own, job.batch.micro_batch_size)]
+    chunks = own_chunks(job.model.seq_len, place.cp, layout.cp)
+    own_rows = tokens.chunk(layout.data_ranks)[layout.data_rank(place)].numpy()
+    own = torch.from_numpy(cut_windows(own_rows, chunks)).to(device)
+    return [split_windows(part, chunks) for part in torch.split(own, job.batch.micro_batch_size)]

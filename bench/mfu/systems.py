@@ -160,14 +160,17 @@ def read_peers(text: str | None, job: JobConfig) -> tuple[str, ...]:
         text: None: fsdp2 where the layout is data parallel alone; "none" or nothing: no peer.
 
     Raises:
-        ConfigError: a name is unknown or there twice.
+        ConfigError: a name is unknown or there twice, or the layout has context parallelism.
     """
     if text is None:
-        return ("fsdp2",) if job.parallel.tp * job.parallel.pp == 1 else ()
+        return ("fsdp2",) if job.parallel.tp * job.parallel.pp * job.parallel.cp == 1 else ()
     names = () if text in ("", "none") else tuple(text.split(","))
     for name in names:
         if name not in PEERS:
             raise ConfigError("--peers", name, f"must be among {', '.join(PEERS)}", "correct it, or say none")
         if names.count(name) > 1:
             raise ConfigError("--peers", name, "is there twice", "name each peer once; --runs repeats them")
+        if job.parallel.cp > 1:
+            rule = f"has whole sequences, and --layout has cp {job.parallel.cp}"
+            raise ConfigError("--peers", name, rule, "say none, and run the peer on a layout of as many ranks")
     return names

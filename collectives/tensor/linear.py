@@ -20,7 +20,8 @@ nobody waits for. A row-parallel linear gathers its output's gradient, and after
 linear before it has to gather again, whose backward pass comes next; weights' gradients are promised
 (`collectives.sharded.slot`), and computed when the next gather or scatter is under way.
 
-Not covered: 8-bit floats, and autocast (cast the module).
+Products are `collectives.tensor.gemm`'s, or others that have its interface (`Products`), such as in 8-bit floats; what
+is exchanged stays in the dtype of the computation. Not covered: autocast (cast the module).
 
 Shapes: W ranks, m rows of a rank, M = W * m, K features in, N features out. Leading dimensions are rows: the first of
 them is spread over the ranks.
@@ -32,14 +33,14 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from collectives.arguments import as_dtype
-from collectives.sharded.slot import SlotSource, slot_source
+from collectives.sharded.slot import Promise, SlotSource, slot_source
 from collectives.tensor.autotuned_gemm import is_large
 from collectives.tensor.exchange import Gathering, TensorExchange
 from collectives.tensor.gemm import WeightGradient, multiply
@@ -54,6 +55,66 @@ def join_by_torch(parts_Mn: Sequence[Tensor], has_bias: bool) -> tuple[Tensor, T
     return dy_MN, dy_MN.sum(0) if has_bias else None
 
 
+class Computes(Protocol):
+    """A weight's gradient that is still to be computed, as `collectives.tensor.gemm.WeightGradient`."""
+
+    def into(self, source: SlotSource | None, accumulator: object) -> Tensor | None:
+        """Compute it into its slot and return None; else return it."""
+
+    def promised(self, source: SlotSource, accumulator: object) -> Promise | None:
+        """Have it computed later in this backward pass; None: it cannot be."""
+
+
+class Products(Protocol):
+    """The products of a linear, all of them without autograd."""
+
+    def factor(self, weight_NK: Tensor, *, is_transposed: bool) -> Any:
+        """Return the weight as `multiply` takes it, [K, N] transposed or [N, K] as it is; it has a `shape`."""
+
+    def multiply(
+        self,
+        a_MK: Tensor,
+        factor: Any,
+        bias_N: Tensor | None = None,
+        *,
+        out_MN: Tensor | None = None,
+        adds: bool = False,
+        tuned: bool = False,
+        spared: int = 0,
+        of_gradient: bool = False,
+    ) -> Tensor:
+        """Return the product; arguments as of `collectives.tensor.gemm.multiply`, and whether `a` is a gradient."""
+
+    def weight_gradient(self, dy: Callable[[], Tensor], x: Callable[[], Tensor], tuned: bool, spared: int) -> Computes:
+        """Return dy^T x, still to be computed; arguments as of `collectives.tensor.gemm.WeightGradient`."""
+
+
+class PlainProducts:
+    """Products in the dtype of the factors."""
+
+    def factor(self, weight_NK: Tensor, *, is_transposed: bool) -> Tensor:
+        return weight_NK.t() if is_transposed else weight_NK
+
+    def multiply(
+        self,
+        a_MK: Tensor,
+        factor: Tensor,
+        bias_N: Tensor | None = None,
+        *,
+        out_MN: Tensor | None = None,
+        adds: bool = False,
+        tuned: bool = False,
+        spared: int = 0,
+        of_gradient: bool = False,  # noqa: ARG002  (all factors are alike here)
+    ) -> Tensor:
+        return multiply(a_MK, factor, bias_N, out_MN=out_MN, adds=adds, tuned=tuned, spared=spared)
+
+    def weight_gradient(
+        self, dy: Callable[[], Tensor], x: Callable[[], Tensor], tuned: bool, spared: int
+    ) -> WeightGradient:
+        return WeightGradient(dy, x, tuned, spared)
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W's rows (the features out) spread over the ranks; gathers the rows of x.
 
@@ -66,6 +127,7 @@ class ColumnParallelLinear(nn.Module):
         device, dtype: of the parameters, or their names.
         join: for the backward pass.
         tuned: products by the fastest algorithms, where there is a choice (`collectives.tensor.autotuned_gemm`).
+        products: in place of those of `collectives.tensor.gemm`.
 
     Raises:
         ValueError: a number of features does not divide by the number of ranks.
@@ -85,9 +147,11 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype | str | None = None,
         join: Join = join_by_torch,
         tuned: bool = False,
+        products: Products | None = None,
     ) -> None:
         super().__init__()
         dtype = None if dtype is None else as_dtype(dtype, "dtype")
+        self.products: Products = products or PlainProducts()
         self.exchange, self.adds_bias, self.join, self.tuned = exchange, adds_bias, join, tuned
         self.splits = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         self.is_joined = not isinstance(out_features, int)
@@ -151,7 +215,7 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: K of the whole layer, or several: `forward` then takes one input each, and sums their products.
         out_features: N.
-        exchange, bias, device, dtype, tuned: as for `ColumnParallelLinear`. The bias is whole on every rank.
+        exchange, bias, device, dtype, tuned, products: as for `ColumnParallelLinear`. The bias is whole on every rank.
         adds_bias: False: the bias is there, and left to what reads the output. Its gradient is then that of this
             rank's rows, to be summed over the ranks.
         sums_bias: False: it is that too of a bias that is added here; a sum less on the way of each backward pass.
@@ -174,9 +238,11 @@ class RowParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         tuned: bool = False,
+        products: Products | None = None,
     ) -> None:
         super().__init__()
         dtype = None if dtype is None else as_dtype(dtype, "dtype")
+        self.products: Products = products or PlainProducts()
         self.exchange, self.adds_bias, self.sums_bias, self.tuned = exchange, adds_bias, sums_bias, tuned
         splits = (in_features,) if isinstance(in_features, int) else tuple(in_features)
         for features in splits:
@@ -243,9 +309,9 @@ class _Column(torch.autograd.Function):
         ctx.early, ctx.is_done = None, False
         ctx.source = _source(weight_NK)
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
-        gathering = exchange.gather(x_mK)
+        gathering, factor_KN = exchange.gather(x_mK), linear.products.factor(weight_NK, is_transposed=True)
         for rows, part in gathering.parts():
-            _multiply(linear, part, weight_NK.t(), _view(y_MN, exchange)[rows], bias_N)
+            _multiply(linear, part, factor_KN, _view(y_MN, exchange)[rows], bias_N)
         ctx.save_for_backward(gathering.kept() if keeps else x_mK, weight_NK)
         gathering.close()
         if len(linear.splits) == 1:  # no view of itself: the gradient of a cut into one would be a copy
@@ -267,8 +333,9 @@ class _Column(torch.autograd.Function):
         dy_MN, dbias_N = linear.join(dys, needs_bias and ctx.has_bias)
         dy_MN = dy_MN.contiguous()
         if scattering is not None:
+            factor_NK = linear.products.factor(weight_NK, is_transposed=False)
             for rows, part in scattering.parts():
-                _multiply(linear, _view(dy_MN, exchange)[rows], weight_NK, part)
+                _multiply(linear, _view(dy_MN, exchange)[rows], factor_NK, part, of_gradient=True)
         exchange.compute_deferred()
         dweight_NK = None
         if needs_weight:
@@ -294,9 +361,10 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         num_rows = inputs[0].shape[0] // exchange.world_size
         scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
+        factors = [linear.products.factor(weight_NK, is_transposed=True) for weight_NK in weights]
         for rows, part in scattering.parts():
-            for index, (x_MK, weight_NK) in enumerate(zip(inputs, weights, strict=True)):
-                _multiply(linear, _view(x_MK, exchange)[rows], weight_NK.t(), part, adds=index > 0)
+            for index, (x_MK, factor_KN) in enumerate(zip(inputs, factors, strict=True)):
+                _multiply(linear, _view(x_MK, exchange)[rows], factor_KN, part, adds=index > 0)
         return scattering.result(bias_N)
 
     @staticmethod
@@ -314,10 +382,11 @@ class _Row(torch.autograd.Function):
             before.early = _unpacked(before, gathers=True)
         exchange.compute_deferred()
         dinputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
+        factors = [linear.products.factor(weight_NK, is_transposed=False) for weight_NK in weights]
         for rows, part in gathering.parts():
-            for dx_MK, weight_NK in zip(dinputs, weights, strict=True):
+            for dx_MK, factor_NK in zip(dinputs, factors, strict=True):
                 if dx_MK is not None:
-                    _multiply(linear, part, weight_NK, _view(dx_MK, exchange)[rows])
+                    _multiply(linear, part, factor_NK, _view(dx_MK, exchange)[rows], of_gradient=True)
         # Every rank has summed over its own rows alone. The sum over ranks runs under the weights' products: after the
         # gather, or it would delay that, and hold multiprocessors while it waits for late ranks.
         dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
@@ -352,7 +421,7 @@ def _weight_gradient(
     exchange = linear.exchange
     if not exchange.defers:
         dy, x = (functools.partial(_same, give()) for give in (dy, x))
-    gradient = WeightGradient(dy, x, linear.tuned, exchange.spared)
+    gradient = linear.products.weight_gradient(dy, x, linear.tuned, exchange.spared)
     promise = gradient.promised(source, accumulator) if exchange.defers and source is not None else None
     if promise is None:
         return gradient.into(source, accumulator)
@@ -367,16 +436,27 @@ def _same(tensor: Tensor) -> Tensor:
 def _multiply(
     linear: ColumnParallelLinear | RowParallelLinear,
     a: Tensor,
-    b_KN: Tensor,
+    b_KN: Any,
     out: Tensor,
     bias_N: Tensor | None = None,
     adds: bool = False,
+    of_gradient: bool = False,
 ) -> None:
     """`out` [w, i, N] (+)= `a` [w, i, K] @ b (+ bias), in place.
 
     Ranks' rows that lie apart are a product each, or, where that would be small, are copied together and apart again.
+
+    Args:
+        b_KN: a factor of the linear's products.
+        of_gradient: `a` is one.
     """
-    multiply_by = functools.partial(multiply, adds=adds, tuned=linear.tuned, spared=linear.exchange.spared)
+    multiply_by = functools.partial(
+        linear.products.multiply,
+        adds=adds,
+        tuned=linear.tuned,
+        spared=linear.exchange.spared,
+        of_gradient=of_gradient,
+    )
     if not (_lies_together(a) and _lies_together(out)) and is_large(a[0], b_KN):
         for a_iK, out_iN in zip(a, out, strict=True):
             multiply_by(a_iK, b_KN, bias_N, out_MN=out_iN)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from netlayer.config.section import Section
-from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 
 Count = Annotated[int, Field(ge=1)]
@@ -25,7 +24,11 @@ class ParallelConfig(Section):
     tp: Count = Field(1, description="tensor-parallel degree, inside a server")
     pp: Count = Field(1, description="pipeline stages")
     dp: Count = Field(2, description="data-parallel degree: ranks that share the shards of one replica")
-    cp: Count = Field(1, description="context-parallel degree; more than 1 is not built")
+    cp: Count = Field(
+        1,
+        description="context-parallel degree: each rank has two of 2 x cp chunks of every sequence, an early and a "
+        "late one, and gathers the others' keys and values; all of them share shards too",
+    )
     dp_replicate: Count = Field(
         1,
         description="replicas of the data-parallel groups (hybrid sharding): each holds all shards and has its part of "
@@ -55,7 +58,7 @@ class ParallelConfig(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that have a part of a batch each: `dp` of every replica."""
+        """Parts of a batch: `dp` of every replica."""
         return self.dp * self.dp_replicate
 
     @property
@@ -68,10 +71,14 @@ class ParallelConfig(Section):
     @property
     def stage(self) -> Literal[1, 2, 3]:
         """ZeRO stage that is counted and trained with: 1 where no other is asked for, or one rank is alone."""
-        return 1 if self.zero == "auto" or self.dp == 1 else self.zero
+        return 1 if self.zero == "auto" or self.dp_cp == 1 else self.zero
 
-    @model_validator(mode="after")
-    def _rules(self) -> Self:
-        if self.cp > 1:
-            raise ConfigError("job.parallel.cp", self.cp, "must be 1: more is not built", "raise tp or pp")
-        return self
+    @property
+    def dp_cp(self) -> int:
+        """Ranks that hold masters and optimiser state in shards: of one replica."""
+        return self.layout.dp_cp
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks whose gradients are added up: `dp_cp` of every replica."""
+        return self.layout.gradient_ranks

@@ -171,6 +171,13 @@ class ModelConfig(Section):
         description="norms, activations, loss, AdamW: our Triton kernels, or torch's; auto: ours on GPUs, uncompiled, "
         "and matmuls by the algorithm that is the fastest when measured: 20 s at the start of a 7B model",
     )
+    fp8: Literal["off", "tensorwise", "blockwise"] = Field(
+        "off",
+        description="products of the blocks' linears in 8-bit floats, masters and sums in float32. tensorwise: one "
+        "scale a tensor, by its largest value now; blockwise: one a tile of 1 x 128, of weights 128 x 128",
+    )
+    fp8_first: int = Field(0, ge=0, description="blocks at the start whose linears stay in dtype, where others are fp8")
+    fp8_last: int = Field(0, ge=0, description="blocks at the end whose linears stay in dtype, where others are fp8")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what backward computes again: nothing, what no product made, or whole blocks"
     )
@@ -405,6 +412,11 @@ class OverlapConfig(Section):
         "them again there: a fifth less to carry, for memory; worth it where that takes longer than the products",
     )
     pp: bool = Field(True, description="send and receive apart, under the computation of a pipeline stage")
+    cp: bool = Field(
+        True,
+        description="gather keys and values of the other context-parallel ranks, and send back their gradients, under "
+        "the attention among a rank's own; false: wait for each",
+    )
     zero_bubble: bool = Field(
         True,
         description="a pipeline stage computes weights' gradients where it would wait, not before it sends its input's "
@@ -532,6 +544,8 @@ class JobConfig(Section):
             if getattr(model, name) % parallel.tp:
                 rule = f"must divide job.model.{name} = {getattr(model, name)}"
                 _fail("job.parallel.tp", parallel.tp, rule, "change either")
+        self._check_context()
+        self._check_fp8()
         if model.layers % (parallel.pp * parallel.vpp):
             _fail(
                 "job.parallel",
@@ -558,6 +572,44 @@ class JobConfig(Section):
                 _fail(f"job.batch.{name}", getattr(batch, name), rule, f"set it to {unit} or a multiple")
         return self
 
+    def _check_context(self) -> None:
+        """Refuse sequences that context-parallel ranks cannot share."""
+        cp, tp, seq_len = self.parallel.cp, self.parallel.tp, self.model.seq_len
+        if cp > 1 and seq_len % (2 * cp):
+            rule = f"needs 2 x cp chunks of a sequence, and job.model.seq_len = {seq_len} is no multiple of {2 * cp}"
+            _fail("job.parallel.cp", cp, rule, "change either")
+        if cp > 1 and seq_len // cp % tp:
+            rule = f"leaves each rank {seq_len // cp} positions, which job.parallel.tp = {tp} does not divide"
+            _fail("job.parallel.cp", cp, rule, "change either")
+
+    def _check_fp8(self) -> None:
+        """Refuse shapes that tensor cores do not take in 8 bits, and what else cannot be had with them."""
+        model, parallel = self.model, self.parallel
+        kept = model.fp8_first + model.fp8_last
+        for key in ("fp8_first", "fp8_last"):
+            if model.fp8 == "off" and getattr(model, key):
+                rule = "has no effect: no linear is in 8 bits, for job.model.fp8 = off"
+                _fail(f"job.model.{key}", getattr(model, key), rule, "omit it, or set job.model.fp8")
+        if model.fp8 == "off":
+            return
+        if kept >= model.layers:
+            rule = (
+                f"cannot be had with fp8_first {model.fp8_first} + fp8_last {model.fp8_last} of {model.layers} layers"
+            )
+            _fail("job.model.fp8", model.fp8, rule, "set it to off, or lower one of them")
+        for name, is_in_the_way in (("compile = true", model.compile), ("dtype = float64", model.dtype == "float64")):
+            if is_in_the_way:
+                _fail("job.model.fp8", model.fp8, f"cannot be had with job.model.{name}", "change one of them")
+        unit = 128 if model.fp8 == "blockwise" else 16
+        widths = {"hidden": model.hidden, "ffn_hidden / tp": model.ffn_hidden // parallel.tp}
+        widths |= {"heads x head width / tp": model.attention_width // parallel.tp}
+        widths |= {"kv_heads x head width / tp": model.kv_width // parallel.tp}
+        rows = self.batch.micro_batch_size * model.seq_len // parallel.cp
+        for name, value in {**widths, "tokens of a rank's micro-batch": rows}.items():
+            if value % unit:
+                rule = f"needs multiples of {unit}, and {name} = {value}"
+                _fail("job.model.fp8", model.fp8, rule, "change that, or set it to off")
+
     def _check_step_in_backward(self) -> None:
         """Refuse settings that need all gradients before the first update."""
         parallel, optimizer = self.parallel, self.optimizer
@@ -566,6 +618,7 @@ class JobConfig(Section):
             f"job.optimizer.name = {optimizer.name}": optimizer.name == "lamb",
             f"job.parallel.tp = {parallel.tp}": parallel.tp > 1,
             f"job.parallel.pp = {parallel.pp}": parallel.pp > 1,
+            f"job.parallel.cp = {parallel.cp}": parallel.cp > 1,
             "job.loop.cuda_graph = true": self.loop.cuda_graph,
         }
         conflicts = [key for key, is_in_the_way in in_the_way.items() if is_in_the_way]
@@ -582,7 +635,7 @@ class JobConfig(Section):
         """Refuse comparisons that find nothing, or after which no sound checkpoint would be left."""
         every, saved = self.watch.compare_replicas_every, self.checkpoint
         name, span = "job.watch.compare_replicas_every", (saved.keep - 1) * saved.every_steps
-        if every and self.parallel.dp == 1:
+        if every and self.parallel.data_ranks == 1:
             _fail(name, every, "needs replicas, but job.parallel.dp = 1", "set it to 0")
         if every and saved.every_steps and span < every:
             rule = f"is above the {span} steps that the older of job.checkpoint.keep = {saved.keep} checkpoints span"
@@ -631,7 +684,7 @@ class Config(Section):
         """Refuse a job whose degrees do not fill the cluster.
 
         Raises:
-            ConfigError: tp x pp x dp is not the number of the cluster's GPUs.
+            ConfigError: the product of all degrees is not the number of the cluster's GPUs.
         """
         parallel, world = self.job.parallel, self.cluster.num_gpus
         ranks = parallel.layout.world_size

@@ -3,27 +3,28 @@
 Sizes are those of whole buffers, as nccl-tests and `collectives.watch.recorder` count them: what a rank holds after an
 all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it leaves a rank that sends along a ring.
 
-- Data parallel: parameters in the computation's dtype, gradients in `dtypes.gradient_dtype`, padding of buckets
-  included. ZeRO stage 1: one gather and one reduction of every bucket a step, however many micro-batches add up; from
-  stage 2 on a reduction in every micro-batch; in stage 3 gathers of blocks in every forward and backward pass, but for
-  the last block of a chunk where that stays between the two.
+- Data parallel, over the context-parallel ranks too (`netlayer.layout`): parameters in the computation's dtype,
+  gradients in `dtypes.gradient_dtype`, padding of buckets included. ZeRO stage 1: one gather and one
+  reduction of every bucket a step, however many micro-batches add up; from stage 2 on a reduction in every micro-batch;
+  in stage 3 gathers of blocks in every forward and backward pass, but for the last block of a chunk where that stays
+  between the two.
 - Tensor parallel, with sequence parallelism (Korthikanti et al., arXiv 2205.05198, 4.2.2): an attention or an MLP
   gathers its input and scatters its output; backward gathers the output's gradient, scatters the input's, and gathers
   the input once more unless `overlap.save_gathered_input`. A parallel block is one such pair. Recomputation repeats
   what lies in it: a linear and its reduce-scatter are one operation. Beside blocks: the lookup, the head, and two
   numbers a row of its softmax. Once a step: gradients of what all ranks hold whole (norms, positions, biases after
   sums).
+- Context parallel: keys and values of every attention are gathered in the forward pass and again in the backward one;
+  their gradients are scattered as sums.
 - Pipeline: an activation and a gradient for each micro-batch and boundary between chunks; a rank of a tensor-parallel
   group sends its rows of them.
 - A tied token table that both ends of a pipeline hold: its gradient, once.
 - Once a step: the norm of all gradients, the losses with a flag and three numbers of a save, LAMB's norms of w and of
   its update.
-
 - Replicas (`dp_replicate`): the sum of every reduce-scatter is all-reduced, a rank's shard of it.
 
-When weights' gradients are computed (zero bubble) changes no byte. `cp` has degree 1 and carries nothing yet. Not
-covered: that sums of copy engines are of float32 between replicas too; evaluation,
-checkpoints, what ranks agree upon at the start and compare now and then.
+When weights' gradients are computed (zero bubble) changes no byte. Not covered: that sums of copy engines are of
+float32 between replicas too; evaluation, checkpoints, what ranks agree upon at the start and compare now and then.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from netlayer.workload.dtypes import DTYPE_BYTES, Dtype, gradient_dtype, master_
 from netlayer.workload.memory import LOGITS_ROWS, frees_parameters
 from netlayer.workload.model_size import Unit, chunk_units, num_branches, table_elements
 from netlayer.workload.schedule import micro_batches, of_layout
-from netlayer.workload.stages import BLOCK_PARTS, BlockPart, count_parts, parts_of, run_of
+from netlayer.workload.stages import BLOCK_PARTS, BlockPart, count_parts, halves_in, parts_of, run_of
 
 Group = Literal["tp", "cp", "dp", "dp_replicate", "pp", "tied", "world"]
 """`tied`: the first and the last stage; `world`: all ranks."""
@@ -50,6 +51,7 @@ Carries = Literal[
     "lookup",
     "head",
     "softmax",
+    "keys and values",
     "shared gradients",
     "forward",
     "backward",
@@ -89,7 +91,13 @@ class Collective:
 
 def stage_collectives(job: JobConfig, stage: int) -> list[Collective]:
     """Return the collectives of a rank of one pipeline stage; groups of one rank carry nothing."""
-    collectives = [*_data_parallel(job, stage), *_tensor_parallel(job, stage), *_pipeline(job, stage), *_world(job)]
+    collectives = [
+        *_data_parallel(job, stage),
+        *_tensor_parallel(job, stage),
+        *_context_parallel(job, stage),
+        *_pipeline(job, stage),
+        *_world(job),
+    ]
     return [each for each in collectives if each.ranks > 1 and each.times]
 
 
@@ -134,12 +142,17 @@ def stage_buckets(job: JobConfig, stage: int) -> list[tuple[int, int]]:
 
 
 def _activation_bytes(job: JobConfig) -> float:
-    """Return the bytes of one micro-batch's residual stream, all rows."""
-    return job.batch.micro_batch_size * job.model.seq_len * job.model.hidden * DTYPE_BYTES[job.model.dtype]
+    """Return the bytes of one micro-batch's residual stream, all rows of a tensor-parallel group."""
+    return _rows(job) * job.model.hidden * DTYPE_BYTES[job.model.dtype]
+
+
+def _rows(job: JobConfig) -> int:
+    """Return the positions of one micro-batch that a tensor-parallel group has: a context-parallel rank's part."""
+    return job.batch.micro_batch_size * job.model.seq_len // job.parallel.cp
 
 
 def _data_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
-    dp, computed, reduced = job.parallel.dp, job.model.dtype, gradient_dtype(job)
+    dp, computed, reduced = job.parallel.dp_cp, job.model.dtype, gradient_dtype(job)
     buckets = stage_buckets(job, stage)
     times, elements = sum(count for _, count in buckets), sum(numel * count for numel, count in buckets)
     gathered = [(sizes, number) for chunk in range(job.parallel.vpp) for sizes, number in _gathers(job, stage, chunk)]
@@ -181,7 +194,7 @@ def _gathers_of_last(job: JobConfig, stage: int, chunk: int) -> int:
 
 def _unit_buckets(job: JobConfig, unit: Unit) -> list[int]:
     """Elements of each bucket of one unit, with padding."""
-    width, dp = DTYPE_BYTES[job.model.dtype], job.parallel.dp
+    width, dp = DTYPE_BYTES[job.model.dtype], job.parallel.dp_cp
     sizes = [parameter.numel for parameter in unit.parameters]
     runs = cut([size * width for size in sizes], [unit.name] * len(sizes), bucket_limit(job))
     return [shard_elements(sum(sizes[run.start : run.stop]), dp) * dp for run in runs]
@@ -211,7 +224,7 @@ def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
             yield Collective("tp", kind, "head", dtype, tp, count, count * activation)
     wide = DTYPE_BYTES[master_dtype(job)]
     if stage == job.parallel.pp - 1:
-        rows = job.batch.micro_batch_size * job.model.seq_len
+        rows = _rows(job)
         times = count * -(-rows // LOGITS_ROWS)
         yield Collective("tp", "all_reduce", "softmax", master_dtype(job), tp, times, count * rows * 2 * tp * wide)
     shared = sum(
@@ -221,9 +234,23 @@ def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
         if not parameter.is_cut
     )
     if shared:
-        mean = shared / job.parallel.dp * wide
+        mean = shared / job.parallel.dp_cp * wide
         yield Collective("tp", "all_reduce", "shared gradients", master_dtype(job), tp, 1, mean)
     yield from _lamb_norms(job, stage, "tp", tp)
+
+
+def _context_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
+    """Yield the collectives of context parallelism: each attention's keys and values, and their gradients."""
+    model, dtype, cp = job.model, job.model.dtype, job.parallel.cp
+    width = 2 * model.kv_width / job.parallel.tp * DTYPE_BYTES[dtype]
+    layers = sum(number for part, number in _stage_parts(job, stage).items() if halves_in(part)[0])
+    # Gathered in the forward pass and again in the backward one; what recomputes attention gathers once more.
+    again = model.recompute == "full" or (model.recompute == "selective" and model.parallel_block)
+    num_bytes = job.batch.micro_batch_size * model.seq_len * width
+    times = micro_batches(job) * layers
+    gathers = times * (2 + again)
+    yield Collective("cp", "all_gather", "keys and values", dtype, cp, gathers, gathers * num_bytes)
+    yield Collective("cp", "reduce_scatter", "keys and values", dtype, cp, times, times * num_bytes)
 
 
 def _block_gathers_and_scatters(job: JobConfig, part: BlockPart) -> tuple[int, int]:
@@ -246,7 +273,7 @@ def _pipeline(job: JobConfig, stage: int) -> Iterator[Collective]:
         yield Collective("pp", "send", carries, dtype, parallel.pp, times, times * boundary)
     if job.model.tied_embeddings and stage in (0, parallel.pp - 1):
         wide = master_dtype(job)
-        mean = table_elements(job) / parallel.dp * DTYPE_BYTES[wide]
+        mean = table_elements(job) / parallel.dp_cp * DTYPE_BYTES[wide]
         yield Collective("tied", "all_reduce", "shared gradients", wide, min(2, parallel.pp), 1, mean)
 
 

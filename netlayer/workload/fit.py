@@ -42,7 +42,7 @@ def with_overlap(job: JobConfig, **overlap: object) -> JobConfig:
 
 def on_cluster(job: JobConfig, cluster: ClusterConfig) -> JobConfig:
     """The job without what its groups cannot have there: windows and copies are of one host."""
-    spans_hosts = job.parallel.tp * job.parallel.dp > cluster.gpus_per_server
+    spans_hosts = job.parallel.tp * job.parallel.dp_cp > cluster.gpus_per_server
     return with_overlap(job, windows=False) if spans_hosts and job.overlap.windows == "auto" else job
 
 
@@ -95,7 +95,7 @@ def _steps_down(job: JobConfig) -> Iterator[_Step]:
         yield "overlap", "windows", False
     if may_recompute:
         yield "model", "recompute", "selective"
-    if parallel.zero == "auto" and parallel.dp > 1:
+    if parallel.zero == "auto" and parallel.dp_cp > 1:
         yield "parallel", "zero", 2
         if not (job.loop.cuda_graph or overlap.step_in_backward or overlap.windows is True):
             yield "parallel", "zero", 3
@@ -175,9 +175,9 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     degrees = [factor for factor in range(1, parallel.dp + 1) if parallel.dp % factor == 0]
     spreads = sorted(itertools.product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
     bubbles = (True, False) if job.overlap.zero_bubble else (False,)
-    windows = (job.overlap.windows, False) if job.overlap.windows and parallel.dp > 1 else (job.overlap.windows,)
+    windows = (job.overlap.windows, False) if job.overlap.windows and parallel.dp_cp > 1 else (job.overlap.windows,)
     balances = (True, False) if job.parallel.balance else (False,)
-    zeros: tuple[Any, ...] = (parallel.zero, 3) if parallel.zero in (1, 2) and parallel.dp > 1 else (parallel.zero,)
+    zeros: tuple[Any, ...] = (parallel.zero, 3) if parallel.zero in (1, 2) and parallel.dp_cp > 1 else (parallel.zero,)
     for (tp, pp), micro_batch_size, recompute, balance, zero_bubble, zero, has_windows in itertools.product(
         spreads, micro_sizes, recomputes, balances, bubbles, zeros, windows
     ):

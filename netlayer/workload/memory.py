@@ -137,12 +137,12 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     width = DTYPE_BYTES[model.dtype]
     wide = DTYPE_BYTES[master_dtype(job)]
     elements = stage_elements(job, stage)
-    share = -(-elements // parallel.dp)
+    share = -(-elements // parallel.dp_cp)
     frees = frees_parameters(job)
-    travels = parallel.data_ranks > 1
+    travels = parallel.gradient_ranks > 1
     adds_up = travels and parallel.stage == 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
     blocks = _block_sizes(job, stage)
-    tokens = job.batch.micro_batch_size * model.seq_len
+    tokens = _tokens(job)
     rows, table = min(LOGITS_ROWS, tokens), table_elements(job)
     has_head = stage == parallel.pp - 1
     travelling, windows, copies = _travelling_bytes(job, stage, elements, wide, adds_up)
@@ -150,7 +150,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     freed = round(tokens * min((_saved_bytes(job, part) for part in last_parts), default=0))
     return Estimate(
         parameters=(elements - sum(blocks)) * width if frees else elements * width,
-        masters=-(-_mastered_elements(job, stage, elements) // parallel.dp) * wide,
+        masters=-(-_mastered_elements(job, stage, elements) // parallel.dp_cp) * wide,
         gradients=share * wide + (elements * wide if adds_up else 0),
         optimizer=2 * share * wide,
         activations=_activation_bytes(job, stage),
@@ -174,7 +174,7 @@ def snapshot_bytes(job: JobConfig) -> int:
     if not config.asynchronous or not (config.every_steps or config.copy_interval):
         return 0
     elements = max(stage_elements(job, stage) for stage in range(job.parallel.pp))
-    return 3 * -(-elements // job.parallel.dp) * DTYPE_BYTES[master_dtype(job)]
+    return 3 * -(-elements // job.parallel.dp_cp) * DTYPE_BYTES[master_dtype(job)]
 
 
 def _mastered_elements(job: JobConfig, stage: int, elements: int) -> int:
@@ -229,13 +229,18 @@ def in_flight(job: JobConfig, stage: int) -> int:
 
 def block_bytes(model: ModelConfig, tp: int) -> tuple[float, float]:
     """Return the bytes a token that a block saves on one rank: its input, and all else, without recomputation."""
-    kept, dropped = _kept_and_dropped(model)
+    kept, dropped = _kept_and_dropped(model, tp)
     return model.hidden * DTYPE_BYTES[model.dtype] / tp, (kept + dropped) / tp
+
+
+def _tokens(job: JobConfig) -> int:
+    """Return the tokens of a micro-batch that a context-parallel rank has: of each sequence its part."""
+    return job.batch.micro_batch_size * job.model.seq_len // job.parallel.cp
 
 
 def _activation_bytes(job: JobConfig, stage: int) -> int:
     model, parallel = job.model, job.parallel
-    tokens, width = job.batch.micro_batch_size * model.seq_len, DTYPE_BYTES[model.dtype]
+    tokens, width = _tokens(job), DTYPE_BYTES[model.dtype]
     stream = model.hidden * width / parallel.tp
     num_in_flight = in_flight(job, stage)
     each = num_in_flight * (stream if parallel.pp > 1 else 0.0)  # what was sent is held until its gradient comes
@@ -260,7 +265,7 @@ def _activation_bytes(job: JobConfig, stage: int) -> int:
 def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
     """Return the bytes a token that a block or a part holds from its forward pass until its gradients are done."""
     model, tp = job.model, job.parallel.tp
-    kept, dropped = _kept_and_dropped(model, part)
+    kept, dropped = _kept_and_dropped(model, tp, part)
     stream = model.hidden * DTYPE_BYTES[model.dtype]
     own = {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute]
     has_input = part == "mlp" and model.recompute != "full"  # it is what a whole block keeps between its halves
@@ -289,34 +294,44 @@ def _block_work_bytes(job: JobConfig) -> int:
     A compiled block hands its weights' gradients over at its end.
     """
     model, tp = job.model, job.parallel.tp
-    tokens, width = job.batch.micro_batch_size * model.seq_len, DTYPE_BYTES[model.dtype]
-    kept, dropped = _kept_and_dropped(model)
+    tokens, width = _tokens(job), DTYPE_BYTES[model.dtype]
+    kept, dropped = _kept_and_dropped(model, tp)
     again = {"none": 0.0, "selective": dropped, "full": kept + dropped}[model.recompute] / tp
     widest = (2 * max(up_width(model), qkv_width(model)) + 2 * model.hidden) * width / tp
     gathered = 2.0 * model.hidden * width if tp > 1 else 0.0  # rows of all ranks, in and out of a linear
     by_nccl = not job.overlap.peer_memory or model.dtype == "float64"  # or between hosts, which the job does not say
     if tp > 1 and job.overlap.tp and by_nccl:  # of the linear before too, whose weights' gradients wait
         gathered += (2 * model.hidden + up_width(model) / tp) * width
+    if job.parallel.cp > 1:  # keys and values of all context-parallel ranks, and their gradients
+        gathered += 2 * 2 * job.parallel.cp * model.kv_width * width / tp
     handed = block_elements(model, tp) * width if model.compile else 0
+    if model.fp8 != "off":  # factors of a linear's products and their transposed copies
+        widths = max(up_width(model), qkv_width(model), model.ffn_hidden) / tp, model.hidden
+        gathered += 2 * sum(widths)
+        handed += round(2 * widths[0] * widths[1])
     return round(tokens * (again + widest + gathered)) + handed
 
 
-def _kept_and_dropped(model: ModelConfig, part: BlockPart = "whole") -> tuple[float, float]:
+def _kept_and_dropped(model: ModelConfig, tp: int, part: BlockPart = "whole") -> tuple[float, float]:
     """Return bytes a token that a block saves besides its input: with any recomputation but full, and without it only.
 
     Norm outputs are what the linears read; queries, keys and values what attention reads (normalised and turned ones
     besides the plain ones, of which the values are a part); its output and the activation what the last linears read.
-    The MLP of a standard block keeps its own input.
+    The MLP of a standard block keeps its own input. In 8 bits, a linear that is not tensor-parallel keeps its input as
+    it multiplies it; attention its output besides.
     """
     hidden, width = model.hidden, DTYPE_BYTES[model.dtype]
+    is_scaled = model.fp8 != "off" and tp == 1 and not model.fp8_first + model.fp8_last  # else some are kept whole
+    read = 1 if is_scaled else width
     queries_and_keys = model.attention_width + model.kv_width
     # Attention keeps what it reads: the plain ones, unless they were normalised or turned; then these too.
     apart = queries_and_keys * (model.qk_norm or model.positions == "rotary")
     attended = (apart + model.attention_width) * width + model.heads * 4  # one logarithm a head, float32
     if model.qk_norm:  # its backward reads a contiguous copy of the plain ones, and one float32 a head
         attended += queries_and_keys * width + (model.heads + model.num_kv_heads) * 4
-    activated = model.ffn_hidden * width
-    norm = hidden * width + _norm_saved_bytes(model)
+    attended += model.attention_width * (model.fp8 != "off" and tp == 1)
+    activated = model.ffn_hidden * read
+    norm = hidden * read + _norm_saved_bytes(model)
     if model.parallel_block:  # computes attention again too; a standard one only what its activation gave
         return norm + (qkv_width(model) + up_width(model)) * width, attended + activated
     attention = norm + qkv_width(model) * width + attended
@@ -337,11 +352,11 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     the machine can say: where they may, the last is what either way takes.
     """
     model, parallel = job.model, job.parallel
-    if parallel.data_ranks == 1:
+    if parallel.gradient_ranks == 1:
         return 0, 0, 0
     reduced = DTYPE_BYTES[gradient_dtype(job)]
     stays = reduced == wide and parallel.stage == 1
-    may_copy = job.overlap.copies_gradients and 2 <= parallel.dp <= MOST_COPYING_RANKS and model.dtype != "float64"
+    may_copy = job.overlap.copies_gradients and 2 <= parallel.dp_cp <= MOST_COPYING_RANKS and model.dtype != "float64"
     windows, copies = 0, 0
     if takes_windows(job):
         largest, windows = _window_elements(job, stage, sums_stay=stays)
@@ -354,7 +369,7 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     largest_and_others = max(usual, table_elements(job)) + in_flight_reductions(job) * usual
     travelling = min(largest_and_others, elements) * reduced
     if not stays:
-        return travelling + -(-travelling // parallel.dp), windows, copies
+        return travelling + -(-travelling // parallel.dp_cp), windows, copies
     return (0 if adds_up else travelling), windows, copies  # what has added up travels itself
 
 
@@ -366,7 +381,7 @@ def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> tuple[int, 
     parallel = job.parallel
     sizes = [_sizes_of_buckets(job, stage, chunk) for chunk in range(parallel.vpp)]
     buffers = [sum(buffer_sizes(each, in_flight_reductions(job) + 1)) for each in sizes]
-    shares = [0 if sums_stay else -(-buffer // parallel.dp) for buffer in buffers]
+    shares = [0 if sums_stay else -(-buffer // parallel.dp_cp) for buffer in buffers]
     return sum(max(each) for each in sizes), sum(buffers) + sum(shares)
 
 

@@ -65,9 +65,8 @@ def job_lines(job: JobConfig, cluster: ClusterConfig) -> list[str]:
     parallel, batch = job.parallel, job.batch
     tokens = batch.global_batch_size * job.model.seq_len
     chunks = f", vpp {parallel.vpp}" * (parallel.vpp > 1)
-    degrees = f"tp {parallel.tp}, pp {parallel.pp}{chunks}, dp {parallel.dp}"
-    if parallel.dp_replicate > 1:
-        degrees += f", dp_replicate {parallel.dp_replicate}"
+    further = "".join(f", {name} {degree}" for name, degree in parallel.layout.further_degrees.items())
+    degrees = f"tp {parallel.tp}, pp {parallel.pp}{chunks}, dp {parallel.dp}{further}"
     flops, count = step_flops(job.model, batch.global_batch_size), micro_batches(job)
     ranks = parallel.layout.world_size
     windowed = f", {flops.done:.4g} with its windows" * (job.model.attention_window > 0)

@@ -22,6 +22,8 @@ SWITCHES: Mapping[tuple[str, str], Sequence[Any]] = {
         {"tp": 2, "pp": 2},
         {"tp": 2, "pp": 2, "vpp": 2},
         {"pp": 4},
+        {"tp": 2, "cp": 2},
+        {"cp": 2, "dp_replicate": 2},
     ),
     ("parallel", "balance"): (True, False),
     ("parallel", "zero"): (1, 2, 3),

@@ -70,7 +70,7 @@ def _seen(job: JobConfig, rank: int) -> Seen:
     for step in (1, 2):  # the first has no gathers: the parameters are there
         recorder.begin_step(step)
         steps.begin(step)
-        stepped = steps.run(step, batches(job, step, model.place.dp), 1e-3)
+        stepped = steps.run(step, batches(job, step, model.data_rank, cp=model.place.cp), 1e-3)
         assert stepped.grad_norm is not None
         NotesInFlight(model, stepped.loss, stepped.grad_norm, False).read()
         comm = recorder.end_step()

@@ -117,7 +117,7 @@ def check_ranks(job: JobConfig, seen: Sequence[Seen]) -> None:
         assert carried == pytest.approx(counted), name_of(job)
         for each in stage_collectives(job, stage):
             # One all-gather and one reduce-scatter of a tensor-parallel linear may be carried in parts.
-            if each.group in ("dp", "dp_replicate", "pp", "tied") and each.carries != "lamb norms":
+            if each.group in ("cp", "dp", "dp_replicate", "pp", "tied") and each.carries != "lamb norms":
                 assert times[recorded_as(each)] == each.times * len(here), name_of(job)
         check_memory(job, stage, here)
 
@@ -132,7 +132,7 @@ def check_memory(job: JobConfig, stage: int, here: Sequence[Seen]) -> None:
     assert moments == pytest.approx(found.optimizer * len(here), abs=2 * most_rounded), name_of(job)
     gradients = sum(rank.gradients for rank in here)
     sums = micro_batches(job) > 1 or has_zero_bubble(job)
-    adds_up = job.parallel.data_ranks > 1 and job.parallel.stage == 1 and sums
+    adds_up = job.parallel.gradient_ranks > 1 and job.parallel.stage == 1 and sums
     if not adds_up:  # else whole ones add up beside the shards
         assert gradients == pytest.approx(found.gradients * len(here), abs=most_rounded), name_of(job)
 
@@ -155,12 +155,14 @@ def test_the_fabric_carries_what_is_counted(job: JobConfig) -> None:
     for kind, chosen in (
         (Kind.DP_ALL_GATHER, ("dp", "all_gather", None)),
         (Kind.DP_REDUCE_SCATTER, ("dp", "reduce_scatter", None)),
+        (Kind.CP_ALL_GATHER, ("cp", "all_gather", None)),
+        (Kind.CP_REDUCE_SCATTER, ("cp", "reduce_scatter", None)),
         (Kind.PP_FORWARD, ("pp", "send", "forward")),
         (Kind.PP_BACKWARD, ("pp", "send", "backward")),
         (Kind.TIED_ALL_REDUCE, ("tied", "all_reduce", None)),
         (Kind.DP_REPLICATE_ALL_REDUCE, ("dp_replicate", "all_reduce", None)),
     ):
-        counted = [total_bytes(each, *chosen, sent=True) * layout.tp * layout.data_ranks for each in of_stages]
+        counted = [total_bytes(each, *chosen, sent=True) * layout.tp * layout.gradient_ranks for each in of_stages]
         assert by_stage(flows.select(kind), job) == pytest.approx(counted), (kind, name_of(job))
     assert stage_parameters(job).tolist() == [stage_elements(job, stage) for stage in range(layout.pp)]
     assert parameter_bytes(job).tolist() == [total_bytes(each, "dp", "all_gather") for each in of_stages]
@@ -171,7 +173,7 @@ def by_stage(flows: Flows, job: JobConfig) -> list[float]:
     """Bytes that leave the servers of each pipeline stage."""
     found = [0.0] * job.parallel.pp
     for server, num_bytes in zip(flows.src_nic.tolist(), flows.num_bytes.tolist(), strict=True):
-        found[server // job.parallel.data_ranks] += num_bytes
+        found[server // job.parallel.gradient_ranks] += num_bytes
     return found
 
 

@@ -23,7 +23,7 @@ def test_the_paper_s_job_is_laid_out_as_published() -> None:
         ("job.parallel.tp=3", "must divide job.model.heads = 4"),
         ("job.parallel.dp=1", "must equal cluster.servers x cluster.gpus_per_server = 2"),
         ("job.parallel.vpp=2", "job.parallel.pp = 1"),
-        ("job.parallel.cp=2", "job.parallel.cp = 2: must be 1"),
+        ("job.parallel.cp=3", "job.parallel.cp = 3: needs 2 x cp chunks of a sequence"),
         ("job.parallel.dp_replicate=2", "x job.parallel.dp x job.parallel.dp_replicate = 8 x 2 x 2"),
         ("job.parallel.dp_replicate=0", "job.parallel.dp_replicate = 0: must be at least 1"),
         ("job.model.layers=0", "must be at least 1"),

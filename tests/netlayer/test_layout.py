@@ -62,7 +62,7 @@ def test_groups_of_a_million_ranks_cost_nothing() -> None:
         (lambda: ParallelLayout(dp=2).coordinates(2), "rank 2"),
         (lambda: ParallelLayout(dp=2).rank(dp=2), "dp = 2"),
         (lambda: ParallelLayout(dp=2).group("dp", 1), "groups 0..0"),
-        (lambda: ParallelLayout().group_of("ep", 0), "one of tp, dp, dp_replicate, pp"),
+        (lambda: ParallelLayout().group_of("ep", 0), "one of tp, cp, dp, dp_replicate, pp"),
     ],
 )
 def test_bad_arguments_name_the_value(call, words) -> None:  # type: ignore[no-untyped-def]
@@ -70,16 +70,34 @@ def test_bad_arguments_name_the_value(call, words) -> None:  # type: ignore[no-u
         call()
 
 
-def test_context_parallelism_has_its_place_and_degree_one() -> None:
+def test_one_part_of_a_sequence_and_one_replica_change_nothing() -> None:
     plain, named = ParallelLayout(tp=2, pp=3, dp=4), ParallelLayout(tp=2, pp=3, dp=4, cp=1, dp_replicate=1)
     assert plain == named
     assert named.world_size == 24
     assert named.coordinates(13) == plain.coordinates(13)
-    with pytest.raises(ValueError, match="cp = 2: must be 1"):
-        ParallelLayout(cp=2)
     for name in ("cp", "dp_replicate"):
         with pytest.raises(ValueError, match=f"{name} = 0: a parallel degree is at least 1"):
             ParallelLayout(**{name: 0})
+
+
+def test_all_dimensions_together_go_round_in_their_order() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=3, dp_replicate=2, pp=2)
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert [layout.rank(**place._asdict()) for place in places] == list(range(48))
+    assert layout.dimensions == ("tp", "cp", "dp", "dp_replicate", "pp")
+    shared = {"cp": ("tp", "pp", "dp", "dp_replicate"), "dp": ("tp", "pp", "dp_replicate")}
+    shared |= {"dp_replicate": ("tp", "pp", "dp", "cp"), "pp": ("tp", "dp", "cp", "dp_replicate")}
+    for dimension, names in shared.items():
+        for rank, place in enumerate(places):
+            alike = [r for r, its in enumerate(places) if all(getattr(its, n) == getattr(place, n) for n in names)]
+            assert list(layout.group_of(dimension, rank)) == alike, dimension
+    for place in places:
+        part = [other for other in places if layout.data_rank(other) == layout.data_rank(place)]
+        assert len(part) == layout.tp * layout.cp * layout.pp
+        assert {(other.dp, other.dp_replicate) for other in part} == {(place.dp, place.dp_replicate)}
+    assert (layout.dp_cp, layout.data_ranks, layout.gradient_ranks) == (6, 6, 12)
+    assert layout.degrees == "tp 2 x pp 2 x dp 3 x cp 2 x dp_replicate 2"
+    assert ParallelLayout(dp=2).degrees == "tp 1 x pp 1 x dp 2"
 
 
 def test_replicas_lie_between_data_and_pipeline_ranks() -> None:

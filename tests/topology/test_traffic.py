@@ -199,7 +199,9 @@ def test_a_tensor_group_that_leaves_its_server_is_refused() -> None:
 
 
 def test_a_job_for_another_cluster_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"job\.parallel = 8: tp x pp x dp must be the cluster's 128 GPUs"):
+    with pytest.raises(
+        ConfigError, match=r"job\.parallel = 8: the product of its degrees must be the cluster's 128 GPUs"
+    ):
         job_flows(_job(dp=8).job, cluster())
     with pytest.raises(ValueError, match="qps_per_connection = 0"):
         job_flows(_job(dp=8).job, _job(dp=8).cluster, qps_per_connection=0)

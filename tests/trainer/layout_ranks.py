@@ -31,6 +31,7 @@ from netlayer.rendezvous import create_groups, open_world
 from tests.collectives.stand_ins import Nowhere, Summed
 from trainer.checkpoint import restore
 from trainer.checkpoint import save as checkpoint
+from trainer.checkpoint.layouts import HEAD, TOKENS
 from trainer.checkpoint.meta import find
 from trainer.model.gpt import Block
 from trainer.model.linears import parts
@@ -250,7 +251,7 @@ def train(
         done = meta.step
     for step in range(done + 1, steps + 1):
         model.start_step(step)
-        loss = model.accumulate(batches(job, step, model.data_rank, device))
+        loss = model.accumulate(batches(job, step, model.data_rank, device, model.place.cp))
         model.finish_gradients()
         if step in (1, steps):
             gradients.append(whole(model, gradients=True))
@@ -260,7 +261,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean_loss(model, loss))
-    evaluation = mean_loss(model, model.evaluate(batches(job, 0, model.data_rank, device)))
+    evaluation = mean_loss(model, model.evaluate(batches(job, 0, model.data_rank, device, model.place.cp)))
     if save:
         path = checkpoint.save(model, optimizer, steps, 0, save)
         if rank == 0:
@@ -316,18 +317,23 @@ def take_steps(
     return Trained(losses, norms, [], whole(model), losses[-1])
 
 
-def batches(job: JobConfig, step: int, dp: int, device: torch.device = CPU) -> list[tuple[Tensor, Tensor]]:
-    """The micro-batches of a data-parallel rank."""
+def batches(job: JobConfig, step: int, dp: int, device: torch.device = CPU, cp: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """The micro-batches of a data-parallel rank; of a context-parallel one its chunks of them."""
     batch, generator = job.batch, torch.Generator().manual_seed(step)
     tokens = torch.randint(job.model.vocab_size, (batch.global_batch_size, job.model.seq_len + 1), generator=generator)
     own = tokens.chunk(job.parallel.data_ranks)[dp].to(device).split(batch.micro_batch_size)
-    return [(part[:, :-1], part[:, 1:]) for part in own]
+    if job.parallel.cp == 1:
+        return [(part[:, :-1], part[:, 1:]) for part in own]
+    chunk = job.model.seq_len // (2 * job.parallel.cp)
+    late = 2 * job.parallel.cp - 1 - cp
+    positions = [*range(cp * chunk, (cp + 1) * chunk), *range(late * chunk, (late + 1) * chunk)]
+    return [(part[:, positions], part[:, [position + 1 for position in positions]]) for part in own]
 
 
 def mean_loss(model: ParallelModel, loss: Tensor) -> float:
     total = loss.double() if model.is_last and model.place.tp == 0 else loss.new_zeros((), dtype=torch.float64)
     model.world.all_reduce(total)
-    return float(total) / model.layout.data_ranks
+    return float(total) / model.layout.gradient_ranks
 
 
 def whole(model: ParallelModel, *, gradients: bool = False) -> State:
@@ -353,4 +359,6 @@ def whole(model: ParallelModel, *, gradients: bool = False) -> State:
         for name, (part, tensor) in each[ranks[0]].items():
             joined = tensor if part is None else part.join([each[rank][name][1] for rank in ranks])
             found[name] = joined[: model.job.model.vocab_size] if name.endswith("tokens.weight") else joined
+    if gradients and model.job.model.tied_embeddings:  # a bucket has a tied table under one name, a state under both
+        found.setdefault(HEAD, found[TOKENS])
     return found

@@ -36,7 +36,7 @@ def _train(job: JobConfig, rank: int, *, compares: bool) -> tuple[list[float], l
     check, losses = ReplicaCheck(model, 0, "CPU", 0), list[float]()
     for step in range(1, 5):
         model.start_step(step)
-        losses.append(float(model.accumulate(batches(job, step, model.place.dp))))
+        losses.append(float(model.accumulate(batches(job, step, model.data_rank, cp=model.place.cp))))
         model.finish_gradients()
         optimizer.step()
         optimizer.zero_grad()

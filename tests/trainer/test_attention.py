@@ -25,7 +25,7 @@ from trainer.ops.attention import flex_window
 )
 def test_cudnn_is_left_out_where_it_is_wrong_at_the_end(version: int, num_positions: int, first: SDPBackend) -> None:
     with mock.patch("torch.backends.cudnn.version", return_value=version):
-        assert attention._order(num_positions)[0] == first
+        assert attention.backend_order(num_positions)[0] == first
 
 
 def test_the_blocks_of_a_window_are_found_once_though_the_block_around_is_compiled() -> None:

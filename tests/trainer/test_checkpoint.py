@@ -283,7 +283,7 @@ def test_any_layout_goes_on_from_any_other(tmp_path: Path, model: dict[str, obje
     alone = job_of({}, model, {}, sequences=8)
     expected = layout_ranks.train(alone, 0, 5)
     layout_ranks.train(alone, 0, 2, save=tmp_path / "alone")
-    layouts = {"tp": 2, "dp": 2, "zero": 3}, {"dp": 2, "dp_replicate": 2}, {"tp": 2, "pp": 2}
+    layouts = {"tp": 2, "dp": 2, "zero": 3}, {"cp": 2, "dp_replicate": 2}, {"cp": 2, "pp": 2}
     folders = [tmp_path / name for name in ("alone", "first", "replicas", "last")]
     with meeting_place() as place:
         url = place.init_method("checkpoint")

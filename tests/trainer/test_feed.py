@@ -243,6 +243,10 @@ def test_datasets_of_two_tokenizers_are_refused_however_their_files_are_laid_out
 # packed it needs their borders.
 LAYOUTS = [
     ({"dp": 2}, 2, "stream", False),
+    ({"dp": 1, "cp": 2}, 2, "documents", False),  # borders of documents lie anywhere in the chunks
+    ({"dp": 1, "cp": 4}, 2, "documents", True),
+    ({"dp": 2, "cp": 2}, 2, "stream", True),
+    ({"dp": 1, "pp": 3, "cp": 2}, 3, "documents", True),
     ({"dp": 1, "tp": 2}, 2, "documents", True),
     ({"dp": 1, "pp": 3}, 3, "documents", False),
     ({"dp": 1, "pp": 2}, 2, "documents", True),
@@ -460,6 +464,11 @@ def test_a_masked_loss_is_the_mean_over_the_targets_that_count(tmp_path: Path) -
     assert expected[0] == pytest.approx(expected[1], rel=1e-5)
     (tmp_path / "two").mkdir()
     two = set_job(data, 2, batch={"micro_batch_size": 2}, optimizer={"steps": 1, "warmup_steps": 0})
+    [row] = on_ranks(two, prepare_mixture(two), tmp_path / "two").steps
+    assert (row["loss"], row["grad_norm"]) == pytest.approx(expected[0], rel=1e-5)
+    # The parts of a sequence have other numbers of targets too.
+    parts = {"dp": 1, "cp": 2}
+    two = set_job(data, 2, parallel=parts, batch={"micro_batch_size": 2}, optimizer={"steps": 1, "warmup_steps": 0})
     [row] = on_ranks(two, prepare_mixture(two), tmp_path / "two").steps
     assert (row["loss"], row["grad_norm"]) == pytest.approx(expected[0], rel=1e-5)
 

@@ -147,6 +147,7 @@ SHAPES = [
     {**LLAMA, "parallel_block": True, "dtype": "bfloat16"},
     {"qk_norm": True},
     {**LLAMA, "qk_norm": True, "head_dim": 48},  # heads wider than the stream
+    {**LLAMA, "fp8": "tensorwise", "dtype": "bfloat16"},
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ def test_the_rank_that_differs_from_most_replicas_is_named() -> None:
     assert (both.ranks, both.is_known) == ((1, 3, 5, 7), False)
 
 
+def test_replicas_of_groups_and_parts_of_sequences_are_compared_apart() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=2, dp_replicate=2, pp=2)
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    values = [place.tp + 2 * place.cp + 4 * place.pp for place in places]
+    assert differences(values, layout).ranks == ()
+    odd = layout.rank(tp=1, cp=1, dp=0, dp_replicate=1, pp=1)
+    values[odd] = 99
+    assert differences(values, layout).ranks == (odd,)
+
+
 def test_of_two_replicas_nobody_can_tell_which_is_right() -> None:
     both = differences([1, 2], ParallelLayout(tp=1, dp=2, pp=1))
     assert (both.ranks, both.is_known) == ((0, 1), False)
@@ -64,15 +75,29 @@ def test_comparisons_that_are_of_no_use_are_refused(settings: dict[str, Any], ru
         build_config({"job": {"watch": {"compare_replicas_every": 10}, **settings}})
 
 
-def test_three_replicas_are_compared_and_train_as_without_that(text_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "places"),
+    [
+        ({"dp": 3}, ("dp=1", "dp=2")),
+        pytest.param(
+            {"cp": 2, "dp": 1, "dp_replicate": 3},
+            ("dp=0, cp=1, dp_replicate=0", "dp=0, cp=0, dp_replicate=1"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_three_replicas_are_compared_and_train_as_without_that(
+    text_folder: Path, tmp_path: Path, degrees: dict[str, int], places: tuple[str, str]
+) -> None:
     """A flipped bit of one rank's copy, and a wrong product on another rank."""
-    job = tiny_job(text_folder, 3, batch={"global_batch_size": 6, "micro_batch_size": 1})
+    count = math.prod(degrees.values())
+    job = tiny_job(text_folder, count, batch={"global_batch_size": 6, "micro_batch_size": 1}, parallel=degrees)
     with meeting_place() as place:
-        ranks = launch(replica_ranks.run_rank, 3, args=(job, place.init_method("replicas")), log_dir=tmp_path)
+        ranks = launch(replica_ranks.run_rank, count, args=(job, place.init_method("replicas")), log_dir=tmp_path)
     for plain, compared, lines in ranks:
         assert compared == plain
         assert lines == [
-            "step 5: replicas that agreed after step 4 differ: rank 1 (tp=0, pp=0, dp=1) has other parameters",
-            "step 6: replicas that agreed after step 4 differ: rank 2 (tp=0, pp=0, dp=2) has other losses of the same "
-            "batch",
+            f"step 5: replicas that agreed after step 4 differ: rank 1 (tp=0, pp=0, {places[0]}) has other parameters",
+            f"step 6: replicas that agreed after step 4 differ: rank 2 (tp=0, pp=0, {places[1]}) has other losses of "
+            "the same batch",
         ]

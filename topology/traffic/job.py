@@ -47,6 +47,8 @@ class Kind(IntEnum):
     FILE = 7
     TIED_ALL_REDUCE = 8
     DP_REPLICATE_ALL_REDUCE = 9
+    CP_ALL_GATHER = 10
+    CP_REDUCE_SCATTER = 11
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +108,11 @@ def job_flows(
 
     By `ring` a data-parallel group gathers its parameters and scatters its gradients (the same pairs, one flow a kind);
     by `tree` it reduces its gradients in one all-reduce, for NCCL has trees for nothing else; by `all_pairs` each rank
-    spreads the bytes of its ring over its group. Replicas add up their gradients, a shard each, along a ring. The
-    pipeline sends activations forward and gradients backward, from the last stage round to the first where ranks hold
-    several model chunks; the first and the last add up the gradient of a token table that both hold. A cluster of one
-    server has no flows.
+    spreads the bytes of its ring over its group. Along a ring whatever the algorithm, replicas add up their gradients,
+    a shard each, and context-parallel groups that leave a server gather keys and values, and scatter their gradients.
+    The pipeline sends activations forward and gradients backward, from the last stage round to the first where ranks
+    hold several model chunks; the first and the last add up the gradient of a token table that both hold. A cluster of
+    one server has no flows.
 
     Args:
         num_channels: NCCL's channels of a group, each with its part of the bytes and one of the NICs that the group
@@ -121,9 +124,12 @@ def job_flows(
     """
     _check(job, cluster, num_channels, algorithm)
     stages = _Stages.of(job)
-    groups = [*_data_parallel(job, cluster, stages, algorithm, num_channels), *_pipeline(job, stages)]
-    if job.parallel.dp_replicate > 1:
-        groups.append(_between_replicas(job, cluster, stages, num_channels))
+    groups = [
+        *_data_parallel(job, cluster, stages, algorithm, num_channels),
+        *_context_parallel(job, cluster, stages, num_channels),
+        *_between_replicas(job, cluster, stages, num_channels),
+        *_pipeline(job, stages),
+    ]
     src, dst, num_bytes, kind = (np.concatenate(column) for column in zip(*groups, strict=True))
     # No bytes go between the ends of a pipeline without model chunks, nor where no token table is tied: those would be
     # flows that take a path and carry nothing.
@@ -189,8 +195,8 @@ def traffic_rows(job: JobConfig, flows: Flows) -> list[dict[str, Any]]:
         for kind in Kind
         if (flows.kind == kind).any()
     ]
-    # `sent` is of one rank of each stage, and a stage has tp x dp of them, in each replica.
-    inside = float(_Stages.of(job).sent("tp").sum()) * job.parallel.tp * job.parallel.data_ranks
+    # `sent` is of one rank of each stage, and a stage has tp x cp x dp of them, in each replica.
+    inside = float(_Stages.of(job).sent("tp").sum()) * job.parallel.tp * job.parallel.gradient_ranks
     return [*rows, {"kind": "tp", "where": "inside servers", "flows": 0, "bytes": inside}]
 
 
@@ -250,8 +256,8 @@ def _data_parallel(
     """Rank to rank, bytes and kind, for the collectives of every data-parallel group."""
     table = job.parallel.layout.group_table("dp")
     segments = Segments.of(table, table // cluster.gpus_per_server, nic_of_rank(cluster, table))
-    # Ranks count by tensor, then data parallelism, then stage: a group's first rank tells the stage of all of it.
-    stage = table[:, 0] // (job.parallel.tp * job.parallel.data_ranks)
+    # Ranks count by tensor, context, data parallelism, replica, then stage: a group's first rank tells its stage.
+    stage = table[:, 0] // (job.parallel.tp * job.parallel.gradient_ranks)
     # Whole buffers, for an edge of a tree carries all of one; a ring's ranks send all shards but one, which is `sent`.
     gradients = stages.buffers("dp", "reduce_scatter")[stage]  # of a group
     if algorithm == "tree":
@@ -265,15 +271,33 @@ def _data_parallel(
     ]
 
 
+def _context_parallel(
+    job: JobConfig, cluster: ClusterConfig, stages: _Stages, num_channels: int | None
+) -> list[_Connections]:
+    """Rank to rank, bytes and kind, for the exchanges of every context-parallel group; none without them."""
+    if job.parallel.cp == 1:
+        return []
+    table = job.parallel.layout.group_table("cp")
+    segments = Segments.of(table, table // cluster.gpus_per_server, nic_of_rank(cluster, table))
+    stage = table[:, 0] // (job.parallel.tp * job.parallel.gradient_ranks)
+    edges = ring(segments, num_channels)
+    return [
+        _of_edges(edges, stages.sent("cp", "all_gather")[stage], Kind.CP_ALL_GATHER),
+        _of_edges(edges, stages.sent("cp", "reduce_scatter")[stage], Kind.CP_REDUCE_SCATTER),
+    ]
+
+
 def _between_replicas(
     job: JobConfig, cluster: ClusterConfig, stages: _Stages, num_channels: int | None
-) -> _Connections:
-    """Rank to rank, bytes and kind, for the all-reduce between the ranks that hold the same shard."""
+) -> list[_Connections]:
+    """Rank to rank, bytes and kind, for the all-reduce between ranks with the same shard; none without replicas."""
+    if job.parallel.dp_replicate == 1:
+        return []
     table = job.parallel.layout.group_table("dp_replicate")
     segments = Segments.of(table, table // cluster.gpus_per_server, nic_of_rank(cluster, table))
-    stage = table[:, 0] // (job.parallel.tp * job.parallel.data_ranks)
+    stage = table[:, 0] // (job.parallel.tp * job.parallel.gradient_ranks)
     sent = stages.sent("dp_replicate", "all_reduce")[stage]
-    return _of_edges(ring(segments, num_channels), sent, Kind.DP_REPLICATE_ALL_REDUCE)
+    return [_of_edges(ring(segments, num_channels), sent, Kind.DP_REPLICATE_ALL_REDUCE)]
 
 
 def _of_edges(edges: Edges, group_bytes: NDArray[np.float64], kind: Kind) -> _Connections:
@@ -309,7 +333,7 @@ def _check(job: JobConfig, cluster: ClusterConfig, num_channels: int | None, alg
         raise ValueError(f"algorithm {algorithm!r}: one of {', '.join(get_args(Algorithm))}")
     ranks = job.parallel.layout.world_size
     if ranks != cluster.num_gpus:
-        rule = f"tp x pp x dp must be the cluster's {cluster.num_gpus} GPUs"
+        rule = f"the product of its degrees must be the cluster's {cluster.num_gpus} GPUs"
         raise ConfigError("job.parallel", ranks, rule, "give the file a [job.parallel] that fills it")
     if cluster.gpus_per_server % job.parallel.tp:
         rule = f"must divide cluster.gpus_per_server = {cluster.gpus_per_server}: tensor parallelism stays in a server"

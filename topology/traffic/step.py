@@ -32,6 +32,7 @@ Floats = NDArray[np.float64]
 # Name, the kinds that run together, and those that take the same pairs in a turn of their own.
 PHASES: tuple[tuple[str, tuple[Kind, ...], tuple[Kind, ...]], ...] = (
     ("ring", (Kind.DP_REDUCE_SCATTER,), (Kind.DP_ALL_GATHER,)),
+    ("context", (Kind.CP_ALL_GATHER,), (Kind.CP_REDUCE_SCATTER,)),
     ("pipeline", (Kind.PP_FORWARD, Kind.PP_BACKWARD), ()),
     ("tied", (Kind.TIED_ALL_REDUCE,), ()),
     ("replicas", (Kind.DP_REPLICATE_ALL_REDUCE,), ()),

@@ -34,9 +34,8 @@ def size(job: JobConfig, backend: Literal["gloo", "nccl"]) -> str:
     layout, batch = job.parallel.layout, job.batch
     count = job.optimizer.steps
     chunks = f"vpp {layout.vpp}, " * (layout.vpp > 1)
-    degrees = f"tp {layout.tp}, pp {layout.pp}{_layers_by_stage(job)}, {chunks}dp {layout.dp}"
-    if layout.dp_replicate > 1:
-        degrees += f", dp_replicate {layout.dp_replicate}"
+    further = "".join(f", {name} {degree}" for name, degree in layout.further_degrees.items())
+    degrees = f"tp {layout.tp}, pp {layout.pp}{_layers_by_stage(job)}, {chunks}dp {layout.dp}{further}"
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)} ({degrees}; {backend})"
     ramped = f"{batch.start_size} to " * (0 < batch.start_size < batch.global_batch_size)
     sequences = f"{ramped}{batch.global_batch_size} sequences of {job.model.seq_len:,} tokens"
@@ -84,7 +83,7 @@ def notes(job: JobConfig, backend: Literal["gloo", "nccl"], *, is_traced: bool =
     elif job.loop.cuda_graph and is_traced:
         lines.append("--trace shows no parts of a step that is replayed, for job.loop.cuda_graph = true")
     lines += _rounded_weights(job.data)
-    if job.overlap.windows is True and (backend == "gloo" or job.parallel.dp == 1):
+    if job.overlap.windows is True and (backend == "gloo" or job.parallel.dp_cp == 1):
         lines.append("job.overlap.windows has no effect: only data-parallel ranks on NCCL have them")
     return lines
 
@@ -160,8 +159,8 @@ def _scaling_without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
-    is_alone, is_wide = job.parallel.dp == 1, job.model.dtype == "float64"
-    if job.overlap.reduce_dtype == "bfloat16" and (job.parallel.data_ranks == 1 or is_wide):
+    is_alone, is_wide = job.parallel.dp_cp == 1, job.model.dtype == "float64"
+    if job.overlap.reduce_dtype == "bfloat16" and (job.parallel.gradient_ranks == 1 or is_wide):
         why = "job.model.dtype is float64" if is_wide else "job.parallel.dp is 1: none are reduced"
         yield "overlap.reduce_dtype = bfloat16", why
     no_copies = _why_no_copies(job)
@@ -174,6 +173,8 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
         yield "overlap.peer_memory = false", no_copies
     if job.overlap.save_gathered_input and job.parallel.tp == 1:
         yield "overlap.save_gathered_input = true", "job.parallel.tp is 1: nothing is gathered"
+    if not job.overlap.cp and job.parallel.cp == 1:
+        yield "overlap.cp = false", "job.parallel.cp is 1: no keys are gathered"
     if not job.overlap.zero_bubble and (reason := why_no_zero_bubble(job)):
         yield "overlap.zero_bubble = false", reason
     if job.overlap.step_in_backward and is_alone:
@@ -182,8 +183,8 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
 
 def _why_no_copies(job: JobConfig) -> str:
     """Why gradients are not copied to the peers, whatever `overlap.peer_reduce` says; or nothing."""
-    if job.parallel.dp == 1:
-        return "job.parallel.dp is 1: none are " + ("reduced" if job.parallel.data_ranks == 1 else "scattered")
+    if job.parallel.dp_cp == 1:
+        return "job.parallel.dp is 1: none are " + ("reduced" if job.parallel.gradient_ranks == 1 else "scattered")
     if job.model.dtype == "float64":
         return "job.model.dtype is float64"
     return "" if job.overlap.windows else "job.overlap.windows is false"

@@ -24,11 +24,14 @@ from torch.utils.checkpoint import checkpoint
 from collectives.tensor.exchange import TensorExchange
 from netlayer.config.tree import ModelConfig
 from netlayer.workload.stages import BlockPart, half_blocks, halves_in, parts_of
+from trainer.model.context import Context
 from trainer.model.linears import Part, TokenTable, column, parts, row
 from trainer.model.packed import Packed
 from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention
 from trainer.ops.backend import check_operators, sums_narrowly
+from trainer.ops.context_attention import context_attention
+from trainer.ops.fp8 import Recipe, check_fp8
 from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
 from trainer.ops.norm import Norm, add_branch
 from trainer.ops.rotary import rotate, scaling_of
@@ -47,20 +50,25 @@ class GPT(nn.Module):
         config: of the whole model.
         halves: half blocks that are here (`netlayer.workload.stages`); None: all.
         exchange: of the tensor-parallel group; None: this rank computes alone.
+        context: of the context-parallel group; None: this rank has whole sequences.
     """
 
     def __init__(
-        self, config: ModelConfig, halves: range | None = None, exchange: TensorExchange | None = None
+        self,
+        config: ModelConfig,
+        halves: range | None = None,
+        exchange: TensorExchange | None = None,
+        context: Context | None = None,
     ) -> None:
         super().__init__()
         everything = half_blocks(range(config.layers))
         halves = everything if halves is None else halves
         self.config, self.exchange = config, exchange
-        self.embedding = Embedding(config, exchange) if halves.start == 0 else None
+        self.embedding = Embedding(config, exchange, context) if halves.start == 0 else None
         here = parts_of(halves).items()
         self.adds_in_blocks = False
         """Whether each block adds its branch itself, so that nobody reads its bias past it."""
-        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, exchange, part) for layer, part in here})
+        self.blocks = nn.ModuleDict({str(layer): Block(config, layer, exchange, part, context) for layer, part in here})
         self.head = Head(config, exchange) if halves.stop == everything.stop else None
         if config.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.tokens = self.embedding.tokens
@@ -69,7 +77,7 @@ class GPT(nn.Module):
         """Token ids [B, T] where the embedding is here, else activations [T / W, B, D]; the loss where the head is.
 
         Args:
-            x: T at most `seq_len`, and a multiple of W.
+            x: T at most `seq_len`, and a multiple of W; of a context-parallel rank its own positions.
             targets_BT: the token that follows each of them; needed where the head is.
             packed: documents of the sequences, and whether some targets do not count; None: one document each, and all.
 
@@ -115,9 +123,9 @@ class GPT(nn.Module):
 class Embedding(nn.Module):
     """Token embedding, and learned positions unless they are rotary."""
 
-    def __init__(self, config: ModelConfig, exchange: TensorExchange | None) -> None:
+    def __init__(self, config: ModelConfig, exchange: TensorExchange | None, context: Context | None = None) -> None:
         super().__init__()
-        self.exchange = exchange
+        self.exchange, self.context = exchange, context
         self.tokens = TokenTable(config.vocab_size, config.hidden, exchange)
         learned = config.positions == "learned"
         self.position = nn.Parameter(torch.empty(config.seq_len, config.hidden)) if learned else None
@@ -137,6 +145,9 @@ class Embedding(nn.Module):
             # Those of each document begin with the first, as where it stands alone.
             positions_TB = packed.positions.t()[first : first + len(x_TBD)]
             return x_TBD + _look_up(self.position, positions_TB)
+        if self.context is not None:
+            positions_T = self.context.positions(tokens_TB.shape[0], x_TBD.device)[first : first + len(x_TBD)]
+            return x_TBD + _look_up(self.position, positions_T[:, None])
         return x_TBD + self.position[first : first + len(x_TBD), None]
 
 
@@ -150,12 +161,17 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, exchange: TensorExchange | None, part: BlockPart = "whole"
+        self,
+        config: ModelConfig,
+        layer: int,
+        exchange: TensorExchange | None,
+        part: BlockPart = "whole",
+        context: Context | None = None,
     ) -> None:
         super().__init__()
         if config.parallel_block and part != "whole":
             raise ValueError(f"layer {layer}: of a parallel block there is no {part} alone; cut between blocks")
-        self.part = part
+        self.part, self.context = part, context
         width, bias = config.hidden, config.bias
         self.head_width, self.window = config.head_width, config.window(layer)
         self.rotary_base = config.rotary_base if config.positions == "rotary" else None
@@ -164,29 +180,30 @@ class Block(nn.Module):
         up = (config.ffn_hidden,) * (2 if config.activation == "swiglu" else 1)
         self.keeps_inputs_alone = config.recompute == "selective"
         self.is_parallel, self.operators = config.parallel_block, config.operators
+        linear: Any = {"operators": self.operators, "fp8": fp8_recipe(config, layer)}
         # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms. With full
         # recomputation no branch is left to the next block's.
         self.leaves_branch = config.recompute != "full"
         self.adds_bias = bias and not self.is_parallel and config.activation == "gelu"
         if self.is_parallel:
             self.norm = build_norm(config)
-            self.inner = column(width, (*qkv, *up), bias, exchange, operators=self.operators)
+            self.inner = column(width, (*qkv, *up), bias, exchange, **linear)
             self._build_qk_norms(config)
             inputs: tuple[int, ...] = config.attention_width, config.ffn_hidden
-            self.outer = row(inputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
+            self.outer = row(inputs, width, bias, exchange, not self.leaves_branch, **linear)
             return
         has_attention, has_mlp = halves_in(part)
         if has_attention:
             self.norm = build_norm(config)
-            self.qkv = column(width, qkv, bias, exchange, operators=self.operators)
+            self.qkv = column(width, qkv, bias, exchange, **linear)
             self._build_qk_norms(config)
             inputs = (config.attention_width,)
-            self.out = row(inputs, width, bias, exchange, adds_bias=False, operators=self.operators)
+            self.out = row(inputs, width, bias, exchange, adds_bias=False, **linear)
         if has_mlp:
             self.mlp_norm = build_norm(config)
-            self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, operators=self.operators)
+            self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, **linear)
             inputs = (config.ffn_hidden,)
-            self.down = row(inputs, width, bias, exchange, not self.leaves_branch, operators=self.operators)
+            self.down = row(inputs, width, bias, exchange, not self.leaves_branch, **linear)
 
     def _build_qk_norms(self, config: ModelConfig) -> None:
         """One weight a value of a head, for all heads: a tensor-parallel rank's gradient is that of its own heads."""
@@ -264,8 +281,14 @@ class Block(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q)[0], self.k_norm(k)[0]
         if self.rotary_base is not None:
-            q, k = (rotate(each, self.rotary_base, self.rope_scaling) for each in (q, k))
+            part = (0, 1) if self.context is None else self.context.part
+            q, k = (rotate(each, self.rotary_base, self.rope_scaling, part, self.operators) for each in (q, k))
         mask = None if packed is None else packed.attention_mask(self.window)
+        if self.context is not None:
+            if mask is None:
+                mask = self.context.window_mask(len(q), self.window, q.device)
+            y = context_attention(q, k, v, self.context.exchange, mask, overlap=self.context.overlap)
+            return y.flatten(2)  # type: ignore[no-any-return]
         y_BHTK = attention(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), self.window, mask)
         return y_BHTK.permute(2, 0, 1, 3).flatten(2)
 
@@ -308,6 +331,13 @@ class Head(nn.Module):
         if self.exchange is not None:
             raise ValueError("logits of a tensor-parallel model: load it whole")
         return F.linear(self.norm(x)[0], self.tokens()[: self.tokens.vocab_size])
+
+
+def fp8_recipe(config: ModelConfig, layer: int) -> Recipe | None:
+    """Return how the linears of a layer are scaled to 8 bits; None: they stay as they are."""
+    if config.fp8 == "off" or not config.fp8_first <= layer < config.layers - config.fp8_last:
+        return None
+    return config.fp8
 
 
 def build_norm(config: ModelConfig) -> Norm:
@@ -371,6 +401,7 @@ def build_model(
     device: torch.device,
     halves: range | None = None,
     exchange: TensorExchange | None = None,
+    context: Context | None = None,
 ) -> GPT:
     """The model, or these half blocks of it, on `device`, initialised by `seed`: the same values however it is spread.
 
@@ -382,8 +413,10 @@ def build_model(
         ConfigError: the model wants kernels, and there is no Triton or no GPU.
     """
     check_operators(config.operators, device)
+    if config.fp8 != "off":
+        check_fp8(config.fp8, device)
     with torch.device(device):
-        model = GPT(config, halves, exchange)
+        model = GPT(config, halves, exchange, context)
     if device.type == "meta":
         return model
     fill = initialiser(model, seed)

@@ -19,6 +19,7 @@ from collectives.tensor.exchange import TensorExchange
 from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from netlayer.workload.model_size import padded_vocabulary
 from trainer.ops.backend import Operators, autotunes_gemms
+from trainer.ops.fp8 import Recipe, ScaledProducts
 from trainer.ops.linear import join_gradients, joined_linear, summed_linear
 
 
@@ -61,6 +62,7 @@ class JoinedLinear(nn.Module):
     Args:
         adds_bias: False: what reads the output adds the bias, which is here.
         operators: for the products, and for the joined gradient of the outputs; torch: its own.
+        fp8: how the factors of the products are scaled to 8 bits; None: they stay as they are.
     """
 
     def __init__(
@@ -70,23 +72,25 @@ class JoinedLinear(nn.Module):
         bias: bool,
         adds_bias: bool = True,
         operators: Operators = "auto",
+        fp8: Recipe | None = None,
     ) -> None:
         super().__init__()
-        self.adds_bias, self.operators = adds_bias, operators
+        self.adds_bias, self.operators, self.fp8 = adds_bias, operators, fp8
         self.splits = tuple(splits)
         self.weight = nn.Parameter(torch.empty(sum(splits), in_features))
         self.bias = nn.Parameter(torch.empty(sum(splits))) if bias else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """[..., K] -> [..., N] for each N."""
-        return joined_linear(x, self.weight, self.bias if self.adds_bias else None, self.splits, self.operators)
+        bias = self.bias if self.adds_bias else None
+        return joined_linear(x, self.weight, bias, self.splits, self.operators, self.fp8)
 
 
 class SummedLinear(nn.Module):
     """y = x_0 W_0^T + x_1 W_1^T + ... + b.
 
     Args:
-        adds_bias, operators: as in `JoinedLinear`.
+        adds_bias, operators, fp8: as in `JoinedLinear`.
     """
 
     def __init__(
@@ -96,16 +100,18 @@ class SummedLinear(nn.Module):
         bias: bool,
         adds_bias: bool = True,
         operators: Operators = "auto",
+        fp8: Recipe | None = None,
     ) -> None:
         super().__init__()
-        self.adds_bias, self.operators = adds_bias, operators
+        self.adds_bias, self.operators, self.fp8 = adds_bias, operators, fp8
         self.splits = tuple(in_features)
         self.weights = nn.ParameterList([nn.Parameter(torch.empty(out_features, size)) for size in in_features])
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """[..., K] for each K -> [..., N]."""
-        return summed_linear(inputs, tuple(self.weights), self.bias if self.adds_bias else None, self.operators)
+        bias = self.bias if self.adds_bias else None
+        return summed_linear(inputs, tuple(self.weights), bias, self.operators, self.fp8)
 
 
 def column(
@@ -115,15 +121,16 @@ def column(
     exchange: TensorExchange | None,
     adds_bias: bool = True,
     operators: Operators = "auto",
+    fp8: Recipe | None = None,
 ) -> JoinedLinear | ColumnParallelLinear:
     """A linear with one output for each of `splits`; its parameters are still to be initialised.
 
     Args:
         adds_bias: False: the bias is there, and left to what reads the output.
-        operators: as in `JoinedLinear`.
+        operators, fp8: as in `JoinedLinear`.
     """
     if exchange is None:
-        return JoinedLinear(in_features, splits, bias, adds_bias, operators)
+        return JoinedLinear(in_features, splits, bias, adds_bias, operators, fp8)
     return ColumnParallelLinear(
         in_features,
         tuple(splits),
@@ -132,6 +139,7 @@ def column(
         adds_bias=adds_bias,
         join=functools.partial(join_gradients, operators=operators),
         tuned=autotunes_gemms(operators),
+        products=None if fp8 is None else ScaledProducts(fp8, operators),
     )
 
 
@@ -142,6 +150,7 @@ def row(
     exchange: TensorExchange | None,
     adds_bias: bool = True,
     operators: Operators = "auto",
+    fp8: Recipe | None = None,
 ) -> SummedLinear | RowParallelLinear:
     """A linear that sums the products of one input for each of `splits`.
 
@@ -149,10 +158,10 @@ def row(
 
     Args:
         adds_bias: False: the bias is there, and left to what reads the output.
-        operators: as in `JoinedLinear`.
+        operators, fp8: as in `JoinedLinear`.
     """
     if exchange is None:
-        return SummedLinear(splits, out_features, bias, adds_bias, operators)
+        return SummedLinear(splits, out_features, bias, adds_bias, operators, fp8)
     return RowParallelLinear(
         tuple(splits),
         out_features,
@@ -161,6 +170,7 @@ def row(
         adds_bias=adds_bias,
         sums_bias=False,
         tuned=autotunes_gemms(operators),
+        products=None if fp8 is None else ScaledProducts(fp8, operators),
     )
 
 

@@ -45,7 +45,7 @@ def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, window: int = 0, m
         mask: of packed documents, with the window in it: `document_block_mask` on a GPU, else `document_mask`.
     """
     if mask is not None:
-        return _documents(q_BHTK, k_BGTK, v_BGTK, mask)  # type: ignore[no-any-return]
+        return attention_by_mask(q_BHTK, k_BGTK, v_BGTK, mask)  # type: ignore[no-any-return]
     num_positions, shared = q_BHTK.shape[2], q_BHTK.shape[1] != k_BGTK.shape[1]
     is_full = not 0 < window < num_positions
     if q_BHTK.is_cuda:
@@ -67,20 +67,25 @@ def _full_on_gpu(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         k_BGTK, v_BGTK = (each.repeat_interleave(q_BHTK.shape[1] // each.shape[1], 1) for each in (k_BGTK, v_BGTK))
         shared = False
     # torch's own order puts flash first: 2.04 ms a layer of 7B on an H200, cuDNN 1.08.
-    with sdpa_kernel(_order(q_BHTK.shape[2]), set_priority=True):
+    with sdpa_kernel(backend_order(q_BHTK.shape[2]), set_priority=True):
         return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=shared)
 
 
-def _order(num_positions: int) -> list[SDPBackend]:
-    """Return the backends to try in order; no cuDNN where it is wrong after the last whole block (torch's 169849)."""
+def backend_order(*lengths: int) -> list[SDPBackend]:
+    """Return the backends to try in order; no cuDNN where it is wrong after the last whole block (torch's 169849).
+
+    Args:
+        lengths: of queries and keys.
+    """
     version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
-    is_wrong = version < _CUDNN_RIGHT_AT_ITS_END and num_positions % _CUDNN_BLOCK
+    is_wrong = version < _CUDNN_RIGHT_AT_ITS_END and any(length % _CUDNN_BLOCK for length in lengths)
     return [each for each in FULL_ORDER if not (is_wrong and each == SDPBackend.CUDNN_ATTENTION)]
 
 
 # A compiler that traced it would make the mask of blocks again in every forward.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _documents(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Any) -> Tensor:
+def attention_by_mask(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Any) -> Tensor:
+    """Attention through a mask, of blocks on a GPU; of as many queries and keys as the mask has rows and columns."""
     shared = q_BHTK.shape[1] != k_BGTK.shape[1]
     if not q_BHTK.is_cuda:
         return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, attn_mask=mask, enable_gqa=shared)
@@ -88,14 +93,15 @@ def _documents(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Any) -> Ten
     return y_BHTK
 
 
-def document_mask(segments_BT: Tensor, window: int) -> Tensor:
-    """[B, 1, T, T]: whether a query (row) sees a key (column): as `window_mask`, and in its own document alone."""
+def document_mask(segments_BT: Tensor, window: int, own_t: Tensor | None = None) -> Tensor:
+    """[B, 1, t, T]: whether a query (row) sees a key (column): as `window_mask`, and in its own document alone."""
     num_positions = segments_BT.shape[1]
-    seen_TT = window_mask(num_positions, window or num_positions, segments_BT.device)
-    return (seen_TT & (segments_BT[:, :, None] == segments_BT[:, None, :]))[:, None]
+    seen_tT = window_mask(num_positions, window or num_positions, segments_BT.device, own_t)
+    of_queries = segments_BT if own_t is None else segments_BT[:, own_t]
+    return (seen_tT & (of_queries[:, :, None] == segments_BT[:, None, :]))[:, None]
 
 
-def document_block_mask(segments_BT: Tensor, window: int) -> Any:
+def document_block_mask(segments_BT: Tensor, window: int, own_t: Tensor | None = None) -> Any:
     """Return the same as a mask of blocks, for FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -103,18 +109,34 @@ def document_block_mask(segments_BT: Tensor, window: int) -> Any:
     reach = window or num_positions
 
     def seen(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query if own_t is None else own_t[query]
         is_near = (query >= key) & (query - key < reach)
         return is_near & (segments_BT[b, query] == segments_BT[b, key])
 
-    device = str(segments_BT.device)
-    return create_block_mask(seen, num_sequences, None, num_positions, num_positions, device=device)
+    num_queries, device = num_positions if own_t is None else len(own_t), str(segments_BT.device)
+    return create_block_mask(seen, num_sequences, None, num_queries, num_positions, device=device)
 
 
-def window_mask(num_positions: int, window: int, device: torch.device) -> Tensor:
-    """[T, T]: whether a query (row) sees a key (column): itself and the `window - 1` before it."""
+def window_mask(num_positions: int, window: int, device: torch.device, own_t: Tensor | None = None) -> Tensor:
+    """[t, T]: whether a query (row) sees a key (column): itself and the `window - 1` before it.
+
+    Args:
+        own_t: positions of the queries, in their order; None: all.
+    """
     position_T = torch.arange(num_positions, device=device)
-    distance_TT = position_T[:, None] - position_T[None, :]
-    return (distance_TT >= 0) & (distance_TT < window)
+    distance_tT = (position_T if own_t is None else own_t)[:, None] - position_T[None, :]
+    return (distance_tT >= 0) & (distance_tT < window)
+
+
+def window_block_mask(num_positions: int, window: int, own_t: Tensor) -> Any:
+    """Return the same as a mask of blocks, for FlexAttention."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = own_t[query] - key
+        return (distance >= 0) & (distance < window)
+
+    return create_block_mask(seen, None, None, len(own_t), num_positions, device=str(own_t.device))
 
 
 # A compiler that traced it would make the mask of blocks again in every forward.

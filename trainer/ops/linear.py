@@ -9,6 +9,7 @@ Shapes: M rows, K features in, N features out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,23 +24,37 @@ from collectives.tensor.gemm import multiply, weight_gradient
 from collectives.tensor.linear import join_by_torch
 from collectives.triton_support import HAS_TRITON
 from trainer.ops.backend import Operators, as_rows, autotunes_gemms, uses_triton
+from trainer.ops.fp8 import Recipe, scaled_linear
 
 if HAS_TRITON:
     from trainer.ops.join_kernels import MOST_PARTS, join_and_sum
 
 
 def summed_linear(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None, operators: Operators = "auto"
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias_N: Tensor | None,
+    operators: Operators = "auto",
+    fp8: Recipe | None = None,
 ) -> Tensor:
-    """x_0 W_0^T + x_1 W_1^T + ... + b: [..., K] for each K -> [..., N]."""
-    return _apply(inputs, weights, bias_N, None, operators)[0]
+    """x_0 W_0^T + x_1 W_1^T + ... + b: [..., K] for each K -> [..., N].
+
+    Args:
+        fp8: how factors are scaled to 8 bits; None: they stay as they are.
+    """
+    return _apply(inputs, weights, bias_N, None, operators, fp8)[0]
 
 
 def joined_linear(
-    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, splits: Sequence[int], operators: Operators = "auto"
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    splits: Sequence[int],
+    operators: Operators = "auto",
+    fp8: Recipe | None = None,
 ) -> tuple[Tensor, ...]:
-    """x W^T + b, cut: [..., K] -> [..., n] for each n of `splits`."""
-    return _apply((x,), (weight_NK,), bias_N, splits if len(splits) > 1 else None, operators)
+    """x W^T + b, cut: [..., K] -> [..., n] for each n of `splits`; `fp8` as in `summed_linear`."""
+    return _apply((x,), (weight_NK,), bias_N, splits if len(splits) > 1 else None, operators, fp8)
 
 
 def _apply(
@@ -48,8 +63,12 @@ def _apply(
     bias_N: Tensor | None,
     splits: Sequence[int] | None,
     operators: Operators,
+    fp8: Recipe | None,
 ) -> tuple[Tensor, ...]:
     """Compute the sum of products, by `_Linear` where a weight's gradient has a place to be written to."""
+    if fp8 is not None:
+        join = functools.partial(join_gradients, operators=operators)
+        return scaled_linear(inputs, weights, bias_N, splits, fp8, join, operators)
     trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
     sources = [slot_source(weight) for weight in weights] if trains and not torch.compiler.is_compiling() else []
     if not any(sources):

@@ -2,7 +2,8 @@
 
 Su et al., RoFormer (arXiv 2104.09864), 3.4.2; pairs are value i and i + K/2, as in GPT-NeoX. Frequencies may be lowered
 for texts that are longer than those of the first training (`RopeScalingConfig`): all of them (Chen et al., position
-interpolation, arXiv 2306.15595), or as Llama 3.1 does it: those that turn less than once within the original length.
+interpolation, arXiv 2306.15595), or as Llama 3.1 does it: those that turn less than once within the original length. On
+a GPU, outside torch.compile, one kernel turns all heads in one pass; elsewhere torch's own operators, the reference.
 
 Shapes: T positions, B sequences, H heads, K values a head.
 """
@@ -11,12 +12,19 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from collectives.triton_support import HAS_TRITON
 from netlayer.config.tree import RopeScalingConfig
+from netlayer.layout import context_chunks
+from trainer.ops.backend import Operators, uses_triton
+
+if HAS_TRITON:
+    from trainer.ops.rotary_kernels import turn_pairs
 
 
 class Scaling(NamedTuple):
@@ -37,13 +45,39 @@ def scaling_of(config: RopeScalingConfig) -> Scaling | None:
     return Scaling(config.rope_type, config.factor, low, high, config.original_max_position_embeddings)
 
 
-def rotate(x_TBHK: Tensor, base: float, scaling: Scaling | None = None) -> Tensor:
-    """`x` with its pairs turned by position / base^(2 i / K), scaled; the first row is position 0."""
-    cos, sin = _angles(x_TBHK.shape[0], x_TBHK.shape[-1], base, scaling, x_TBHK.device)
+def rotate(
+    x_TBHK: Tensor,
+    base: float,
+    scaling: Scaling | None = None,
+    part: tuple[int, int] = (0, 1),
+    operators: Operators = "auto",
+) -> Tensor:
+    """`x` with its pairs turned by position / base^(2 i / K), scaled; the first row is position 0.
+
+    Args:
+        part: rank and number of context-parallel ranks, whose rows are those of `context_chunks`.
+        operators: one kernel, or torch's own.
+    """
+    arguments = x_TBHK.shape[0], x_TBHK.shape[-1], base, scaling, x_TBHK.device, part
+    if uses_triton(operators, x_TBHK):
+        return _Turned.apply(x_TBHK, *_narrow_angles(*arguments))  # type: ignore[no-untyped-call, no-any-return]
+    cos, sin = _angles(*arguments)
     wide = x_TBHK.to(torch.promote_types(x_TBHK.dtype, torch.float32))
     left, right = wide.chunk(2, dim=-1)
     cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_TBHK.dtype)
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TBHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TK, sin_TK)
+        return turn_pairs(x_TBHK, cos_TK, sin_TK, False)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TBHK: Tensor) -> tuple[Tensor | None, ...]:
+        return turn_pairs(dy_TBHK, *ctx.saved_tensors, True), None, None
 
 
 def frequencies(width: int, base: float, scaling: Scaling | None, device: torch.device | None = None) -> Tensor:
@@ -63,10 +97,31 @@ def frequencies(width: int, base: float, scaling: Scaling | None, device: torch.
 
 
 @functools.lru_cache(maxsize=16)
+def own_positions(num_own: int, rank: int, world_size: int, device: torch.device) -> Tensor:
+    """Positions of the `num_own` rows of a context-parallel rank in their sequence, [t], int64; of one rank all."""
+    if world_size == 1:
+        return torch.arange(num_own, device=device)
+    chunks = context_chunks(num_own * world_size, rank, world_size)
+    return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+
+
+@functools.lru_cache(maxsize=16)
 def _angles(
-    num_positions: int, width: int, base: float, scaling: Scaling | None, device: torch.device
+    num_positions: int, width: int, base: float, scaling: Scaling | None, device: torch.device, part: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine, [T, 1, 1, K / 2] each, float64: computed once."""
-    positions_T = torch.arange(num_positions, dtype=torch.float64, device=device)
+    positions_T = own_positions(num_positions, *part, device).double()
     angles = torch.outer(positions_T, frequencies(width, base, scaling, device))
     return angles.cos()[:, None, None], angles.sin()[:, None, None]
+
+
+@functools.lru_cache(maxsize=16)
+def _narrow_angles(
+    num_positions: int, width: int, base: float, scaling: Scaling | None, device: torch.device, part: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for the kernel, [T, K / 2] each, float32."""
+    cos, sin = (
+        each.view(num_positions, width // 2).float()
+        for each in _angles(num_positions, width, base, scaling, device, part)
+    )
+    return cos, sin

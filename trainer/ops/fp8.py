@@ -1,0 +1,378 @@
+"""Products of linears in 8-bit floating point: what is quantised, how it is scaled, and a linear's three products.
+
+Factors are quantised to float8, products are summed in float32, and come out in the dtype of the computation (a
+weight's gradient in float32, where it has a place); masters, norms, attention, embedding and head stay as they are.
+
+- tensorwise (current scaling): one scale a tensor, by its own largest magnitude. Inputs and weights are e4m3, gradients
+  e5m2, whose range is larger (Micikevicius et al., arXiv 2209.05433).
+- blockwise: inputs and gradients in tiles of 1 x 128 along what is summed over, weights in blocks of 128 x 128, all
+  e4m3, scales powers of two, so that an input scaled anew along its other dimension is hardly rounded again
+  (DeepSeek-V3, arXiv 2412.19437, 3.3).
+
+[Note: what is kept] A linear keeps its input in 8 bits, and its weight as it is: that is quantised again in the
+backward pass. A product's factors lie with what is summed over as their last dimension, as the tensor cores want it, so
+the backward pass transposes in 8 bits.
+
+[Note: not finite] A factor with an infinity or a NaN has a scale that is none, and so has what it is multiplied to: the
+step's loss or gradient is not finite, which the training says.
+
+On a CPU the same numbers are computed by plain products of the quantised values. Not covered: all-gathers of parameters
+and activations in 8 bits, delayed scaling.
+
+Shapes: M rows, K features in, N features out; [R, C] any matrix, C summed over.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from collectives.sharded.slot import GradientSlot, Promise, SlotSource, slot_source
+from collectives.triton_support import HAS_TRITON
+from netlayer.errors import HardwareMissing
+from trainer.ops.backend import Operators, uses_triton
+
+if HAS_TRITON:
+    from trainer.ops.fp8_kernels import cast, largest_magnitude, transpose
+
+Recipe = Literal["tensorwise", "blockwise"]
+Kind = Literal["input", "weight", "gradient"]
+BLOCK = 128
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_TINY = 2.0**-100  # of a tensor of zeros the scale is that of its dtype's largest, and not 0 / 0
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix in 8 bits.
+
+    Args:
+        data: float8, [R, C], contiguous.
+        scale: float32, by which `data` is multiplied; [] or, by blocks, [R, C / 128] or [R / 128, C / 128].
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of a second factor as `multiply` of torch has it: [C, R]."""
+        return self.data.shape[1], self.data.shape[0]
+
+    def wide(self) -> Tensor:
+        """The values, [R, C], float32."""
+        data, scale = self.data.float(), self.scale
+        if scale.ndim == 0:
+            return data * scale
+        rows = data.shape[0] // scale.shape[0]
+        return data * scale.repeat_interleave(rows, 0).repeat_interleave(BLOCK, 1)
+
+    def transposed(self) -> Scaled:
+        """The transposed matrix, with the same scales; not of tiles of one row."""
+        by_kernel = HAS_TRITON and self.data.is_cuda
+        data_CR = transpose(self.data) if by_kernel else self.data.t().contiguous()
+        return Scaled(data_CR, self.scale if self.scale.ndim == 0 else self.scale.t().contiguous())
+
+
+def quantise(x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "auto") -> Scaled:
+    """Return the matrix in 8 bits, each part scaled so that its largest magnitude is the dtype's.
+
+    Args:
+        kind: what of a linear it is.
+    """
+    dtype = E5M2 if kind == "gradient" and recipe == "tensorwise" else E4M3
+    limit = torch.finfo(dtype).max
+    if recipe == "tensorwise":
+        if uses_triton(operators, x_RC):
+            scale = largest_magnitude(x_RC).clamp_(min=_TINY) / limit
+            return Scaled(cast(x_RC, scale, dtype), scale)
+        scale = x_RC.abs().amax().float().clamp(min=_TINY) / limit
+        return Scaled(_cast(x_RC.float() / scale, dtype), scale)
+    rows, columns = x_RC.shape
+    height = BLOCK if kind == "weight" else 1
+    tiles = x_RC.float().view(rows // height, height, columns // BLOCK, BLOCK)
+    # Up to the next power of two: the largest magnitude may use half of the range, and never exceeds it.
+    exponents = (tiles.abs().amax((1, 3)).clamp(min=_TINY) / limit).log2().ceil()
+    scale = exponents.exp2()
+    return Scaled(_cast((tiles / scale[:, None, :, None]).view(rows, columns), dtype), scale)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to `dtype`; what rounding has put above its largest becomes that."""
+    limit = torch.finfo(dtype).max
+    return x.clamp(-limit, limit).to(dtype)
+
+
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """a b^T, [rows of a, rows of b], summed in float32.
+
+    Args:
+        fast: Hopper's tensor cores may add up in fewer bits between two sums in float32: good for forward passes.
+    """
+    if not a.data.is_cuda:
+        return (a.wide() @ b.wide().t()).to(dtype)
+    scale_a, scale_b = a.scale, b.scale
+    if scale_a.ndim:  # cublasLt reads the scales of tiles column by column
+        scale_a = scale_a.t().contiguous().t()
+        scale_b = scale_b.t() if b.scale.shape[0] == b.data.shape[0] // BLOCK else scale_b.t().contiguous()
+    y: Tensor = torch._scaled_mm(
+        a.data, b.data.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast and not scale_a.ndim
+    )
+    return y
+
+
+@functools.cache
+def check_fp8(recipe: Recipe, device: torch.device) -> None:
+    """Refuse a GPU, or a torch, that does not multiply so: a small product of each kind is compared with a plain one.
+
+    Raises:
+        HardwareMissing: it cannot, or gives something else.
+    """
+    if device.type != "cuda":
+        return
+    x_RC = torch.linspace(-1, 1, 256 * 256, device=device).view(256, 256).bfloat16()
+    try:
+        for first, second in (("input", "weight"), ("gradient", "weight"), ("gradient", "input")):
+            a, b = (quantise(x_RC, kind, recipe) for kind in (first, second))  # type: ignore[arg-type]
+            apart = (product(a, b, torch.float32) - a.wide() @ b.wide().t()).abs().amax()
+            if not float(apart) < 1e-2:
+                raise RuntimeError(f"products of {first} and {second} are off by {float(apart):.3g}")
+    except (RuntimeError, ValueError) as exc:
+        reason = str(exc).splitlines()[0]
+        line = f"job.model.fp8 = {recipe}: this GPU with torch {torch.__version__} cannot: {reason}; set it to off"
+        raise HardwareMissing(f"{line}, or take another recipe") from exc
+
+
+def scaled_linear(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias_N: Tensor | None,
+    splits: Sequence[int] | None,
+    recipe: Recipe,
+    join: Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]],
+    operators: Operators = "auto",
+) -> tuple[Tensor, ...]:
+    """x_0 W_0^T + x_1 W_1^T + ... + b in 8 bits, cut by columns: as `trainer.ops.linear` has it in the inputs' dtype.
+
+    Args:
+        splits: widths of the outputs; None: one.
+        join: joins their gradients, and sums them for the bias.
+    """
+    trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
+    sources = [slot_source(weight) if trains else None for weight in weights]
+    kept = [
+        _Keep.apply(x, weight, recipe, operators)  # type: ignore[no-untyped-call]
+        for x, weight in zip(inputs, weights, strict=True)
+    ]
+    keepers = [x.grad_fn for x, *_ in kept]
+    scaled = [Scaled(data_MK, scale) for _, data_MK, scale in kept]
+    y: tuple[Tensor, ...] = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
+        keepers, scaled, sources, splits, recipe, join, operators, bias_N, *(x for x, *_ in kept), *weights
+    )
+    return y
+
+
+class _Keep(torch.autograd.Function):
+    """Quantises an input and saves that ahead of the product: recomputation has it before the product's turn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, operators: Operators
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = quantise(x.reshape(-1, x.shape[-1]), "input", recipe, operators)
+        ctx.save_for_backward(scaled.data, scaled.scale, weight_NK)
+        ctx.mark_non_differentiable(scaled.data, scaled.scale)
+        return x.view_as(x), scaled.data, scaled.scale
+
+    @staticmethod
+    def backward(_ctx: Any, dx: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return dx, None, None, None
+
+
+class _ScaledLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        keepers: Sequence[Any],
+        scaled: Sequence[Scaled],
+        sources: Sequence[SlotSource | None],
+        splits: Sequence[int] | None,
+        recipe: Recipe,
+        join: Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]],
+        operators: Operators,
+        bias_N: Tensor | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return the sum of the products plus the bias, cut into `splits` by columns.
+
+        Args:
+            keepers: nodes that keep each input, in 8 bits, and weight for the backward pass (`_Keep`).
+            scaled: the inputs in 8 bits.
+            sources: of the places for the weights' gradients; None: autograd's own.
+        """
+        inputs, weights = tensors[: len(scaled)], tensors[len(scaled) :]
+        ctx.keepers, ctx.sources, ctx.recipe, ctx.join, ctx.operators = keepers, sources, recipe, join, operators
+        ctx.shapes = [x.shape for x in inputs]
+        total: Tensor | None = None
+        for x_MK, weight_NK in zip(scaled, weights, strict=True):
+            part = product(x_MK, quantise(weight_NK, "weight", recipe, operators), inputs[0].dtype, fast=True)
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        if bias_N is not None:
+            total += bias_N
+        y = total.view(*inputs[0].shape[:-1], -1)
+        return (y,) if splits is None else torch.split(y, list(splits), dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        """Return gradients of bias, inputs and weights; of a weight with a place it is written there, and None here."""
+        count = len(ctx.keepers)
+        needs_bias, *needs = ctx.needs_input_grad[7:]
+        dy_MN, dbias_N = ctx.join(dys, needs_bias)
+        dy = quantise(dy_MN, "gradient", ctx.recipe, ctx.operators)
+        of_rows = functools.cache(functools.partial(over_rows, dy, dy_MN, ctx.recipe, ctx.operators))
+        accumulators = [node for node, _ in ctx.next_functions[-count:]]
+        dinputs: list[Tensor | None] = []
+        dweights: list[Tensor | None] = []
+        for index, (keeper, source) in enumerate(zip(ctx.keepers, ctx.sources, strict=True)):
+            data_MK, scale, weight_NK = keeper.saved_tensors
+            dx = None
+            if needs[index]:
+                weight_KN = quantise(weight_NK, "weight", ctx.recipe, ctx.operators).transposed()
+                dx = product(dy, weight_KN, dy_MN.dtype).view(ctx.shapes[index])
+            dinputs.append(dx)
+            gradient = ScaledWeightGradient(of_rows, Scaled(data_MK, scale), ctx.recipe, dy_MN.dtype, ctx.operators)
+            dweights.append(gradient.into(source, accumulators[index]) if needs[count + index] else None)
+        return *[None] * 7, dbias_N, *dinputs, *dweights
+
+
+def over_rows(scaled: Scaled, x_MC: Tensor, recipe: Recipe, operators: Operators = "auto") -> Scaled:
+    """[C, M], quantised for a sum over M: transposed in 8 bits, or by tiles along M."""
+    if recipe == "tensorwise":
+        return scaled.transposed()
+    return quantise(x_MC.t().contiguous(), "gradient", recipe, operators)
+
+
+@dataclass(frozen=True)
+class ScaledWeightGradient:
+    """dy^T x of factors in 8 bits.
+
+    Args:
+        dy: gives the output's gradient for a sum over rows, [N, M].
+        x: the input, [M, K], as the forward pass had it.
+        dtype: of the gradient, where autograd gets it.
+    """
+
+    dy: Callable[[], Scaled]
+    x: Scaled
+    recipe: Recipe
+    dtype: torch.dtype
+    operators: Operators = "auto"
+
+    def into(self, source: SlotSource | None, accumulator: object) -> Tensor | None:
+        """Compute into the slot of a linear's weight and return None; else return the gradient, for autograd."""
+        if source is not None and source.write(accumulator, self._write):
+            return None
+        return self._compute(self.dtype)
+
+    def promised(self, source: SlotSource, accumulator: object) -> Promise | None:
+        """There, later in this backward pass; None: it cannot be."""
+        return source.promise(accumulator, self._write)
+
+    def _write(self, slot: GradientSlot) -> None:
+        gradient_NK = self._compute(torch.float32)
+        slot.view.add_(gradient_NK) if slot.adds else slot.view.copy_(gradient_NK)
+
+    def factors(self) -> tuple[Scaled, Scaled]:
+        """[N, M] and [K, M], for a sum over M."""
+        if self.recipe == "tensorwise":
+            return self.dy(), self.x.transposed()
+        return self.dy(), quantise(self.x.wide().t().contiguous(), "input", self.recipe, self.operators)
+
+    def _compute(self, dtype: torch.dtype) -> Tensor:
+        return product(*self.factors(), dtype)
+
+
+class ScaledProducts:
+    """Products of tensor-parallel linears in 8 bits (`collectives.tensor.linear.Products`).
+
+    Rows that arrive together are scaled together, and what is exchanged is in the dtype of the computation.
+
+    Args:
+        recipe: of the scales.
+        operators: for quantising.
+    """
+
+    def __init__(self, recipe: Recipe, operators: Operators = "auto") -> None:
+        self.recipe, self.operators = recipe, operators
+
+    def factor(self, weight_NK: Tensor, *, is_transposed: bool) -> Scaled:
+        """Return [N, K], which as the second factor of `product` is [K, N]; or the other way round."""
+        scaled_NK = quantise(weight_NK, "weight", self.recipe, self.operators)
+        return scaled_NK if is_transposed else scaled_NK.transposed()
+
+    def multiply(
+        self,
+        a_MK: Tensor,
+        factor: Scaled,
+        bias_N: Tensor | None = None,
+        *,
+        out_MN: Tensor | None = None,
+        adds: bool = False,
+        tuned: bool = False,  # noqa: ARG002  (cublasLt's own choice)
+        spared: int = 0,  # noqa: ARG002
+        of_gradient: bool = False,
+    ) -> Tensor:
+        a = quantise(a_MK, "gradient" if of_gradient else "input", self.recipe, self.operators)
+        y_MN = product(a, factor, a_MK.dtype, fast=not of_gradient)
+        if bias_N is not None:
+            y_MN += bias_N
+        if out_MN is None:
+            return y_MN
+        return out_MN.add_(y_MN) if adds else out_MN.copy_(y_MN)
+
+    def weight_gradient(
+        self,
+        dy: Callable[[], Tensor],
+        x: Callable[[], Tensor],
+        tuned: bool,  # noqa: ARG002
+        spared: int,  # noqa: ARG002
+    ) -> WideWeightGradient:
+        return WideWeightGradient(dy, x, self.recipe, self.operators)
+
+
+@dataclass(frozen=True)
+class WideWeightGradient:
+    """dy^T x in 8 bits of factors that are still to be quantised, when they are read."""
+
+    dy: Callable[[], Tensor]
+    x: Callable[[], Tensor]
+    recipe: Recipe
+    operators: Operators
+
+    def into(self, source: SlotSource | None, accumulator: object) -> Tensor | None:
+        """Compute into the slot of a linear's weight and return None; else return the gradient, for autograd."""
+        if source is not None and source.write(accumulator, self._write):
+            return None
+        return self._quantised()._compute(self.x().dtype)
+
+    def promised(self, source: SlotSource, accumulator: object) -> Promise | None:
+        """There, later in this backward pass; None: it cannot be."""
+        return source.promise(accumulator, self._write)
+
+    def _write(self, slot: GradientSlot) -> None:
+        self._quantised()._write(slot)
+
+    def _quantised(self) -> ScaledWeightGradient:
+        dy_MN, x_MK = self.dy(), self.x()
+        x = quantise(x_MK, "input", self.recipe, self.operators)
+        dy = quantise(dy_MN, "gradient", self.recipe, self.operators)
+        of_rows = functools.partial(over_rows, dy, dy_MN, self.recipe, self.operators)
+        return ScaledWeightGradient(of_rows, x, self.recipe, x_MK.dtype, self.operators)

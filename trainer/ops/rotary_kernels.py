@@ -1,0 +1,73 @@
+"""Triton kernel of rotary positions: pairs of values of every head turned in one pass over memory, either way.
+
+It reads rows that may lie apart (slices of one wide product), and keeps nothing: backward turns back.
+
+Shapes: T positions, B sequences, H heads, K values a head.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, unused-ignore"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.ops.backend import operator
+
+
+@operator("netlayer::turn_pairs")
+def turn_pairs(x_TBHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, back: bool) -> Tensor:
+    """Value i and i + K / 2 of every head, turned by the angle of its position and pair; dense.
+
+    Args:
+        x_TBHK: heads of a row lie together; rows may lie apart.
+        cos_TK, sin_TK: [T, K / 2], float32, contiguous.
+        back: by the opposite angle.
+    """
+    positions, sequences, heads, width = x_TBHK.shape
+    if x_TBHK.stride()[1:] != (x_TBHK.stride(1), width, 1) or x_TBHK.stride(0) != sequences * x_TBHK.stride(1):
+        x_TBHK = x_TBHK.contiguous()
+    y_TBHK = torch.empty(x_TBHK.shape, dtype=x_TBHK.dtype, device=x_TBHK.device)
+    half = width // 2
+    blocks = triton.next_power_of_2(heads), triton.next_power_of_2(half)
+    _turn[(positions * sequences,)](
+        x_TBHK, y_TBHK, cos_TK, sin_TK, x_TBHK.stride(1), sequences, heads, half, back, *blocks, num_warps=4
+    )
+    return y_TBHK
+
+
+@turn_pairs.register_fake
+def _turned_shape(x_TBHK: Tensor, _cos_TK: Tensor, _sin_TK: Tensor, _back: bool) -> Tensor:
+    return torch.empty(x_TBHK.shape, dtype=x_TBHK.dtype, device=x_TBHK.device)
+
+
+# One program a row of all heads: it reads its position's angles once.
+@triton.jit
+def _turn(
+    x,
+    y,
+    cos,
+    sin,
+    stride,
+    num_sequences,
+    num_heads,
+    half,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
+    mask = (head < num_heads) & (pair < half)
+    angle = (row // num_sequences) * half + pair
+    c = tl.load(cos + angle, mask=pair < half)
+    s = tl.load(sin + angle, mask=pair < half)
+    if BACK:
+        s = -s
+    at = head * 2 * half + pair
+    left = tl.load(x + row * stride + at, mask=mask).to(tl.float32)
+    right = tl.load(x + row * stride + at + half, mask=mask).to(tl.float32)
+    out = y + row * num_heads * 2 * half + at
+    tl.store(out, (left * c - right * s).to(y.dtype.element_ty), mask=mask)
+    tl.store(out + half, (right * c + left * s).to(y.dtype.element_ty), mask=mask)
