@@ -208,8 +208,9 @@ def _attention(job: JobConfig, window: int, device: torch.device) -> Calls:
 
     q, k, v, dy = (of_heads(number) for number in (heads, shared, shared, heads))
     if parallel.cp == 1:
-        leaves = [each.requires_grad_() for each in (q, k, v)]
-        return [lambda: torch.autograd.grad(attention(*leaves, window), leaves, dy)]
+        for each in (q, k, v):
+            each.requires_grad_()
+        return [lambda: torch.autograd.grad(attention(q, k, v, window), (q, k, v), dy)]
     if 0 < window < model.seq_len:
         return list(_windowed_parts(q, k, v, dy, window, parallel.cp))
     return list(_parts(q, k, v, dy, parallel.cp))
@@ -243,10 +244,16 @@ def _windowed_parts(
 
     own = own_positions(q.shape[2], cp - 1, cp, q.device)
     num_positions = q.shape[2] * cp
-    make = window_block_mask if q.is_cuda else lambda total, reach, own: window_mask(total, reach, q.device, own)
-    mask = make(num_positions, window, own)
+    if q.is_cuda:
+        mask = window_block_mask(num_positions, window, own)
+    else:
+        mask = window_mask(num_positions, window, q.device, own)
     leaves = [each.detach().requires_grad_() for each in (q, k.repeat(1, 1, cp, 1), v.repeat(1, 1, cp, 1))]
-    yield lambda: torch.autograd.grad(attention_by_mask(*leaves, mask), leaves, dy)
+
+    def both_ways() -> object:
+        return torch.autograd.grad(attention_by_mask(leaves[0], leaves[1], leaves[2], mask), leaves, dy)
+
+    yield both_ways
 
 
 def _normal(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -273,7 +280,8 @@ def _ms(calls: Calls, device: torch.device, seconds: float) -> float:
         return 1e3 * (time.perf_counter() - begin) / times
 
     once()  # kernels are chosen and compiled
-    each_ms, begin = [], time.perf_counter()
+    each_ms: list[float] = []
+    begin = time.perf_counter()
     while len(each_ms) < _PASSES or time.perf_counter() - begin < seconds:
         each_ms.append(once())
     return statistics.median(each_ms[len(each_ms) // 2 :])

@@ -64,8 +64,8 @@ def read_layout(text: str) -> dict[str, int]:
     named = {name: int(number) for name, number in degrees}
     if 0 in named.values():
         raise ConfigError("--layout", text, "has a degree of 0", "give each at least 1, or omit it")
-    degrees = {"tp": named.get("tp", 1), "pp": named.get("pp", 1), "dp": named.get("dp", 1), "vpp": named.get("vp", 1)}
-    return degrees | ({"cp": named["cp"]} if "cp" in named else {})
+    usual = {"tp": named.get("tp", 1), "pp": named.get("pp", 1), "dp": named.get("dp", 1), "vpp": named.get("vp", 1)}
+    return usual | ({"cp": named["cp"]} if "cp" in named else {})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.backend import Operators, check_operators, operator, uses_triton
 from trainer.ops.fp8 import Kind, quantise
 from trainer.ops.norm import add_norm
+from trainer.ops.partial_attention import merge
 from trainer.ops.rotary import rotate
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -101,6 +102,27 @@ def test_triton_quantises_as_torchs_operators_do(dtype: torch.dtype, rows: int, 
     from trainer.ops.fp8_kernels import transpose
 
     assert torch.equal(transpose(theirs.data).view(torch.uint8), theirs.data.t().contiguous().view(torch.uint8))
+
+
+@pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "width"), [(1, 8), (37, 12), (64, 128)])
+def test_triton_merges_parts_of_attention(dtype: torch.dtype, queries: int, width: int) -> None:
+    """Half of the queries of [T, B, .] seen as heads, whose other half stays; one sum of exponentials is far larger."""
+    y, part = (
+        each.permute(1, 2, 0, 3) for each in inputs(6, dtype, (2 * queries, 2, 3, width), (queries, 2, 3, width))
+    )
+    lse, part_lse = inputs(7, torch.float32, (2, 3, 2 * queries), (2, 3, queries))
+    part_lse = part_lse * 30
+    before = y.clone(), lse.clone()
+    total = torch.logaddexp(lse[..., queries:].double(), part_lse.double())
+    shares = [(each.double() - total).exp()[..., None] for each in (lse[..., queries:], part_lse)]
+    expected = y[:, :, queries:].double() * shares[0] + part.double() * shares[1]
+    merge(y[:, :, queries:], lse[..., queries:], part, part_lse, "triton")
+    torch.testing.assert_close(y[:, :, queries:].double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse[..., queries:].double(), total, rtol=1e-6, atol=1e-5)
+    assert torch.equal(y[:, :, :queries], before[0][:, :, :queries])
+    assert torch.equal(lse[..., :queries], before[1][..., :queries])
 
 
 def plain_norm(total: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

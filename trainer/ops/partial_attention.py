@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from collectives.triton_support import HAS_TRITON
 from trainer.ops.attention import backend_order
+from trainer.ops.backend import Operators, uses_triton
+
+if HAS_TRITON:
+    from trainer.ops.merge_kernels import merge_in_place
 
 Kernel = Literal["cudnn", "flash", "cpu", "plain"]
 _aten = torch.ops.aten
@@ -86,8 +91,13 @@ def attend_backward(
     return dq, dk, dv
 
 
-def merge(y_BHqK: Tensor, lse_BHq: Tensor, part_BHqK: Tensor, part_lse_BHq: Tensor) -> None:
+def merge(
+    y_BHqK: Tensor, lse_BHq: Tensor, part_BHqK: Tensor, part_lse_BHq: Tensor, operators: Operators = "auto"
+) -> None:
     """Merge a further part into output and lse, in place; computed in the dtype of the lse."""
+    if uses_triton(operators, y_BHqK):
+        merge_in_place(y_BHqK, lse_BHq, part_BHqK, part_lse_BHq)
+        return
     weight = torch.sigmoid(part_lse_BHq - lse_BHq)[..., None]
     y_BHqK.copy_(torch.lerp(y_BHqK.to(lse_BHq.dtype), part_BHqK.to(lse_BHq.dtype), weight))
     lse_BHq.copy_(torch.logaddexp(lse_BHq, part_lse_BHq))
