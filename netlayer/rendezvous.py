@@ -153,9 +153,7 @@ def create_groups(
     world_size = dist.get_world_size()
     partitions = _partitions(more, world_size)
     if layout.world_size != world_size:
-        context = f" x cp {layout.cp}" if layout.cp > 1 else ""
-        degrees = f"tp {layout.tp}{context} x dp {layout.dp} x pp {layout.pp}"
-        rule = f"is not {degrees} = {layout.world_size}"
+        rule = f"is not {' x '.join(_degrees(layout))} = {layout.world_size}"
         raise ConfigError("world size", world_size, rule, "start as many ranks, or change degrees")
     _created += 1  # here: a rank whose arguments were refused can still come
     store = PrefixStore(f"groups/{_created}", dist.distributed_c10d._get_default_store())
@@ -299,14 +297,18 @@ def _close(store: Any, init_method: str, met: bool) -> None:
 
 
 def _shared_values(layout: ParallelLayout, more: Mapping[str, list[list[int]]]) -> dict[str, object]:
-    context = f", cp {layout.cp}" if layout.cp > 1 else ""
     return {
-        "layout": f"tp {layout.tp}{context}, dp {layout.dp}, pp {layout.pp}",
+        "layout": ", ".join(_degrees(layout)),
         "torch": torch.__version__,
         "netlayer": netlayer.__version__,
         "further groups": ", ".join(f"{name} {_digest(partition)}" for name, partition in more.items()),
         "TORCH_GLOO_LAZY_INIT": os.environ.get("TORCH_GLOO_LAZY_INIT", ""),
     }
+
+
+def _degrees(layout: ParallelLayout) -> list[str]:
+    """Return the degrees that make groups, in the order of ranks: `tp 2`, `dp 4`, `pp 1`."""
+    return [f"{name} {getattr(layout, name)}" for name in layout.dimensions]
 
 
 def _digest(partition: list[list[int]]) -> str:

@@ -131,7 +131,7 @@ def test_ranks_that_ask_for_different_things_are_named(redis_url: str, tmp_path:
     assert said[0] == said[1]
     degrees, layout, code = said[0]
     assert degrees.startswith("world size = 2: is not tp 1 x dp 4 x pp 1 = 4")
-    assert "layout = tp 2, pp 1, dp 1: on rank 0, but tp 1, pp 1, dp 2 on rank 1" in layout
+    assert "layout = tp 2, dp 1, pp 1: on rank 0, but tp 1, dp 2, pp 1 on rank 1" in layout
     assert "code = version 0: on rank 0, but version 1 on rank 1" in code
 
 
