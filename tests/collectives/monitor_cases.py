@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -129,9 +130,10 @@ def ddp_and_plain_collectives_are_seen_when_asked(rank: int, world_size: int) ->
 
 def fsdp2_is_seen_with_its_collectives(rank: int, world_size: int) -> None:
     kept, model = Kept(), network()
+    mesh = init_device_mesh("cpu", (world_size,))  # by itself it would look for GPUs, and warn where there are some
     for module in (model[0], model[2]):  # type: ignore[index]
-        fully_shard(module)
-    fully_shard(model)
+        fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     monitor = Monitor(kept, Origin(rank=rank), interval_s=600)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attached = attach(monitor, model, optimizer)

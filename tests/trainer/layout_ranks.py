@@ -339,7 +339,11 @@ def whole(model: ParallelModel, *, gradients: bool = False) -> State:
         if gradients:
             chunk.wait_for_gathers()
             gathered = gather_whole(chunk.buckets, chunk.gather_comm, lambda piece: piece.grad)
-            state = {name: tensor.clone() for name, tensor in gathered}
+            reduced = {name: tensor.clone() for name, tensor in gathered}
+            # A tied parameter has two names, as in the state of the module.
+            first = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
+            every = chunk.module.named_parameters(remove_duplicate=False)
+            state = {name: reduced[first[id(parameter)]] for name, parameter in every}
         else:
             state = chunk.full_state_dict()
         own |= {name: (cut.get(name), tensor.cpu()) for name, tensor in state.items()}
