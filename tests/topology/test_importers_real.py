@@ -150,9 +150,7 @@ class TestSonicWithoutFilesOfSpines:
         return files
 
     def test_unknown_kind_is_asked(self, tors: list[Path]) -> None:
-        with pytest.raises(
-            ConfigError, match=r"neighbour = core0: has no file .*host or switch\?.*--host-names"
-        ):
+        with pytest.raises(ConfigError, match=r"neighbour = core0: has no file .*host or switch\?.*--host-names"):
             read_fabric(tors)
 
     def test_hosts_are_honoured(self, tors: list[Path]) -> None:
