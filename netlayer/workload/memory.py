@@ -300,7 +300,7 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     """Return the bytes of gradients being reduced while activations are held, and of their sums if separate."""
     reduced = DTYPE_BYTES[gradient_dtype(job)]
     stays = reduced == wide and job.parallel.stage == 1
-    if takes_windows(job):
+    if takes_windows(job) and job.parallel.dp > 1:  # replicas alone have none
         return _window_elements(job, stage, sums_stay=stays) * reduced
     usual = _block_bucket_elements(job)
     # Besides those that are under way, one is being filled.
