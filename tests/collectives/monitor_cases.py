@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives import Recorder, ShardedDataParallel
+from collectives import Recorder
 from collectives.watch.align import ClockClient, ClockServer, same_host
 from collectives.watch.hooks import attach
 from collectives.watch.monitor import Monitor
 from netlayer.observe.events import Event, Origin, Segment
 from netlayer.observe.events.clocks import RankClock
+from tests.collectives.settings import shard
 
 
 class Kept:
@@ -155,7 +156,7 @@ def our_wrapper_is_seen_by_its_recorder(rank: int, world_size: int) -> None:
     kept, recorder = Kept(), Recorder()
     monitor = Monitor(kept, Origin(rank=rank), interval_s=600)
     monitor.follow(recorder)
-    model = ShardedDataParallel(network(), recorder=recorder)
+    model = shard(network(), recorder=recorder)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     launched = {}
     for step in (1, 2, 3):
