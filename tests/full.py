@@ -132,6 +132,9 @@ COMMANDS: tuple[Command, ...] = (
         exit_codes=(124,),
     ),
     Command(".venv/bin/netlayer observe page runs/observed --out runs/observed/observe"),
+    Command(".venv/bin/netlayer observe export runs/observed --perfetto trace.json --steps 3-5"),
+    Command(".venv/bin/netlayer observe export runs/observed --prometheus run.prom"),
+    Command(".venv/bin/netlayer observe export --grafana netlayer.json"),
     _gpus(".venv/bin/python -m bench.data_idle --ranks 8 --model 125m --runs 5", 8),
     Command(".venv/bin/netlayer estimate step --config examples/megascale-12288.toml --device A100"),
     Command(
