@@ -107,6 +107,7 @@ def write_run(
 def _tables(
     layout: ParallelLayout, steps: int, faults: Faults, micro_batches: int, rng: np.random.Generator
 ) -> Iterator[pa.Table]:
+    """Yield the rows of the run: its start, each step, a restart, its end, and the readings."""
     import pyarrow as pa
 
     schema = arrow_schema()

@@ -132,10 +132,10 @@ class Columns:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        wanted = set(ranks)
+        chosen = set(ranks)
         for file in self.files:
             if file.table is None:
-                if not file.places or wanted & file.places.keys():
+                if not file.places or chosen & file.places.keys():
                     yield from read_events(file.path, ranks=ranks, steps=steps).batches()
                 continue
             mask = pc.is_in(file.table["rank"], pa.array(list(ranks), pa.int32()))

@@ -41,6 +41,7 @@ _Samples = list[tuple[dict[str, Any], float]]
 
 
 def _families(view: RunView) -> Iterator[tuple[str, str, str, _Samples]]:
+    """Yield name, kind, meaning and samples of each metric."""
     run = view.run
     yield "ranks", "gauge", "ranks that evidence names", [({}, len(view.ranks))]
     steps: _Samples = [({}, run.steps[-1])] if run.steps else []
@@ -58,8 +59,8 @@ def _families(view: RunView) -> Iterator[tuple[str, str, str, _Samples]]:
     yield "starts_total", "counter", "starts of the run", [({}, len(run.starts))]
     names = ("failure", "eviction", "restart", "nan", "throttle", "dropped", "warning")
     yield "marks_total", "counter", "marks by name", [({"name": name}, run.num_marks[name]) for name in names]
-    found: _Samples = [({"subject": verdict.subject}, float(verdict.state == "found")) for verdict in view.verdicts]
-    yield "finding", "gauge", "1 where a verdict is found", found
+    findings: _Samples = [({"subject": verdict.subject}, float(verdict.state == "found")) for verdict in view.verdicts]
+    yield "finding", "gauge", "1 where a verdict is found", findings
     slow: _Samples = [
         ({"rank": row.rank, "host": row.host, "confirmed": str(row.confirmed).lower()}, row.slowdown)
         for row in view.stragglers

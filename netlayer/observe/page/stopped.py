@@ -1,4 +1,4 @@
-"""Who holds a run up where its record stops: each rank's place in the last step, and who waits for whom.
+"""Culprit where a run's record stops: each rank's place in the last step, and who waits for whom.
 
 [Note: where a rank is] An operation that never ends is not in the record. What a rank does at the end follows from
 its last whole step: in the order in which operations begin, the first of them that the last step lacks is the one

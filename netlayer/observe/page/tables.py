@@ -244,6 +244,7 @@ class _Times:
 
 
 def _times(cells: Cells, attempts: Ints, outside: dict[tuple[int, int], list[tuple[str, int, int]]]) -> _Times:
+    """Return the times of all cells, by the rules of `collect`."""
     shape, is_step = cells.shape, cells.code == _CODE["step"]
     # Of several segments of a step the last one counts, as it does where events come one by one.
     start_ns, end_ns = np.zeros(cells.size, np.int64), np.zeros(cells.size, np.int64)

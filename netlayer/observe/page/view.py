@@ -257,7 +257,7 @@ class RunView:
         return result
 
     def _waits(self) -> dict[str, NDArray[Any]]:
-        """Who waits for which rank (-1: none), and how many are between; both of `ranks`."""
+        """Rank that each of `ranks` waits for (-1: none), and how many are between."""
         root, between = np.full(len(self.ranks), -1, np.int32), np.full(len(self.ranks), -1, np.int32)
         at = {rank: number for number, rank in enumerate(self.ranks)}
         for rank, (other, distance) in self.stop.waiting.items():
