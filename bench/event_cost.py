@@ -169,7 +169,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class _IdleEvent:
-    """As much of a CUDA event as marks need; functions of C that do nothing stand for those of the driver."""
+    """Stand-in for a CUDA event, as far as marks need it; functions of C that do nothing replace the driver's."""
 
     record = operator.is_
     elapsed_time = operator.is_not  # True: a millisecond

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from collectives.pipeline.links import PipelineLinks as PipelineLinks
     from collectives.pipeline.links import open_link_groups as open_link_groups
     from collectives.sharded.data_parallel import ShardedDataParallel as ShardedDataParallel
+    from collectives.sharded.policies import MixedPrecision as MixedPrecision
+    from collectives.sharded.policies import Overlap as Overlap
+    from collectives.sharded.policies import Reshard as Reshard
     from collectives.sharded.prepare import execution_order as execution_order
     from collectives.small.messages import SmallCollectives as SmallCollectives
     from collectives.small.table import TuningTable as TuningTable
@@ -42,9 +45,12 @@ __all__ = [
     "ColumnParallelLinear",
     "HealthRow",
     "Message",
+    "MixedPrecision",
+    "Overlap",
     "PipelineChannel",
     "PipelineLinks",
     "Recorder",
+    "Reshard",
     "RowParallelLinear",
     "ShardedDataParallel",
     "SmallCollectives",
@@ -72,9 +78,12 @@ __getattr__ = lazy_names(
         "ColumnParallelLinear": ".tensor.linear",
         "HealthRow": ".health.checks",
         "Message": "netlayer.workload.messages",
+        "MixedPrecision": ".sharded.policies",
+        "Overlap": ".sharded.policies",
         "PipelineChannel": ".pipeline.channel",
         "PipelineLinks": ".pipeline.links",
         "Recorder": ".watch.recorder",
+        "Reshard": ".sharded.policies",
         "RowParallelLinear": ".tensor.linear",
         "ShardedDataParallel": ".sharded.data_parallel",
         "SmallCollectives": ".small.messages",

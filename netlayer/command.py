@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -78,7 +78,10 @@ class RunOptions:
         }
 
 
-def renamed_option(old: str, new: str, name: str, *, multiple: bool = False) -> Callable[[Callable[..., None]], Any]:
+_Command = TypeVar("_Command", bound=Callable[..., Any] | click.Command)  # as click.option has it
+
+
+def renamed_option(old: str, new: str, name: str, *, multiple: bool = False) -> Callable[[_Command], _Command]:
     """Decorate a command so that an option's old name is still read, with a warning; help does not show it.
 
     Args:

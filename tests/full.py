@@ -132,6 +132,9 @@ COMMANDS: tuple[Command, ...] = (
         exit_codes=(124,),
     ),
     Command(".venv/bin/netlayer observe page runs/observed --out runs/observed/observe"),
+    Command(".venv/bin/netlayer observe export runs/observed --perfetto trace.json --steps 3-5"),
+    Command(".venv/bin/netlayer observe export runs/observed --prometheus run.prom"),
+    Command(".venv/bin/netlayer observe export --grafana netlayer.json"),
     _gpus(".venv/bin/python -m bench.data_idle --ranks 8 --model 125m --runs 5", 8),
     Command(".venv/bin/netlayer estimate step --config examples/megascale-12288.toml --device A100"),
     Command(
@@ -154,6 +157,20 @@ COMMANDS: tuple[Command, ...] = (
         "the file is the user's",
     ),
     Command(".venv/bin/netlayer run whatif --published"),
+    Command(".venv/bin/netlayer tune plan --config examples/megascale-12288.toml --device A100"),
+    Command(
+        ".venv/bin/netlayer tune plan --config examples/megascale-12288.toml --device A100 --simulate "
+        "--export runs/plan --nic ConnectX-6 --switches nvue"
+    ),
+    Command(".venv/bin/netlayer tune explain examples/tuning/h200x8.toml job.overlap.bucket_mib"),
+    Command(
+        ".venv/bin/netlayer tune plan --config examples/megascale-12288.toml --device A100 --nccl 2.21.5 "
+        "--out runs/older"
+    ),
+    Command(".venv/bin/netlayer tune diff runs/plan/profile.toml runs/older/profile.toml"),
+    Command(".venv/bin/netlayer tune probe --backend gloo --max-bytes 4MiB --json probe.json"),
+    Command(".venv/bin/netlayer tune plan --config examples/laptop.toml --device none --measured probe.json"),
+    Command(".venv/bin/python -m bench.tune.study --config examples/megascale-12288.toml --device A100"),
     *(
         _only_parsed(shown, "of a run of the user's; tests/trainer/test_convert.py runs it")
         for shown in (

@@ -600,6 +600,8 @@ def run(
                 stopped = Stop(step, path)
                 break
     trainer.model.wait_parameters()  # the last step has launched gathers: let none be under way when ranks part
+    if trainer.progress is not None:
+        trainer.progress.end()
     return stopped
 
 

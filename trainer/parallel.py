@@ -31,6 +31,7 @@ from collectives.pipeline.channel import PipelineChannel
 from collectives.pipeline.links import Path, PipelineLinks, open_link_groups
 from collectives.sharded.data_parallel import DataCommunicators, ShardedDataParallel
 from collectives.sharded.gradient import each_norm, total_norm
+from collectives.sharded.policies import MixedPrecision, Overlap, Reshard
 from collectives.sharded.prepare import open_communicators, open_groups, open_replicas
 from collectives.tensor.exchange import DEFAULT_CHUNKS, TensorExchange, open_exchange
 from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -373,20 +374,21 @@ class ParallelModel:
             comms=self._data_comms,
             # The last one stays between its passes, in stage 3: a block, for tables stay as they are handed out.
             units=sorted(module.units, key=blocks.__contains__),
-            stage=self.job.parallel.stage,
-            in_flight=in_flight_reductions(self.job),
+            precision=MixedPrecision(dtype, getattr(torch, gradient_dtype(self.job))),
+            overlap=Overlap(
+                enabled=overlap.dp,
+                prefetch=overlap.prefetch,
+                in_flight=in_flight_reductions(self.job),
+                windows=self.has_windows,
+                peer_reduce=self.has_peer_reduce,
+            ),
+            reshard=Reshard.of_stage(self.job.parallel.stage),
             device=self.device,
             init=initialiser(module, self._seed),
             bucket_bytes=bucket_limit(self.job),
-            prefetch=overlap.prefetch,
             unused="zero",  # every parameter is used, and ranks need not ask each other
             data_writes="ignore",  # nobody writes there but a checkpoint, which says so
             broadcast_buffers=False,  # constants
-            overlap=overlap.dp,
-            param_dtype=dtype,
-            reduce_dtype=getattr(torch, gradient_dtype(self.job)),
-            windows=self.has_windows,
-            peer_reduce=self.has_peer_reduce,
             mean=False,
         )
 

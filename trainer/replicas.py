@@ -10,7 +10,7 @@ Every so many steps (job.watch.compare_replicas_every), with no step under way, 
 What is found must repeat: a single flip that is gone when it is looked for is out of reach, as is one in what a single
 rank owns (a reduced gradient, a shard of the optimizer's state), which reaches all replicas alike. Replicas that
 compute with different algorithms differ without a fault: losses are compared on GPUs of one name alone, and with
-algorithms that are measured at the start they may have to be left out (job.watch.compare_losses).
+algorithms that are measured at the start they may have to be skipped (job.watch.compare_losses).
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ class ReplicaCheck:
 
 def digest(numbers: Tensor) -> int:
     """Return the sum of the words of a tensor as integers, which any one flipped bit changes."""
-    words = numbers.detach().contiguous().view(_WORDS[numbers.element_size()])
-    return int(words.sum(dtype=torch.int64))
+    return int(numbers.detach().contiguous().view(_WORDS[numbers.element_size()]).sum(dtype=torch.int64))
 
 
 def differences(values: Sequence[int], layout: ParallelLayout) -> Differences:

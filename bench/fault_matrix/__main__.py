@@ -28,7 +28,7 @@ from netlayer.launch.early_end import ending_at
 from netlayer.results import RunRecord, utc_now, write_text
 
 _LIMIT_S = 240.0
-_KINDS: dict[str, str] = {
+KINDS: dict[str, str] = {
     "kill": "SIGKILL of a rank",
     "stop": "SIGSTOP of a rank",
     "exception": "exception in a rank",
@@ -40,6 +40,10 @@ _KINDS: dict[str, str] = {
     "checkpoint": "damaged checkpoint, then SIGKILL of a rank",
     "store": "SIGKILL of the run's Redis",
     "driver": "SIGKILL of the driver",
+    **{
+        f"driver_{state}": f"SIGKILL of a rank, and of the driver as soon as it is in the state {state}"
+        for state in ("suspend", "diagnose", "gather", "verify", "start")
+    },
     "two": "SIGKILL of ranks of two nodes at once",
     "in_recovery": "SIGKILL of a rank, and of another one while the first is repaired",
     "abort": "SIGABRT of a rank, raised by itself",
@@ -52,7 +56,7 @@ _NO_INCIDENT = ("store", "driver")
 _MAYBE_INCIDENT = ("disk", "flap")
 """Kinds that a run may get over with or without a restart; no other node may be blamed."""
 _NETWORK = ("cut", "flap")
-_DEFAULT = tuple(kind for kind in _KINDS if kind not in (*_NETWORK, "disk"))
+_DEFAULT = tuple(kind for kind in KINDS if kind not in (*_NETWORK, "disk"))
 
 
 @click.command()
@@ -63,9 +67,30 @@ _DEFAULT = tuple(kind for kind in _KINDS if kind not in (*_NETWORK, "disk"))
 @click.option("--nodes", type=click.IntRange(2, 16), default=4, show_default=True, help="Nodes of one rank each.")
 @click.option("--steps", type=click.IntRange(100), default=900, show_default=True, help="Steps of each run.")
 @click.option("--network", "is_network", is_flag=True, help="Nodes are network namespaces, over ssh; needs root.")
+@click.option("--backend", type=click.Choice(("gloo", "nccl")), default="gloo", show_default=True)
+@click.option(
+    "--slow-share", type=click.FloatRange(0), default=4.0, show_default=True, help="Sleep of a slow rank, in steps."
+)
+@click.option(
+    "--slow-factor",
+    type=click.FloatRange(1, min_open=True),
+    default=2.0,
+    show_default=True,
+    help="job.resilience.slow_factor.",
+)
 @click.option("--minutes", type=click.FloatRange(0), default=0.0, help="Begin no further run after so long; 0: no end.")
 def main(
-    options: RunOptions, kinds: str, cases: int, chain: int, nodes: int, steps: int, is_network: bool, minutes: float
+    options: RunOptions,
+    kinds: str,
+    cases: int,
+    chain: int,
+    nodes: int,
+    steps: int,
+    is_network: bool,
+    backend: str,
+    slow_share: float,
+    slow_factor: float,
+    minutes: float,
 ) -> None:
     """Inject faults into runs of `netlayer run`, and say what became of them.
 
@@ -75,13 +100,14 @@ def main(
       python -m bench.fault_matrix --out runs/faults --cases 200        # goes on where it was ended
       python -m bench.fault_matrix --kinds kill,stop --cases 4
       python -m bench.fault_matrix --kinds disk --cases 2               # as root: a file system of its own
+      python -m bench.fault_matrix --backend nccl --kinds slow --cases 1 --slow-share 0.1 --slow-factor 1.05
       python -m bench.fault_matrix --network --kinds cut,flap --chain 2 --cases 4
     """
     started, begin_s = utc_now(), time.time()
     chosen = kinds.split(",")
-    unknown = [kind for kind in chosen if kind not in _KINDS]
+    unknown = [kind for kind in chosen if kind not in KINDS]
     if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)}: one of {', '.join(_KINDS)}", param_hint="--kinds")
+        raise click.BadParameter(f"{', '.join(unknown)}: one of {', '.join(KINDS)}", param_hint="--kinds")
     if not is_network and set(chosen) & set(_NETWORK):
         raise click.BadParameter(f"{', '.join(_NETWORK)} need --network", param_hint="--kinds")
     if is_network:
@@ -89,8 +115,10 @@ def main(
     out = (options.out or Path("runs") / "fault_matrix").absolute()
     out.mkdir(parents=True, exist_ok=True)
     plan = _plan(chosen, cases, options.seed)
-    text = _text(out)
-    config = config_of(nodes, steps, text, slow_factor=2.0, slow_steps=10, silence_floor_s=20.0)
+    text = text_folder(out, 50 if backend == "gloo" else 2000)
+    config = config_of(
+        nodes, steps, text, backend, slow_factor=slow_factor, slow_steps=10, slow_floor_s=15.0, silence_floor_s=20.0
+    )
     # A cut takes a host away for good: each fault has one to spare.
     network = Network(out / "network", nodes + chain) if is_network else None
     if network is not None:
@@ -104,7 +132,7 @@ def main(
         while len(rows) < len(plan) and not (minutes and time.time() - begin_s > 60 * minutes):
             number = max((row["run"] for row in rows), default=-1) + 1
             part, draw = plan[len(rows) : len(rows) + chain], random.Random(f"{options.seed} {number}")
-            for row in _run(out / f"run-{number}", config, part, number, healthy, draw, network):
+            for row in _run(out / f"run-{number}", config, part, number, healthy, draw, network, slow_share):
                 rows.append(row)
                 with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
@@ -119,10 +147,11 @@ def main(
         started_utc=started,
         ended_utc=utc_now(),
         arguments=options.arguments()
-        | {"kinds": kinds, "cases": cases, "chain": chain, "nodes": nodes, "steps": steps, "network": is_network},
+        | {"kinds": kinds, "cases": cases, "chain": chain, "nodes": nodes, "steps": steps, "network": is_network}
+        | {"backend": backend, "slow_share": slow_share, "slow_factor": slow_factor},
         config=config.model_dump(mode="json"),
         environment=environ.snapshot(options.seed) | {"seconds": time.time() - begin_s},
-        devices=["CPU"],
+        devices=["CPU"] if backend == "gloo" else [gpu.name for gpu in environ.list_gpus()],
     )
     record.save(out / "records")
     if options.json_file:
@@ -144,7 +173,7 @@ def _plan(kinds: Sequence[str], cases: int, seed: int) -> list[str]:
     return plan[:cases]
 
 
-def _text(out: Path) -> Path:
+def text_folder(out: Path, num_lines: int = 50) -> Path:
     """Write sentences that a tiny model can learn."""
     folder, draw = out / "text", random.Random(0)
     folder.mkdir(exist_ok=True)
@@ -152,7 +181,7 @@ def _text(out: Path) -> Path:
         lines = [
             f"the {draw.choice(('rank', 'link', 'switch'))} {draw.choice(('sends', 'drops', 'holds'))} "
             f"{draw.randrange(100)} bytes\n"
-            for _ in range(50)
+            for _ in range(num_lines)
         ]
         (folder / f"file{number:02}.txt").write_text("".join(lines), encoding="utf-8")
     return folder
@@ -185,6 +214,7 @@ def _run(
     healthy: dict[int, float],
     draw: random.Random,
     network: Network | None,
+    slow_share: float,
 ) -> list[Row]:
     """One run with faults in a row; the rows of all of them, when its losses are compared."""
     while folder.exists():
@@ -198,22 +228,36 @@ def _run(
     job.start()
     try:
         for kind in kinds:
-            rows.append(_case(job, kind, draw) | {"run": number})
+            rows.append(_case(job, kind, draw, slow_share) | {"run": number})
             if not rows[-1]["handled"]:
                 break
         code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S) if rows[-1]["handled"] else -1
+        job.kill_all()
+        losses, facts = job.losses(), job.facts
     finally:
         job.kill_all()
-    losses, facts = job.losses(), job.facts
-    job.close(folder.with_name(f"{folder.name}-logs"))
+        job.close(folder.with_name(f"{folder.name}-logs"))
     equal = sum(losses.get(step) == loss for step, loss in healthy.items())
+    # What a run has decided beyond what the faults account for: a false alarm, or what a busy machine does.
+    accounted = {number for row in rows for number in row.get("incidents", ())}
+    unasked = [
+        {"kind": each["decision"]["kind"], "action": each["decision"]["action"], "evicted": each["decision"]["evict"]}
+        for each in facts["incidents"]
+        if each["number"] not in accounted
+    ]
     share = facts["furthest_step"] * facts["step_ms"] / 1e3 / (time.time() - begin_s)
     for row in rows:
-        row |= {"exit_code": code, "losses_equal": equal, "losses": len(healthy), "effective_share": round(share, 4)}
+        row |= {
+            "exit_code": code,
+            "unasked": unasked,
+            "losses_equal": equal,
+            "losses": len(healthy),
+            "effective_share": round(share, 4),
+        }
     return rows
 
 
-def _case(job: FaultyJob, kind: str, draw: random.Random) -> Row:
+def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> Row:
     """Inject one fault, and wait until the run is past it."""
     row: Row = {"kind": kind, "handled": False, "right": False, "nodes": [], "blamed": [], "error": ""}
     try:
@@ -226,7 +270,7 @@ def _case(job: FaultyJob, kind: str, draw: random.Random) -> Row:
         first, second = draw.sample(facts["members"], 2)
         row |= {"step": step, "nodes": _expected(kind, first, second)}
         at_s = time.time()
-        _inject(job, kind, first, second, draw)
+        _inject(job, kind, first, second, draw, slow_share * job.typical_s)
         if kind in (*_NO_INCIDENT, *_MAYBE_INCIDENT):
             job.wait(lambda facts: facts["state"] == "run" and job.step > step + 40, _LIMIT_S, "after the fault")
         else:
@@ -240,6 +284,7 @@ def _case(job: FaultyJob, kind: str, draw: random.Random) -> Row:
         blamed = sorted({node for each in new for node in each["decision"]["nodes"]})
         row |= {"handled": True, "blamed": blamed, "right": _is_right(kind, blamed, sorted(row["nodes"]))}
         row["actions"] = [each["decision"]["action"] for each in new]
+        row["incidents"] = [each["number"] for each in new]
         row["found_as"] = [each["decision"]["kind"] for each in new]
         if new:
             row["detect_s"] = round(new[0]["detected_s"] - at_s, 3)
@@ -266,14 +311,14 @@ def _expected(kind: str, first: str, second: str) -> list[str]:
     return [first, second] if kind in ("two", "in_recovery") else [first]
 
 
-def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Random) -> None:
+def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Random, sleep_s: float) -> None:
     """Bring about one fault, on the first node, and where the kind has two, on the second."""
     simple: dict[str, Callable[[], None]] = {
         "kill": lambda: job.kill_rank(first),
         "stop": lambda: job.stop_rank(first),
         "exception": lambda: job.fault_inside(first, "exception"),
         "nan": lambda: job.fault_inside(first, "nan"),
-        "slow": lambda: job.fault_inside(first, "slow", sleep_s=0.4),
+        "slow": lambda: job.fault_inside(first, "slow", sleep_s=sleep_s),
         "kill_executor": lambda: job.kill_executor(first),
         "freeze_node": lambda: job.freeze_node(first),
         "hardware": lambda: job.hardware_line(first, draw.choice(HARDWARE_LINES)),
@@ -288,13 +333,23 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Ran
     if kind in simple:
         simple[kind]()
         return
-    if kind == "checkpoint":
-        job.damage_checkpoint()
+    count = len(job.facts["incidents"])
     job.kill_rank(first)
+    if kind == "checkpoint":
+        # Once no rank is left that could save another one, and before the next ones look for the newest.
+        job.wait(lambda facts: facts["state"] in ("diagnose", "gather", "verify"), _LIMIT_S, "the suspension")
+        job.damage_checkpoint()
+    if kind.startswith("driver_"):
+        state = kind.removeprefix("driver_")
+
+        def is_there(facts: Row) -> bool:  # or past it: a state may last a tenth of a second
+            return facts["state"] == state or (len(facts["incidents"]) > count and facts["state"] == "run")
+
+        job.wait(is_there, _LIMIT_S, f"the state {state}", poll_s=0.002)
+        job.kill_driver()
     if kind == "two":
         job.kill_rank(second)
     if kind == "in_recovery":
-        count = len(job.facts["incidents"])
 
         def is_starting(facts: Row) -> bool:
             return len(facts["incidents"]) > count and facts["state"] == "start" and bool(job.ranks(second))

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -41,21 +42,25 @@ HARDWARE_LINES = (
     "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#0_DIMM#0 (channel:0 slot:0 page:0x1 offset:0x0)",
 )
 _DISK_MIB = 300  # of a run's own file system, so that filling it hurts nobody else
-_MODEL = {"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "vocab_size": 512, "seq_len": 32}
+_MODELS: dict[str, Row] = {
+    "gloo": {"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "vocab_size": 512, "seq_len": 32},
+    # Steps of about a tenth of a second on a GPU, so that one that is a tenth slower can be told.
+    "nccl": {"layers": 12, "hidden": 1024, "heads": 16, "ffn_hidden": 4096, "vocab_size": 512, "seq_len": 1024},
+}
 
 
 class Lost(Exception):
     """The run did not come back from a fault in time."""
 
 
-def config_of(nodes: int, steps: int, text: Path, **resilience: Any) -> Config:
-    """A tiny job on so many nodes of one rank."""
+def config_of(nodes: int, steps: int, text: Path, backend: str = "gloo", **resilience: Any) -> Config:
+    """A small job on so many nodes of one rank."""
     return build_config(
         {
             "cluster": {"servers": nodes, "gpus_per_server": 1},
             "job": {
                 "name": "fault-matrix",
-                "model": _MODEL,
+                "model": _MODELS[backend],
                 "parallel": {"dp": nodes, "distributed_timeout_s": 120.0},
                 "batch": {"global_batch_size": 2 * nodes, "micro_batch_size": 2},
                 "data": {"folder": str(text), "pattern": "*.txt"},
@@ -63,7 +68,7 @@ def config_of(nodes: int, steps: int, text: Path, **resilience: Any) -> Config:
                 "evaluation": {"every_steps": steps, "global_batches": 1},
                 "checkpoint": {"every_steps": 20, "keep": 3},
                 "watch": {"compare_replicas_every": 10},
-                "launch": {"backend": "gloo"},
+                "launch": {"backend": backend},
                 "resilience": {"checks": "host", "heartbeat_s": 1.0, "backoff_s": 0.2, **resilience},
             },
         }
@@ -104,7 +109,7 @@ class FaultyJob:
             heartbeat_s=settings.heartbeat_s,
             environ={
                 VARIABLE: str(out / "faults.json"),
-                "NETLAYER_RUN_BACKEND": "gloo",
+                "NETLAYER_RUN_BACKEND": config.job.launch.backend,
                 **({"GLOO_SOCKET_IFNAME": "eth0"} if network else {}),
             },
             resilience=settings,
@@ -129,6 +134,13 @@ class FaultyJob:
             return int(json.loads(rows[-1])["step"]) if rows else 0
         return 0
 
+    @property
+    def typical_s(self) -> float:
+        """Median step of the last rows, seconds."""
+        lines = (self.folder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-20:]
+        times_ms = [float(json.loads(line)["step_ms"]) for line in lines]
+        return statistics.median(times_ms) / 1e3
+
     def losses(self) -> dict[int, float]:
         lines = (self.folder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return {row["step"]: row["loss"] for row in map(json.loads, lines)}
@@ -145,7 +157,7 @@ class FaultyJob:
                     processes.append(child)
         return processes
 
-    def wait(self, until: Callable[[Row], bool], limit_s: float, what: str, *, restarts_driver: bool = True) -> None:
+    def wait(self, until: Callable[[Row], bool], limit_s: float, what: str, *, poll_s: float = _POLL_S) -> None:
         """Wait until the run's facts are so; a driver that was killed is started again, as a service manager does.
 
         Raises:
@@ -153,13 +165,13 @@ class FaultyJob:
         """
         end_s = time.monotonic() + limit_s
         while not until(facts := self.facts):
-            if restarts_driver and self._driver is not None and self._driver.poll() not in (None, 0, 1):
+            if self._driver is not None and self._driver.poll() not in (None, 0, 1):
                 self.start()
             if facts.get("state") == "failed":
                 raise Lost(f"{what}: given up: {facts['reason']}")
             if time.monotonic() > end_s:
                 raise Lost(f"{what}: not within {limit_s:g} s; in state {facts.get('state')}")
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
 
     # ---- start and end ----
 

@@ -106,8 +106,8 @@ class Network:
         _ip("link", "del", "nl-bridge")
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
 
 
 def _batch(lines: list[str], space: str = "") -> None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from netlayer.cli import main
 from trainer.loop import Launched, Trainer
 
 VARIABLE = "NETLAYER_FAULTS"
+_JITTER_SHARE = 0.05  # of the steps
 
 
 class InjectedFault(RuntimeError):
@@ -40,7 +44,7 @@ class _Faults:
         if stamp != self._stamp:
             self._stamp, self._faults = stamp, json.loads(self._file.read_text(encoding="utf-8"))
         due = [each for each in self._faults if each["node"] == self._node and step >= each["step"]]
-        return [each for each in due if each["kind"] == "slow" or self._is_first(each)]
+        return [each for each in due if each["kind"] in ("slow", "jitter") or self._is_first(each)]
 
     def _is_first(self, fault: dict[str, Any]) -> bool:
         done = self._file.with_name(f"fault-{fault['id']}.done")
@@ -57,10 +61,13 @@ def _flip_for_ever(trainer: Trainer) -> None:
     bucket = chunk.buckets[0]
     shard = bucket.plan.shard_numel
     element = (bucket.rank + 1) % bucket.plan.world_size * shard + 3  # of another rank's shard: it is not the master
-    words = bucket.unsharded_N.detach().numpy().view("int32")
+    # A view that autograd does not see: memory that loses a bit tells nobody either.
+    is_wide = bucket.unsharded_N.element_size() == 4
+    bits = bucket.unsharded_N.data.view(torch.int32 if is_wide else torch.int16)[element : element + 16]
+    stuck = 0x00400000 if is_wide else 0x0040  # the highest bit of the fraction, of float32 and of bfloat16
 
     def flip() -> None:
-        words[element : element + 16] |= 0x00400000  # the highest bit of the fraction is stuck
+        bits.bitwise_or_(stuck)
 
     def flipping(before: Callable[..., None]) -> Callable[..., None]:
         def gather(*arguments: Any) -> None:
@@ -75,9 +82,11 @@ def _flip_for_ever(trainer: Trainer) -> None:
 
 
 def _inject() -> None:
+    """Have the trainer look for faults of this node before each step, and commit those that are due."""
     faults, launch = _Faults(), Trainer.launch
 
     def launch_with_faults(trainer: Trainer, step: int) -> Launched:
+        """Launch a step, with what goes wrong in it."""
         launched: Launched | None = None
         for fault in faults.due(step):
             if fault["kind"] == "exception":
@@ -86,6 +95,8 @@ def _inject() -> None:
                 os.abort()
             if fault["kind"] == "slow":
                 time.sleep(fault["sleep_s"])
+            elif fault["kind"] == "jitter":
+                time.sleep(random.uniform(0.0, fault["sleep_s"]) * (random.random() < _JITTER_SHARE))
             elif fault["kind"] == "flip":
                 _flip_for_ever(trainer)
             elif fault["kind"] == "nan":

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bench.overlap.settings import DpSettings
 from collectives.sharded.data_parallel import ShardedDataParallel
+from collectives.sharded.policies import MixedPrecision, Overlap
 from collectives.watch.recorder import Recorder
 from trainer.model.gpt import GPT, Head, build_model
 
@@ -88,11 +89,9 @@ class Ours:
             units=stack.units,
             groups=(group, group),
             bucket_bytes=None if settings.bucket_mib is None else round(settings.bucket_mib * 2**20),
-            prefetch=settings.prefetch or 1,  # until it is tuned
-            param_dtype=dtype,
-            reduce_dtype=dtype,
+            precision=MixedPrecision(dtype, dtype),
+            overlap=Overlap(prefetch=settings.prefetch or 1, windows=windows, peer_reduce=False),  # until it is tuned
             recorder=self.recorder,
-            windows=windows,
         )
         self.optimizer = self.model.optimizer(
             torch.optim.AdamW,

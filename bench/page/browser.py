@@ -202,7 +202,7 @@ class Browser:
     def transferred(self) -> int:
         """Bytes of all answers since the tab began, as they came over the wire."""
         done = (each for each in self.events if each.get("method") == "Network.loadingFinished")
-        return round(sum(each["params"]["encodedDataLength"] for each in done))
+        return round(sum(float(each["params"]["encodedDataLength"]) for each in done))
 
     def problems(self) -> list[str]:
         """Errors of the page: exceptions, messages of its console, what its security policy refused."""

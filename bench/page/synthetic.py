@@ -107,6 +107,7 @@ def write_run(
 def _tables(
     layout: ParallelLayout, steps: int, faults: Faults, micro_batches: int, rng: np.random.Generator
 ) -> Iterator[pa.Table]:
+    """Yield the rows of the run: its start, each step, a restart, its end, and the readings."""
     import pyarrow as pa
 
     schema = arrow_schema()
@@ -249,13 +250,13 @@ class _Step:
             self._message("send", direction, micro, stage, after, end, sent[micro, stage])
 
     def _slice(self, stage: int) -> NDArray[np.int32]:
-        return self._ranks.reshape(self._grid)[stage].ravel()
+        return np.asarray(self._ranks.reshape(self._grid)[stage].ravel())
 
     def _factors(self, ranks: NDArray[np.int32]) -> Floats:
         slow = 1.0 + self._faults.slowdown * (
             ranks == (-1 if self._faults.straggler is None else self._faults.straggler)
         )
-        return slow.reshape(self._grid[1:])
+        return np.asarray(slow.reshape(self._grid[1:]))
 
     def _message(
         self, name: str, direction: str, micro: int, stage: int, peer: int, start: Floats, end: Floats
@@ -278,7 +279,7 @@ class _Step:
         groups = np.empty(len(ready), object)
         for group in self._layout.groups("dp"):
             groups[list(group)] = format_ranks(group)
-        more = {"group_ranks": groups, "bytes": 1 << 30}
+        more: dict[str, Any] = {"group_ranks": groups, "bytes": 1 << 30}
         self._add("collective", "reduce_scatter", "comm", ready, done, group="reduce", seq=self._step, **more)
         self._add("wait", "reduce_scatter", "compute", ready, done, group="reduce")
         gathered = done + _REDUCE_S
@@ -427,4 +428,6 @@ def command(
 
 
 if __name__ == "__main__":
-    command()
+    from netlayer.cli import run
+
+    run(command, "python -m bench.page.synthetic")

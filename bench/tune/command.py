@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from netlayer.command import RunOptions, run_options, run_options_without_config
-from netlayer.errors import ConfigError
+from netlayer.errors import ConfigError, HardwareMissing
 
 if TYPE_CHECKING:
     from bench.estimate.devices import Device
@@ -137,7 +137,7 @@ def probe(
     import tempfile
 
     from bench.tune.probes import run_probe
-    from netlayer.environ import choose_backend, list_gpus
+    from netlayer.environ import list_gpus, usable_gpus
     from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import write_text
@@ -146,7 +146,11 @@ def probe(
     number = ranks or (len(list_gpus()) if backend != "gloo" else 0) or 2
     if number < 2:
         raise ConfigError("--ranks", number, "is one GPU, which has nobody to exchange with", "give --backend gloo")
-    chosen = choose_backend(backend or "auto", number)
+    usable = len(usable_gpus())
+    chosen = backend or ("nccl" if usable else "gloo")
+    if chosen == "nccl" and usable < number:
+        why = f"{number} ranks want a GPU each, {usable} can be used"
+        raise HardwareMissing(f"--backend = nccl: {why}; lower --ranks, or give --backend gloo")
     try:
         largest = parse_size(max_bytes)
     except ValueError as exc:

@@ -2,7 +2,7 @@
 
 The cut keeps a server, tensor parallelism and pipeline stages, and few data-parallel ranks, on two pods of few ToR sets
 so that rings and messages cross hashed links. What a NIC profile says of DCQCN becomes the simulator's parameters by
-`parameters`; what the simulator has not (initial alpha, byte counter of a Mellanox NIC, first CNP's rate) is left out.
+`parameters`; what the simulator has not (initial alpha, byte counter of a Mellanox NIC, first CNP's rate) is omitted.
 Both sides meet the same seeds.
 """
 

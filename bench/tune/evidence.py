@@ -1,4 +1,4 @@
-"""What records of measurements say of settings: gains of switches, channels, idle time, stalls, the NCCL sweep.
+"""Evidence on settings in records of measurements: gains of switches, channels, idle time, stalls, the NCCL sweep.
 
 A measured gain counts for a job only on the same card, model shape and degrees; else it is told as seen elsewhere,
 without a figure for this job.

@@ -1,4 +1,4 @@
-"""What each consumer takes of a plan, as files in one folder; nothing on the machine is changed.
+"""Files of a plan for each consumer, in one folder; nothing on the machine is changed.
 
 `profile.toml` the plan itself; `job.toml` the trainer's configuration; `nccl.env.sh` NCCL's variables; `nic.toml` the
 NIC profile for `netlayer nic`; `fabric/` its scripts and switch files by `netlayer nic fabric`; `placement.csv` for the

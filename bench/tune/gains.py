@@ -70,7 +70,7 @@ class State:
 
     @functools.cached_property
     def key(self) -> tuple[object, ...]:
-        """What tells two states of one command apart."""
+        """Difference between two states of one command."""
         job = self.plan.job.model_dump_json()
         return job, self.plan.dp_channels, self.plan.zero, self.strategy, self.qps, self.congestion
 

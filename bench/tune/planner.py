@@ -48,12 +48,12 @@ _LEAST_OF_TRAFFIC = 1e-2
 _LATENCY_SHARE = 0.05
 """Of a bucket's time on a network whose latency and rate were measured, by which its size is chosen."""
 _PLACEMENT_TEXT = "slots of servers in this order; placement.csv says which server runs which ranks"
-_STEP_RESTS = "the step's estimate (reports/estimate: MFU off by 1.4 points on rows left out), its numbers drawn"
+_STEP_RESTS = "the step's estimate (reports/estimate: MFU off by 1.4 points on rows omitted), its numbers drawn"
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a plan is made from.
+    """Inputs of a plan.
 
     Args:
         device: whose steps are estimated; None: no estimate can be had, `no_device` says why.
@@ -218,6 +218,7 @@ def _plan_queue_pairs(planned: Planned) -> None:
 
 
 def _plan_buckets(planned: Planned) -> None:
+    """Choose the bucket size by the step's estimate; "cannot tell" where there is none."""
     overlap, key = planned.job.overlap, "job.overlap.bucket_mib"
     if planned.job.parallel.dp == 1:
         return
@@ -522,6 +523,7 @@ def _take_gains(planned: Planned) -> None:
 
 
 def _plan_checkpoints(planned: Planned) -> None:
+    """Choose the interval of checkpoints by a simulation of the run's life, and its gain over the job's own."""
     inputs, own = planned.inputs, planned.job.checkpoint
     key = "job.checkpoint.every_steps"
     step_s = planned.model.middle_s(planned.state) if planned.model and planned.state else None

@@ -43,12 +43,18 @@ from netlayer import lazy_names
 
 if TYPE_CHECKING:
     from collectives.sharded.data_parallel import ShardedDataParallel as ShardedDataParallel
+    from collectives.sharded.policies import MixedPrecision as MixedPrecision
+    from collectives.sharded.policies import Overlap as Overlap
+    from collectives.sharded.policies import Reshard as Reshard
 
-__all__ = ["ShardedDataParallel"]
+__all__ = ["MixedPrecision", "Overlap", "Reshard", "ShardedDataParallel"]
 
 __getattr__ = lazy_names(
     __name__,
     {
+        "MixedPrecision": ".policies",
+        "Overlap": ".policies",
+        "Reshard": ".policies",
         "ShardedDataParallel": ".data_parallel",
     },
 )

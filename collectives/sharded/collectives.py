@@ -45,12 +45,13 @@ from torch import Tensor
 
 from collectives.alike import spread
 from collectives.sharded.bucket import Bucket, BucketPlan, CopyIn
+from collectives.sharded.policies import MOST_OF_FREE, Choice
 from collectives.transport.communicator import Communicator, Work
 from collectives.transport.peer_reduce import DTYPES, PeerReduce
 from collectives.transport.symmetric import why_unusable
 from collectives.transport.windows import Windows
 from netlayer.errors import CheckFailed
-from netlayer.workload.buckets import buffer_sizes
+from netlayer.workload.buckets import COPIES_AT_ONCE, buffer_sizes
 
 
 class AllGather:
@@ -313,7 +314,7 @@ def open_reduce_scatter(
     in_flight: int,
     adds: bool,
     windows: bool,
-    peers: bool,
+    peers: Choice,
 ) -> ReduceScatter:
     """Open the reduce-scatters of a module's gradients by the backend that its communicator and settings give.
 
@@ -323,13 +324,18 @@ def open_reduce_scatter(
         in_flight: reduce-scatters that may be under way.
         adds: sums are added to those of a pass before: then none stays where it lands.
         windows: gradients travel in NCCL's windows.
-        peers: they are copied to the peers, whatever `windows` says.
+        peers: they are copied to the peers, whatever `windows` says; "auto": beside windows, where that can be had.
 
     Raises:
         ValueError: the peers' memory cannot be written to, or takes no `dtype`.
     """
     # One rank alone exchanges nothing: windows and copies would only cost memory.
-    if comm.group is not None and peers:
+    if comm.group is not None and (windows if peers == "auto" else peers):
+        reason = _why_no_copies(comm, plans, dtype, may_omit=peers == "auto")
+        if reason is not None and peers is True:
+            raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); omit it")
+        peers = reason is None
+    if comm.group is not None and peers is True:
         return PeerReduceScatter(comm, dtype, mean, replicas, peers=_open_peer_reduce(comm, plans, dtype))
     if comm.group is not None and windows:
         return _open_in_windows(comm, plans, dtype, master_dtypes, mean, replicas, in_flight + 1, adds)
@@ -337,18 +343,38 @@ def open_reduce_scatter(
     return backend(comm, dtype, mean, replicas)
 
 
-def _open_peer_reduce(comm: Communicator, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
-    """Open the reduction of gradients by copies to the peers, with buffers for the largest bucket.
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that are free on a GPU, those that torch keeps for itself too; None: it is no GPU."""
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
-    Raises:
-        ValueError: peers cannot be reached, or gradients are of a type that it cannot add.
+
+def _why_no_copies(
+    comm: Communicator, plans: Sequence[BucketPlan], dtype: torch.dtype, *, may_omit: bool
+) -> str | None:
+    """Return why gradients cannot be copied to the peers, the same on all ranks, who all call it; None: they can.
+
+    Args:
+        may_omit: nobody has asked for copies, which may take a part of the free memory then (`policies`).
     """
-    assert comm.group is not None
+    # Asked on every rank, whatever this rank has: it is collective.
     reason = why_unusable(comm.group, comm.device)
     if reason is None and dtype not in DTYPES:
         reason = f"gradients travel in {dtype}"
-    if reason is not None:
-        raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); omit it")
+    if reason is not None or not may_omit:
+        return reason
+    needed = COPIES_AT_ONCE * max((plan.padded_numel for plan in plans), default=0) * dtype.itemsize
+    free = free_bytes(comm.device)
+    has_room = free is None or needed <= MOST_OF_FREE * free
+    rooms = comm.all_gather_ints([int(has_room)], "copies to peers")
+    return None if all(room for [room] in rooms) else "a GPU has no memory for copies beside"
+
+
+def _open_peer_reduce(comm: Communicator, plans: Sequence[BucketPlan], dtype: torch.dtype) -> PeerReduce:
+    """Open the reduction of gradients by copies to the peers, with buffers for the largest bucket."""
+    assert comm.group is not None
     part_bytes = max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize
     peers = PeerReduce(comm.group, comm.device, part_bytes, comm.peer_streams)
     comm.peer_streams = peers.streams

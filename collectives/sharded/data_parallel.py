@@ -44,7 +44,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,7 @@ from collectives.sharded.gather import ParameterGather
 from collectives.sharded.gradient import clip_pieces
 from collectives.sharded.optimizer_state import named_state
 from collectives.sharded.optimizer_steps import OptimizerSteps, Options, ScalerCheck, build_optimizer, drop_gradients
+from collectives.sharded.policies import Aliases, MixedPrecision, Overlap, Reshard, resolve
 from collectives.sharded.prepare import (
     Init,
     as_groups,
@@ -68,6 +69,7 @@ from collectives.sharded.prepare import (
     check_same,
     find_owners,
     find_resharding,
+    find_units,
     master_dtypes,
     move_replicated,
     open_communicators,
@@ -75,6 +77,9 @@ from collectives.sharded.prepare import (
     plan_module,
     same_start,
     send_buffers,
+    shard_ranks,
+    usual_bytes,
+    windows_are_worth_it,
     wire_dtype,
 )
 from collectives.sharded.reduce import GradientReduce, inside_backward
@@ -91,7 +96,7 @@ from collectives.transport.communicator import Communicator
 from collectives.transport.windows import ALIGNMENT_BYTES
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch
-from netlayer.workload.buckets import REDUCTIONS_IN_FLIGHT
+from netlayer.workload.buckets import buffer_sizes
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 DEFAULT_BUCKET_BYTES = 32 * 2**20
@@ -114,32 +119,19 @@ class ShardedDataParallel(StandIn):
             dimensions, replicas and shards: each replica is sharded, and gradients are all-reduced between replicas
             (hybrid sharding). New groups are made of them (see `open_groups`).
         units: parts of the module, such as its blocks, that are waited for, reduced and gathered as one; their own
-            parts are called through them alone. None: every module that holds parameters waits for itself.
+            parts are called through them alone. None, without `bucket_bytes`: the parts that the module repeats
+            (`find_units`). Empty, or where nothing repeats: every module that holds parameters waits for itself.
         bucket_bytes: largest bucket, in bytes of the computation's dtype, unless one parameter is larger; None: a
             bucket a unit, or 32 MiB without units.
-        prefetch: all-gathers launched ahead of the computation that waits for one. None: all of them where a step ends,
-            so that a read or a forward pass on one rank alone needs no other rank; in stage 3 one.
-        overlap: False: every collective is waited for at once; same numbers, for comparison.
-        reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`); None: float32, or float64 where a parameter
-            is. Gradients accumulate locally in float32 or wider; one rank alone rounds none.
-        param_dtype: of the computation, or its name; None: as the module is. Inputs and buffers are the caller's
-            business.
+        precision: dtypes of the computation and of gradients on the wire.
+        overlap: how communication runs under the computation; None: what the hardware has and has room for.
+        reshard: what ranks hold in shards alone, ZeRO stages 2 and 3; None: stage 1. [Note: stage 3].
         recorder: notes every collective.
-        in_flight: reduce-scatters that may be under way: bounds the memory of gradients on their way.
-        stage: of ZeRO. 1: gradients of passes under `no_sync` add up whole on every rank, and are reduced once a step.
-            2: every pass is reduced into the shards: no rank keeps whole gradients, for a reduce-scatter each pass.
-            3: the same, and parameters of `units` are freed between uses, for a gather more each pass: [Note: stage 3].
         order: names of parameters in the order of their use (`execution_order`); None: order of registration.
         groups: the process groups for gathers and for reductions, made beforehand and used by nothing else. One group
             twice: one communicator and one order for all, so that neither direction takes bandwidth from the other.
         timeout: of the groups made here; None: that of `group`.
         watch: says who is late where a collective does not complete.
-        windows: parameters and gradients lie in NCCL's symmetric windows (`collectives.transport.windows`): more
-            bandwidth where NCCL is held to a few blocks or has to share the memory, and gathers by copy engines where
-            the groups are made here, for `in_flight` + 1 buffers of the largest bucket.
-        peer_reduce: copy engines carry gradients to the peers, and a kernel adds them
-            (`collectives.transport.peer_reduce`): for 2 to 8 ranks on one host, who hold twice the largest bucket more
-            for it.
         comms: for gathers, for reductions and, where there are replicas, between these: of `open_communicators` and
             `open_replicas` (`collectives.sharded.prepare`), with their groups, recorder and watch. Several wrappers,
             chunks of one model, may share them where every rank uses these in one order.
@@ -153,11 +145,12 @@ class ShardedDataParallel(StandIn):
         broadcast_buffers: rank 0's buffers (of batch norms, say) go to all ranks after each step.
         whole: says by name and shape which parameters one rank each owns whole, for optimisers that need a matrix:
             see [Note: whole matrices]. None: none.
+        aliases: arguments that policies have taken over, read until 0.4.
 
     Raises:
         ValueError: something here is not supported, or ranks differ in module or arguments; it names the first
             difference, its values and their ranks.
-        RuntimeError, TypeError: NCCL or torch has no windows.
+        RuntimeError, TypeError: NCCL or torch has no windows; there is no such argument.
     """
 
     def __init__(
@@ -167,38 +160,36 @@ class ShardedDataParallel(StandIn):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         units: Iterable[nn.Module] | None = None,
         bucket_bytes: int | None = None,
-        prefetch: int | None = None,
-        overlap: bool = True,
-        reduce_dtype: torch.dtype | str | None = None,
-        param_dtype: torch.dtype | str | None = None,
+        precision: MixedPrecision | None = None,
+        overlap: Overlap | bool | None = None,
+        reshard: Reshard | None = None,
         recorder: Recorder | None = None,
-        in_flight: int = REDUCTIONS_IN_FLIGHT,
-        stage: Literal[1, 2, 3] = 1,
         order: Sequence[str] | None = None,
         groups: GroupPair | None = None,
         timeout: timedelta | None = None,
         watch: Watch | None = None,
-        windows: bool = False,
-        peer_reduce: bool = False,
         comms: DataCommunicators | None = None,
         mean: bool = True,
         unused: Literal["skip", "zero"] = "skip",
-        data_writes: Literal["adopt", "ignore"] = "adopt",
+        data_writes: Literal["sync_masters", "ignore"] = "sync_masters",
         broadcast_buffers: bool = True,
         whole: Callable[[str, torch.Size], bool] | None = None,
         device: torch.device | str | None = None,
         init: Init | None = None,
+        **aliases: Unpack[Aliases],
     ) -> None:
         nn.Module.__init__(self)  # nothing of torch's DistributedDataParallel: see `StandIn`
-        check_arguments(prefetch, in_flight, stage, unused, data_writes)
-        param_dtype = None if param_dtype is None else as_dtype(param_dtype, "param_dtype")
-        # Kept as a tuple, for a generator would be used up by the first of those that read it.
-        parts = tuple(units or ())
-        check_reshards(stage, parts, windows)
-        device = move_replicated(module, check_module(module, init), device)
+        precision, overlap, reshard = resolve(precision, overlap, reshard, **aliases)
+        check_arguments(unused, data_writes)
+        param_dtype = None if precision.param_dtype is None else as_dtype(precision.param_dtype, "param_dtype")
+        where = check_module(module, init)
+        is_free = units is None and bucket_bytes is None
+        parts, stage = find_units(module) if is_free else tuple(units or ()), reshard.stage
+        check_reshards(stage, parts, overlap.windows is True)
+        device = move_replicated(module, where, device)
         # A mesh of two dimensions is hybrid sharding: shards along one, copies of them along the other.
         group, same_shard = as_groups(group)
-        reduce_dtype = wire_dtype(module, reduce_dtype, param_dtype)
+        reduce_dtype = wire_dtype(module, precision.reduce_dtype, param_dtype)
         if bucket_bytes is None and not parts:
             bucket_bytes = DEFAULT_BUCKET_BYTES
         self.module = module
@@ -206,18 +197,27 @@ class ShardedDataParallel(StandIn):
             raise ValueError(
                 "communicators have their groups, timeout, recorder and watch: give these where they are opened"
             )
+        world_size = shard_ranks(group, groups, comms)
+        cut = functools.partial(plan_module, module, bucket_bytes, world_size, param_dtype, order, parts, whole=whole)
+        plans = cut()
+        in_flight = overlap.most_in_flight(usual_bytes(plans, reduce_dtype))
+        buffer_bytes = sum(buffer_sizes([plan.padded_numel for plan in plans], in_flight + 1)) * reduce_dtype.itemsize
+        windows = overlap.windows
+        if windows == "auto":
+            # With groups of the caller's it is the caller who knows.
+            is_able = stage < 3 and groups is None and comms is None
+            windows = is_able and windows_are_worth_it(group, device, buffer_bytes)
         comms = comms or open_communicators(group, groups, device, timeout, recorder, watch, windows)
         self.gather_comm, self.reduce_comm = comms[:2]
         self.replicas = comms[2] if len(comms) > 2 else open_replicas(same_shard, device, timeout, recorder, watch)
         # One rank alone exchanges nothing: windows and copies would only cost memory.
         in_windows = windows and self.gather_comm.group is not None
-        by_peers = peer_reduce and self.reduce_comm.group is not None
-        align = ALIGNMENT_BYTES if in_windows or by_peers else 1  # in elements, so for every dtype
-        plans = plan_module(module, bucket_bytes, self.reduce_comm.world_size, param_dtype, order, parts, align, whole)
-        settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": prefetch, "overlap": overlap}
-        settings |= {"reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage, "windows": windows}
-        settings |= {"mean": mean, "peer_reduce": peer_reduce, "unused": unused, "broadcast_buffers": broadcast_buffers}
-        settings["data_writes"] = data_writes
+        if in_windows or (overlap.peer_reduce is True and self.reduce_comm.group is not None):
+            plans = cut(align=ALIGNMENT_BYTES)  # in elements, so for every dtype
+        settings: dict[str, object] = {"bucket_bytes": bucket_bytes, "prefetch": overlap.prefetch}
+        settings |= {"overlap": overlap.enabled, "reduce_dtype": reduce_dtype, "in_flight": in_flight, "stage": stage}
+        settings |= {"windows": windows, "peer_reduce": overlap.peer_reduce, "mean": mean, "unused": unused}
+        settings |= {"broadcast_buffers": broadcast_buffers, "data_writes": data_writes}
         # Before the calls below, which are collective: ranks that differ would hang in one of them.
         replicas = [] if self.replicas is None else [self.replicas]
         for comm in (*replicas, self.reduce_comm):
@@ -235,7 +235,7 @@ class ShardedDataParallel(StandIn):
             in_flight=in_flight,
             adds=stage >= 2,
             windows=in_windows,
-            peers=by_peers,
+            peers=overlap.peer_reduce,
         )
         # In stages 1 and 2 parameters stay whole between steps: there is nothing to free.
         reshards = find_resharding(module, plans, parts) if stage == 3 else frozenset()
@@ -252,9 +252,11 @@ class ShardedDataParallel(StandIn):
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
         frozen = same_start(module, [*replicas, self.reduce_comm], param_dtype)
-        self._gather = ParameterGather(self.buckets, self._all_gather, prefetch, overlap, self.start_step, reshards)
-        self._gather.compares_each_step = data_writes == "adopt"
-        travels = self._reduce_scatter, in_flight, overlap, stage, self._gather
+        self._gather = ParameterGather(
+            self.buckets, self._all_gather, overlap.prefetch, overlap.enabled, self.start_step, reshards
+        )
+        self._gather.compares_each_step = data_writes != "ignore"
+        travels = self._reduce_scatter, in_flight, overlap.enabled, stage, self._gather
         self._reduce = GradientReduce(self.buckets, *travels, unused == "skip", self)
         senders = [comm for comm in (*replicas, self.gather_comm) if comm.world_size > 1]
         self._buffer_comms = senders if broadcast_buffers else []
@@ -504,7 +506,7 @@ class ShardedDataParallel(StandIn):
                 `only` picks nothing, or goes with `step_in_backward`.
         """
         if step_in_backward and self._gather.reshards:
-            raise ValueError("step_in_backward = True: goes without stage 3, which frees parameters; wrap with stage=2")
+            raise ValueError("step_in_backward = True: goes without stage 3, which frees parameters; wrap without it")
         if gather_in_backward is not None and not step_in_backward:
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
         if only is not None and step_in_backward:

@@ -23,27 +23,26 @@ from torch.distributed.tensor import DTensor
 from collectives.alike import first_difference
 from collectives.arguments import as_device, as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
-from collectives.sharded.collectives import AllGather
+from collectives.sharded.collectives import AllGather, free_bytes
+from collectives.sharded.policies import MOST_OF_FREE
 from collectives.transport.communicator import Communicator
 from collectives.transport.nccl_options import nccl_options
+from collectives.transport.windows import are_worth_it
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch, timeout_of
 from netlayer.errors import ConfigError
+from netlayer.workload.buckets import REDUCTIONS_IN_FLIGHT
 
 Init = Callable[[str, Tensor], None]
 """Fills a parameter, in place, by its name."""
 
 
-def check_arguments(prefetch: int | None, in_flight: int, stage: int, unused: str, data_writes: str) -> None:
+def check_arguments(unused: str, data_writes: str) -> None:
     """Raise ValueError for a value that a `ShardedDataParallel` does not take."""
-    if (prefetch is not None and prefetch < 1) or in_flight < 1:
-        raise ValueError(f"prefetch and in_flight must be at least 1, got {prefetch} and {in_flight}")
-    if stage not in (1, 2, 3):
-        raise ValueError(f"stage = {stage}: ZeRO has stages 1, 2 and 3")
     if unused not in ("skip", "zero"):
         raise ValueError(f'unused = {unused!r}: must be "skip" or "zero"')
-    if data_writes not in ("adopt", "ignore"):
-        raise ValueError(f'data_writes = {data_writes!r}: must be "adopt" or "ignore"')
+    if data_writes not in ("sync_masters", "ignore", "adopt"):  # the last is the first's name until 0.2
+        raise ValueError(f'data_writes = {data_writes!r}: must be "sync_masters" or "ignore"')
 
 
 def check_reshards(stage: int, units: Sequence[nn.Module], windows: bool) -> None:
@@ -53,7 +52,7 @@ def check_reshards(stage: int, units: Sequence[nn.Module], windows: bool) -> Non
     if not units:
         raise ValueError(
             "stage = 3: needs units, whose parameters are freed after use and gathered before the next: give "
-            "units=model.blocks, or stage=2"
+            "units=model.blocks, or reshard=Reshard(gradients=True)"
         )
     if windows:
         raise ValueError(
@@ -129,6 +128,8 @@ def as_groups(
         group: as it is; or a mesh of one dimension, or of two: replicas, then shards.
     """
     if not isinstance(group, DeviceMesh):
+        if not isinstance(group, dist.ProcessGroup | None):  # torch gives outsiders a number
+            raise ValueError("this rank is not a member of the group")
         return group, None
     others = {"tp", "cp", "pp", "ep"}.intersection(group.mesh_dim_names or ())
     if group.ndim > 2 or (group.ndim == 2 and others):
@@ -328,6 +329,70 @@ def build_buckets(
             bucket.free()
         buckets.append(bucket)
     return buckets
+
+
+def find_units(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the parts that a module repeats, such as its blocks: units where its user names none.
+
+    They are the modules of lists (ModuleList, ModuleDict, Sequential) of one class, which have parts of their own, and
+    together at least half of all that is trained; else none.
+    """
+    units: list[nn.Module] = []
+    waiting = [module]
+    while waiting:
+        parent = waiting.pop(0)
+        parts = list(parent.children())
+        is_list = isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(parts) > 1
+        are_alike = len({type(part) for part in parts}) == 1 and len(parts) == len(parent._modules)
+        if is_list and are_alike and all(_is_unit(part) for part in parts):
+            units += [part for part in parts if part not in units]
+        else:
+            waiting += parts
+    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    most = sum(parameter.numel() for parameter in trained if id(parameter) in inside)
+    overlaps = sum(len(list(unit.modules())) for unit in units) > len({part for u in units for part in u.modules()})
+    return () if overlaps or 2 * most < sum(parameter.numel() for parameter in trained) else tuple(units)
+
+
+def _is_unit(part: nn.Module) -> bool:
+    is_list = isinstance(part, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    has_parts = next(part.children(), None) is not None
+    return has_parts and not is_list and any(parameter.requires_grad for parameter in part.parameters())
+
+
+def shard_ranks(
+    group: dist.ProcessGroup | None,
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None,
+    comms: Sequence[Communicator] | None,
+) -> int:
+    """Return how many ranks share the shards: of the communicators, of groups made beforehand, or of `group`."""
+    if comms is not None:
+        return comms[1].world_size
+    if groups is not None:
+        return 1 if groups[1] is None else dist.get_world_size(groups[1])
+    return dist.get_world_size(group) if group is not None or dist.is_initialized() else 1
+
+
+def usual_bytes(plans: Sequence[BucketPlan], dtype: torch.dtype) -> int:
+    """Return the bytes of a usual bucket's gradients on the wire: a few are larger, such as token tables."""
+    sizes = sorted((plan.padded_numel * dtype.itemsize for plan in plans), reverse=True)
+    return sizes[min(REDUCTIONS_IN_FLIGHT, len(sizes) - 1)] if sizes else 0
+
+
+def windows_are_worth_it(group: dist.ProcessGroup | None, device: torch.device, num_bytes: int) -> bool:
+    """Whether the ranks of `group` (None: all) shall have windows: the same on all of them, who all call it.
+
+    Args:
+        num_bytes: of the buffers that are held for it.
+    """
+    free = free_bytes(device)
+    if free is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return False
+    ranks = group or dist.group.WORLD
+    # On the caller's own group: how the wrapper's are made depends on the answer.
+    comm = Communicator("windows", ranks, device)
+    return are_worth_it(ranks, comm, has_room=num_bytes <= MOST_OF_FREE * free)
 
 
 def find_resharding(module: nn.Module, plans: Sequence[BucketPlan], units: Sequence[nn.Module]) -> frozenset[int]:

@@ -1,1 +1,24 @@
 """Control laws: pure state machines over a flow's row; time and feedback in, rate out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from netlayer import lazy_names
+
+if TYPE_CHECKING:
+    from congestion.control.laws import DCQCN as DCQCN
+    from congestion.control.laws import NONE as NONE
+
+__all__ = [
+    "DCQCN",
+    "NONE",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "DCQCN": ".laws",
+        "NONE": ".laws",
+    },
+)

@@ -17,3 +17,65 @@ Where the time goes: an array that is looked at row by row costs its reference c
 are handed from function to function by value, hence inlined. Not covered: more than one cable a host, a limit to the
 buffer of one class without PFC (but `drop_tail`), a PFC watchdog with classes of traffic.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from netlayer import lazy_names
+
+if TYPE_CHECKING:
+    from congestion.engine.packets import hash_random as hash_random
+    from congestion.engine.packets import serialise as serialise
+    from congestion.engine.tables import ACK as ACK
+    from congestion.engine.tables import ACK_PATH as ACK_PATH
+    from congestion.engine.tables import DATA as DATA
+    from congestion.engine.tables import FLOW_SHIFT as FLOW_SHIFT
+    from congestion.engine.tables import HOP_MASK as HOP_MASK
+    from congestion.engine.tables import HOP_SHIFT as HOP_SHIFT
+    from congestion.engine.tables import MARK_BIT as MARK_BIT
+    from congestion.engine.tables import NEVER as NEVER
+    from congestion.engine.tables import SEQ_MASK as SEQ_MASK
+    from congestion.engine.tables import SEQ_SHIFT as SEQ_SHIFT
+    from congestion.engine.tables import Ints as Ints
+    from congestion.engine.tables import Rows as Rows
+    from congestion.engine.tables import State as State
+
+__all__ = [
+    "ACK",
+    "ACK_PATH",
+    "DATA",
+    "FLOW_SHIFT",
+    "HOP_MASK",
+    "HOP_SHIFT",
+    "MARK_BIT",
+    "NEVER",
+    "SEQ_MASK",
+    "SEQ_SHIFT",
+    "Ints",
+    "Rows",
+    "State",
+    "hash_random",
+    "serialise",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "ACK": ".tables",
+        "ACK_PATH": ".tables",
+        "DATA": ".tables",
+        "FLOW_SHIFT": ".tables",
+        "HOP_MASK": ".tables",
+        "HOP_SHIFT": ".tables",
+        "MARK_BIT": ".tables",
+        "NEVER": ".tables",
+        "SEQ_MASK": ".tables",
+        "SEQ_SHIFT": ".tables",
+        "Ints": ".tables",
+        "Rows": ".tables",
+        "State": ".tables",
+        "hash_random": ".packets",
+        "serialise": ".packets",
+    },
+)

@@ -57,7 +57,14 @@ class ResilienceConfig(Section):
         1.4, gt=1, description="step time over the job's typical one from which a run counts as slow"
     )
     slow_steps: int = Field(20, ge=3, le=1000, description="steps in a row that must be slow")
+    slow_floor_s: float = Field(60.0, ge=0, description="and for how long at least, seconds")
     evict_slow: bool = Field(True, description="evict a node that holds up all others, where it is plain which")
+    traffic_fall: float = Field(
+        0.2,
+        ge=0,
+        lt=1,
+        description="share of a node's usual traffic, in steps, below which that is noted; 0: never. Not with local",
+    )
     loss_spike: float = Field(
         0.0, ge=0, description="loss over the median of the last 32 steps from which it is noted as a spike; 0: never"
     )

@@ -15,7 +15,7 @@ import click
 from netlayer.errors import EXIT_FAILED, ConfigError
 from netlayer.layout import describe_ranks
 from netlayer.observe.events.command import collect, query
-from netlayer.observe.page.command import page, serve
+from netlayer.observe.page.command import export, page, serve
 from netlayer.printing import printable
 
 if TYPE_CHECKING:
@@ -230,3 +230,4 @@ observe.add_command(collect)
 observe.add_command(query)
 observe.add_command(serve)
 observe.add_command(page)
+observe.add_command(export)

@@ -166,8 +166,8 @@ def _leading(job: JobConfig) -> str:
 
 
 def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
-    """Jobs that take less: without windows, another ZeRO stage, no zero bubble, no balance, with recomputation, a
-    smaller micro-batch, tp, pp."""
+    """Jobs that take less: without windows, another ZeRO stage, fewer replicas of more shards, no zero bubble, no
+    balance, with recomputation, a smaller micro-batch, tp, pp."""
     model, batch, parallel = job.model, job.batch, job.parallel
     levels = ("none", "selective", "full")
     recomputes = levels[levels.index(model.recompute) :]
@@ -178,8 +178,10 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     windows = (job.overlap.windows, False) if job.overlap.windows and parallel.dp_cp > 1 else (job.overlap.windows,)
     balances = (True, False) if job.parallel.balance else (False,)
     zeros: tuple[Any, ...] = (parallel.zero, 3) if parallel.zero in (1, 2) and parallel.dp_cp > 1 else (parallel.zero,)
-    for (tp, pp), micro_batch_size, recompute, balance, zero_bubble, zero, has_windows in itertools.product(
-        spreads, micro_sizes, recomputes, balances, bubbles, zeros, windows
+    replicas = parallel.dp_replicate
+    fewer = [factor for factor in range(1, replicas + 1) if replicas % factor == 0]
+    for (tp, pp), micro_batch_size, recompute, balance, zero_bubble, joined, zero, has_windows in itertools.product(
+        spreads, micro_sizes, recomputes, balances, bubbles, fewer, zeros, windows
     ):
         if parallel.dp % (tp * pp):
             continue
@@ -190,7 +192,8 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
             "parallel": {
                 "tp": parallel.tp * tp,
                 "pp": parallel.pp * pp,
-                "dp": parallel.dp // (tp * pp),
+                "dp": joined * parallel.dp // (tp * pp),
+                "dp_replicate": replicas // joined,
                 "balance": balance,
                 "zero": zero,
             },

@@ -358,7 +358,7 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     stays = reduced == wide and parallel.stage == 1
     may_copy = job.overlap.copies_gradients and 2 <= parallel.dp_cp <= MOST_COPYING_RANKS and model.dtype != "float64"
     windows, copies = 0, 0
-    if takes_windows(job):
+    if takes_windows(job) and parallel.dp_cp > 1:  # replicas alone have none
         largest, windows = _window_elements(job, stage, sums_stay=stays)
         windows *= reduced
         if not may_copy:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bench.overlap.steps import StepTimer
-from collectives.sharded.data_parallel import ShardedDataParallel
+from tests.collectives.settings import shard
 
 
 class Clock:
@@ -52,7 +52,7 @@ def test_nothing_waits_between_steps(monkeypatch: pytest.MonkeyPatch, reached: b
 
 def test_the_gathers_ahead_may_be_changed_between_steps() -> None:
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
-    model = ShardedDataParallel(layers, units=list(layers), prefetch=1)
+    model = shard(layers, units=list(layers), prefetch=1)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     for prefetch in (1, 3, 2):
         model.prefetch = prefetch

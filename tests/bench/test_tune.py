@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from bench.tune.nccl_tuner import (
     to_csv,
 )
 from bench.tune.planner import Inputs, communicators_of, make_plan
+from bench.tune.probes import run_probe
 from bench.tune.profile import Gain, Profile, Setting, diff, read_profile
 from bench.tune.study import markdown, study_rows
 from congestion.nic.profile.file import build_profile, load_profile
 from netlayer.cli import run as run_cli
 from netlayer.config.tree import Config, build_config
-from netlayer.errors import ConfigError
+from netlayer.errors import ConfigError, HardwareMissing, RankFailed
 from netlayer.example_files import examples_folder
 from netlayer.results import RunRecord
 
@@ -468,6 +470,39 @@ def test_command_exports_what_consumers_take(tmp_path: Path) -> None:
     assert "NCCL_IB_TIMEOUT = " in invoke("explain", str(out / "profile.toml"), "NCCL_IB_TIMEOUT")[1]
     assert "did you mean" in invoke("explain", str(out / "profile.toml"), "every_steps")[2]
     assert "0 settings differ" in invoke("diff", str(out / "profile.toml"), str(out / "profile.toml"))[1]
+
+
+def test_probe_without_gpus_says_so_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("netlayer.environ.usable_gpus", list)
+    result = CliRunner().invoke(tune, ["probe", "--backend", "nccl", "--ranks", "2"])
+    assert isinstance(result.exception, HardwareMissing)
+    assert "--backend = nccl: 2 ranks want a GPU each, 0 can be used; lower --ranks" in str(result.exception)
+
+
+def test_probe_measures_each_choice_with_its_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What NCCL refuses is skipped and named; what comes out wrong is no row; the variables are gone afterwards."""
+    seen: list[tuple[str, ...]] = []
+
+    def measure(names: Any, *_: Any, **__: Any) -> list[RunRecord]:
+        seen.append(tuple(os.environ.get(name, "") for name in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_CTAS")))
+        if os.environ["NCCL_ALGO"] == "NVLS":
+            raise RankFailed(0, "no algorithm", "log")
+        wrong = os.environ["NCCL_PROTO"] == "LL128"
+        row = {"size_bytes": 1024, "in_place": False, "wrong": int(wrong), "time_us": 5.0}
+        return [RunRecord(f"bench.{name}", "measured", [row], "", "", devices=["card"]) for name in names]
+
+    monkeypatch.setattr("bench.tune.probes.measure", measure)
+    record = run_probe(
+        backend="nccl", ranks=2, channels=[8], min_bytes=1024, max_bytes=1024, seconds=60.0, seed=0,
+        log_dir=tmp_path, on_progress=lambda *_: None,
+    )  # fmt: skip
+    assert ("RING", "SIMPLE", "8") in seen
+    assert list(record.arguments["skipped"]) == ["nvls, simple, 8 channels"]
+    assert {row["protocol"] for row in record.rows} == {"ll", "simple"}
+    assert "NCCL_ALGO" not in os.environ
+    rows = read_facts([write(tmp_path, record)]).sweeps[0].tuner_rows()
+    assert {row.collective for row in rows} == set(COLLECTIVES)
+    to_csv(rows, [(1, 2)])
 
 
 def test_profile_of_a_later_version_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives import ShardedDataParallel
+from tests.collectives.settings import shard
 
 _WIDTH, _LENGTH, _VOCABULARY, _STEPS = 64, 32, 97, 20
 BF16_FIGURES = "bf16: distance of ours from DDP, least and most of DDP from itself"
@@ -66,7 +66,7 @@ def bf16_is_as_near_to_ddp_as_ddp_in_another_order(rank: int, world_size: int) -
     for order in orders:
         ddp = DistributedDataParallel(copy.deepcopy(module))
         runs.append(_train(ddp, torch.optim.AdamW(ddp.parameters(), lr=3e-3), order[rank], world_size))
-    sharded = ShardedDataParallel(copy.deepcopy(module), bucket_bytes=100_000)
+    sharded = shard(copy.deepcopy(module), bucket_bytes=100_000)
     ours = _train(sharded, sharded.optimizer(torch.optim.AdamW, lr=3e-3), rank, world_size)
 
     own = [float((run - runs[0]).abs().max()) for run in runs[1:]]

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives import Recorder, ShardedDataParallel
 from collectives.transport.communicator import Communicator
 from tests.collectives.harness import Case
+from tests.collectives.settings import shard
 
 CASES: list[Case] = []
 WIDTH = 12
@@ -80,7 +81,7 @@ def batches(num: int, world_size: int, seed: int = 7) -> Iterator[Tensor]:
 
 
 adamw = functools.partial(torch.optim.AdamW, lr=0.03, weight_decay=0.1)
-wrap = functools.partial(ShardedDataParallel, bucket_bytes=BUCKET_BYTES, unused="zero", reduce_dtype=torch.float32)
+wrap = functools.partial(shard, bucket_bytes=BUCKET_BYTES, unused="zero", reduce_dtype=torch.float32)
 wrap64 = functools.partial(wrap, reduce_dtype=torch.float64, bucket_bytes=2 * BUCKET_BYTES)
 
 
@@ -513,7 +514,7 @@ def emulated_collectives_give_the_same(rank: int, world_size: int) -> None:
 @case
 def ranks_that_differ_are_told_so(rank: int, world_size: int) -> None:
     message = "ranks differ"
-    assert_raises(ValueError, message, lambda: ShardedDataParallel(nn.Linear(3 if rank else 4, 2)))
+    assert_raises(ValueError, message, lambda: shard(nn.Linear(3 if rank else 4, 2)))
     assert_raises(ValueError, message, lambda: wrap(net(), bucket_bytes=700 if rank else 4000))
     assert_raises(ValueError, message, lambda: wrap(net(), reduce_dtype=[torch.float64, torch.float32][rank % 2]))
 

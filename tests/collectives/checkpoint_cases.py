@@ -24,6 +24,7 @@ from collectives import ShardedDataParallel
 from tests.collectives.cases import assert_raises
 from tests.collectives.dropin_cases import WIDTH, Pair, assert_equal, net
 from tests.collectives.harness import Case
+from tests.collectives.settings import shard
 
 CHECKPOINT_CASES: list[Case] = []
 
@@ -59,7 +60,7 @@ def groups(_name: str, shape: torch.Size) -> dict[str, float]:
 
 
 def build(bucket_bytes: int = 300, lr: float = 0.05, **settings: Any) -> tuple[ShardedDataParallel, Any]:
-    sharded = ShardedDataParallel(made(), bucket_bytes=bucket_bytes, **settings)
+    sharded = shard(made(), bucket_bytes=bucket_bytes, **settings)
     return sharded, sharded.optimizer(torch.optim.AdamW, lr=lr, options=groups)
 
 
@@ -145,7 +146,7 @@ def states_go_to_plain_torch_and_back(rank: int, world_size: int) -> None:
 @case
 def masters_of_another_dtype_go_on_to_the_bit(rank: int, world_size: int) -> None:
     def build_low() -> tuple[ShardedDataParallel, Any]:
-        sharded = ShardedDataParallel(net().float(), param_dtype="bfloat16", bucket_bytes=100)
+        sharded = shard(net().float(), param_dtype="bfloat16", bucket_bytes=100)
         return sharded, sharded.optimizer(torch.optim.SGD, lr=0.3, momentum=0.9)
 
     def steps(sharded: ShardedDataParallel, optimizer: Any, count: int) -> dict[str, Any]:

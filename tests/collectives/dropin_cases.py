@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from collectives import ShardedDataParallel
 from tests.collectives.cases import assert_raises
 from tests.collectives.harness import Case, meet
+from tests.collectives.settings import shard
 
 WIDTH = 6
 DROPIN_CASES: list[Case] = []
@@ -55,7 +56,7 @@ class Pair:
         self.plain: Any = net() if module is None else module
         self.inner: Any = copy.deepcopy(self.plain)
         units = list(self.inner) if stage == 3 else None
-        self.sharded = ShardedDataParallel(self.inner, bucket_bytes=WIDTH * (WIDTH + 1) * 8, units=units, stage=stage)
+        self.sharded = shard(self.inner, bucket_bytes=WIDTH * (WIDTH + 1) * 8, units=units, stage=stage)
         settings = settings or {"lr": 0.05, "weight_decay": 0.1}
         self.theirs = kind(self.plain.parameters(), **settings)
         self.ours = self.sharded.optimizer(kind, **settings)
@@ -175,7 +176,7 @@ def what_is_written_after_a_step_is_trained_from(rank: int, world_size: int) -> 
 @case
 def what_is_written_by_data_reaches_masters_of_another_dtype(rank: int, world_size: int) -> None:
     for inside in (False, True):
-        sharded = ShardedDataParallel(net().float(), param_dtype="bfloat16", bucket_bytes=100)
+        sharded = shard(net().float(), param_dtype="bfloat16", bucket_bytes=100)
         optimizer = sharded.optimizer(torch.optim.SGD, lr=0.0, step_in_backward=inside)
         for value in (0.25, 0.75):
             for parameter in sharded.module.parameters():
@@ -244,7 +245,7 @@ def a_copy_is_a_plain_module(rank: int, world_size: int) -> None:
 @case
 def a_layer_saved_alone_is_as_large_as_it_is(rank: int, world_size: int) -> None:
     module = net(depth=20)
-    sharded = ShardedDataParallel(module)
+    sharded = shard(module)
     file = io.BytesIO()
     torch.save(_module(sharded)[0].state_dict(), file)
     assert file.getbuffer().nbytes < 4000 < 20 * WIDTH * (WIDTH + 1) * 8
@@ -323,7 +324,7 @@ def a_parameter_that_one_rank_uses_is_stepped_on_all(rank: int, world_size: int)
             y: Tensor = self.rare(self.always(x)) if rare else self.always(x)
             return y
 
-    sharded = ShardedDataParallel(Sometimes(), bucket_bytes=100)
+    sharded = shard(Sometimes(), bucket_bytes=100)
     optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
     before = sharded.full_state_dict()
     sharded(torch.ones(1, WIDTH, dtype=torch.float64), rank == world_size - 1).square().mean().backward()
@@ -334,7 +335,7 @@ def a_parameter_that_one_rank_uses_is_stepped_on_all(rank: int, world_size: int)
 
 @case
 def steps_in_the_backward_pass_refuse_what_has_no_gradient(rank: int, world_size: int) -> None:
-    sharded = ShardedDataParallel(Heads())
+    sharded = shard(Heads())
     sharded.optimizer(torch.optim.SGD, lr=0.1, step_in_backward=True)
     loss = sharded(torch.ones(1, WIDTH, dtype=torch.float64)).sum()
     assert_raises(RuntimeError, 'had no gradient on any rank, .* unused="zero"', loss.backward)
@@ -366,7 +367,7 @@ def a_closure_is_called_by_the_step(rank: int, world_size: int) -> None:
 
 @case
 def buffers_are_those_of_rank_0(rank: int, world_size: int) -> None:
-    sharded = ShardedDataParallel(nn.Sequential(nn.Linear(WIDTH, 2), nn.BatchNorm1d(2)))
+    sharded = shard(nn.Sequential(nn.Linear(WIDTH, 2), nn.BatchNorm1d(2)))
     optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(2):
         sharded(torch.randn(4, WIDTH)).square().mean().backward()  # another batch on each rank
@@ -464,7 +465,7 @@ def muon_steps_whole_matrices_beside_adamw(rank: int, world_size: int) -> None:
     ]
 
     def build(bucket_bytes: int) -> tuple[ShardedDataParallel, list[torch.optim.Optimizer]]:
-        sharded = ShardedDataParallel(net(4), whole=is_hidden_matrix, bucket_bytes=bucket_bytes)
+        sharded = shard(net(4), whole=is_hidden_matrix, bucket_bytes=bucket_bytes)
         muon = sharded.optimizer(torch.optim.Muon, only=is_hidden_matrix, **settings)
         return sharded, [muon, sharded.optimizer(torch.optim.AdamW, only=is_other, lr=0.01)]
 
@@ -497,7 +498,7 @@ def muon_steps_whole_matrices_beside_adamw(rank: int, world_size: int) -> None:
 def adafactor_steps_whole_parameters(rank: int, world_size: int) -> None:
     plain: Any = net(4)
     theirs = torch.optim.Adafactor(plain.parameters(), lr=0.05)
-    sharded = ShardedDataParallel(net(4), whole=lambda _name, _shape: True, bucket_bytes=700)
+    sharded = shard(net(4), whole=lambda _name, _shape: True, bucket_bytes=700)
     ours = sharded.optimizer(torch.optim.Adafactor, lr=0.05)
     batches = Pair(rank, world_size)
     for _ in range(4):
@@ -518,7 +519,7 @@ def an_optimiser_of_both_kinds_has_whole_matrices(rank: int, world_size: int) ->
     matrices = [p for n, p in named if is_hidden_matrix(n, p.shape)]
     others = {"params": [p for n, p in named if is_other(n, p.shape)], "by_matrix": False}
     theirs = Halves([{"params": matrices}, others], lr=0.01)
-    sharded = ShardedDataParallel(net(4), whole=is_hidden_matrix, bucket_bytes=10_000)
+    sharded = shard(net(4), whole=is_hidden_matrix, bucket_bytes=10_000)
     ours = sharded.optimizer(Halves, options=lambda n, s: {"by_matrix": is_hidden_matrix(n, s)}, lr=0.01)
     batches = Pair(rank, world_size)
     for _ in range(4):
@@ -538,7 +539,7 @@ def several_optimizers_step_in_turns(rank: int, world_size: int) -> None:
     named = list(plain.named_parameters())
     picks = [is_hidden_matrix, is_other]
     theirs = [torch.optim.Adam([p for n, p in named if pick(n, p.shape)], lr=0.05) for pick in picks]
-    sharded = ShardedDataParallel(net(4), bucket_bytes=400)
+    sharded = shard(net(4), bucket_bytes=400)
     ours = [sharded.optimizer(torch.optim.Adam, only=pick, lr=0.05) for pick in picks]
     batches = Pair(rank, world_size)
     for step in range(8):
@@ -557,7 +558,7 @@ def several_optimizers_step_in_turns(rank: int, world_size: int) -> None:
 @case
 def a_mesh_of_one_dimension_is_a_group(rank: int, world_size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (world_size, 1), mesh_dim_names=("dp", "tp"))
-    assert ShardedDataParallel(net(), group=mesh["dp"]).gather_comm.world_size == world_size
+    assert shard(net(), group=mesh["dp"]).gather_comm.world_size == world_size
     assert_raises(ValueError, r'give the one that shards, such as mesh\["dp"\]', lambda: _wrapped(mesh))
 
 
@@ -566,7 +567,7 @@ def _module(sharded: ShardedDataParallel) -> Any:
 
 
 def _wrapped(group: Any) -> ShardedDataParallel:
-    return ShardedDataParallel(net(), group=group)
+    return shard(net(), group=group)
 
 
 @case

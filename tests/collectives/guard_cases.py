@@ -34,6 +34,7 @@ from tests.collectives.cases import (
     wrap64,
 )
 from tests.collectives.harness import meet
+from tests.collectives.settings import shard
 
 STEPS = 12
 
@@ -115,7 +116,7 @@ def train_chunks(comms: CommunicatorPair | None, num_steps: int, rank: int, *, l
         torch.manual_seed(1)
         modules = [nn.Linear(3, 3).double(), nn.Linear(3, 2).double()]
     settings: dict[str, Any] = {"bucket_bytes": 40, "reduce_dtype": torch.float64, "comms": comms}
-    first, last = (ShardedDataParallel(module, **settings) for module in modules)
+    first, last = (shard(module, **settings) for module in modules)
     assert (first.reduce_comm is last.reduce_comm) == (comms is not None)
     optimizers = [chunk.optimizer(torch.optim.SGD, lr=0.1) for chunk in (first, last)]
     for step in range(num_steps):
@@ -180,7 +181,7 @@ def settings_that_differ_are_named(rank: int, world_size: int) -> None:
 
 def small_with(field: str, value: object) -> ShardedDataParallel:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
-    return ShardedDataParallel(model, **{"bucket_bytes": 40, field: value})  # type: ignore[arg-type]
+    return shard(model, **{"bucket_bytes": 40, field: value})  # type: ignore[arg-type]
 
 
 @case

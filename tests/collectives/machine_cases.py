@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor, nn
 
-from collectives import ShardedDataParallel
 from collectives.sharded.prepare import open_groups
 from tests.collectives.harness import Case
+from tests.collectives.settings import shard
 
 MACHINE_CASES: list[Case] = []
 WIDTH = 4
@@ -136,7 +136,7 @@ class Program(RuleBasedStateMachine):
         whole = (lambda _name, shape: len(shape) == 2) if arguments.pop("is_whole") else None
         self.inner = module
         self.is_stale = False  # gradients were finished, and the forward pass after that is one of all ranks
-        self.ours = ShardedDataParallel(module, units=units, whole=whole, groups=self.groups, **arguments)
+        self.ours = shard(module, units=units, whole=whole, groups=self.groups, **arguments)
         self.optimizer = self.ours.optimizer(self.kind[0], **self.kind[1])
 
     def shares(self, module: Any) -> bool:

@@ -9,15 +9,17 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from collectives import Recorder, ShardedDataParallel
+from collectives import Recorder
 from collectives.watch.align import ClockClient, ClockServer, same_host
 from collectives.watch.hooks import attach
 from collectives.watch.monitor import Monitor
 from netlayer.observe.events import Event, Origin, Segment
 from netlayer.observe.events.clocks import RankClock
+from tests.collectives.settings import shard
 
 
 class Kept:
@@ -129,9 +131,10 @@ def ddp_and_plain_collectives_are_seen_when_asked(rank: int, world_size: int) ->
 
 def fsdp2_is_seen_with_its_collectives(rank: int, world_size: int) -> None:
     kept, model = Kept(), network()
+    mesh = init_device_mesh("cpu", (world_size,))  # by itself it would look for GPUs, and warn where there are some
     for module in (model[0], model[2]):  # type: ignore[index]
-        fully_shard(module)
-    fully_shard(model)
+        fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     monitor = Monitor(kept, Origin(rank=rank), interval_s=600)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attached = attach(monitor, model, optimizer)
@@ -153,7 +156,7 @@ def our_wrapper_is_seen_by_its_recorder(rank: int, world_size: int) -> None:
     kept, recorder = Kept(), Recorder()
     monitor = Monitor(kept, Origin(rank=rank), interval_s=600)
     monitor.follow(recorder)
-    model = ShardedDataParallel(network(), recorder=recorder)
+    model = shard(network(), recorder=recorder)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     launched = {}
     for step in (1, 2, 3):

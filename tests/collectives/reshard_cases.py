@@ -39,6 +39,7 @@ from tests.collectives.cases import (
     wrap,
     wrap64,
 )
+from tests.collectives.settings import shard
 
 
 def stage3(model: Net, how: Callable[..., ShardedDataParallel] = wrap64, **settings: Any) -> ShardedDataParallel:
@@ -307,7 +308,7 @@ def replicas_train_as_one_process(rank: int, world_size: int) -> None:
 def what_one_replica_lacks_or_overflows_counts_on_all(rank: int, world_size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (2, world_size // 2))
     model = net()
-    sharded = ShardedDataParallel(copy.deepcopy(model), group=mesh, bucket_bytes=500, reduce_dtype=torch.float64)
+    sharded = shard(copy.deepcopy(model), group=mesh, bucket_bytes=500, reduce_dtype=torch.float64)
     ours, theirs = sharded.optimizer(adamw), adamw(model.parameters())
     for tokens in batches(2, world_size):
         own = tokens[rank::world_size]
@@ -339,7 +340,7 @@ def what_one_replica_lacks_or_overflows_counts_on_all(rank: int, world_size: int
 def float16_means_over_replicas_do_not_overflow_in_the_sum(rank: int, world_size: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (2, world_size // 2))
     layer = nn.Linear(1, 1, bias=False, dtype=torch.float32)
-    sharded = ShardedDataParallel(layer, group=mesh, reduce_dtype=torch.float16)
+    sharded = shard(layer, group=mesh, reduce_dtype=torch.float16)
     sharded(torch.full((1, 1), 40_000.0 + 1_000 * rank)).sum().backward()
     sharded.finish_gradients()
     expected = 40_000 + 500 * (world_size - 1)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives import ColumnParallelLinear, ShardedDataParallel, open_exchange
+from collectives import ColumnParallelLinear, open_exchange
 from collectives.transport.communicator import Communicator
 from collectives.watch.hang import HangLimits
 from collectives.watch.watchdog import Watch
@@ -26,6 +26,7 @@ from netlayer.launch.rank import RankContext
 from netlayer.layout import ParallelLayout
 from netlayer.store.meeting import register_schemes
 from tests.collectives.ranks import run_ranks
+from tests.collectives.settings import shard
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def away(scene: Scene) -> None:
 def skips_a_training_step(scene: Scene) -> None:
     """The culprit does not come to step 2 of a sharded model."""
     timeout = timedelta(seconds=scene.timeout_s)
-    sharded = ShardedDataParallel(torch.nn.Linear(8, 8), watch=scene.watch, timeout=timeout)
+    sharded = shard(torch.nn.Linear(8, 8), watch=scene.watch, timeout=timeout)
     optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
     for step in range(1, 3):
         scene.watch.begin_step(step)

@@ -17,6 +17,7 @@ from collectives.sharded.reduce import GradientReduce
 from collectives.sharded.slot import GradientSlot, slot_source
 from tests.collectives.cases import CASES, accumulate, adamw, assert_close, assert_raises, batches, case, train
 from tests.collectives.harness import Case, opens_groups
+from tests.collectives.settings import shard
 from tests.collectives.stand_ins import Nowhere
 from tests.collectives.step_cases import GPU_CASES, pair_of_one, train_in_backward
 
@@ -82,9 +83,7 @@ def wrapped(dtype: torch.dtype = torch.float64, **settings: Any) -> ShardedDataP
     order = ["token.weight", "at_times", "norms.0.weight", "norms.0.bias", "never", "once", "norms.1.weight"]
     order += ["norms.1.bias", "twice", "norms.2.weight", "norms.2.bias", "mixed", "head"]
     settings = {"reduce_dtype": dtype, **settings}
-    return ShardedDataParallel(
-        slotted(dtype), bucket_bytes=500 * dtype.itemsize, order=order, unused="zero", **settings
-    )
+    return shard(slotted(dtype), bucket_bytes=500 * dtype.itemsize, order=order, unused="zero", **settings)
 
 
 def trained(with_slots: bool, dtype: torch.dtype, run: Train, rank: int, world_size: int, **settings: Any) -> Any:

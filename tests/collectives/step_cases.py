@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from collectives import Recorder, ShardedDataParallel
+from collectives import Overlap, Recorder, ShardedDataParallel
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.collectives import NcclReduceScatter
+from collectives.sharded.collectives import NcclReduceScatter, PeerReduceScatter
 from collectives.sharded.optimizer_steps import NUM_UNMOVED
 from collectives.sharded.prepare import open_communicators, open_groups
 from collectives.torch_names import Collect
@@ -689,3 +689,29 @@ GPU_CASES: list[Case] = [
     windows_may_outlive_their_group,
     wrappers_share_communicators_from_windows,
 ]
+
+
+@case
+def windows_and_copies_are_taken_where_they_can_be_had(rank: int, world_size: int) -> None:
+    """What the hardware has is faked; whether it is asked for, and by how much memory, is not."""
+    expected = train(wrap(net(torch.float32)), 2, rank, world_size)
+    makes = functools.partial(ShardedDataParallel, bucket_bytes=1000, unused="zero")
+    for free, is_able, takes in ((1 << 30, True, (True, True)), (1000, True, (False, False)), (1 << 30, False, (0, 0))):
+        with contextlib.ExitStack() as stack:
+            for name, value in (
+                ("collectives.Windows", Nowhere),
+                ("collectives.PeerReduce", Summed),
+                ("collectives.why_unusable", mock.Mock(return_value=None)),
+                ("collectives.free_bytes", mock.Mock(return_value=free)),
+                ("prepare.free_bytes", mock.Mock(return_value=free)),
+                ("prepare.are_worth_it", lambda *_, has_room, able=is_able: has_room and able),
+            ):
+                stack.enter_context(mock.patch(f"collectives.sharded.{name}", value))
+            sharded = makes(net(torch.float32))
+            found = sharded._all_gather._windows is not None, isinstance(sharded._reduce_scatter, PeerReduceScatter)
+            assert found == tuple(each and world_size > 1 for each in takes)
+            assert_close(train(sharded, 2, rank, world_size), expected, rtol=1e-6, atol=1e-6)
+            refused = makes(net(torch.float32), overlap=Overlap(windows=False))
+            assert refused._all_gather._windows is None
+            given = makes(net(torch.float32), groups=pair_of_one())
+            assert given._all_gather._windows is None, "with groups of the caller's it is the caller who knows"

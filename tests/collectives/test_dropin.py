@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from collectives import ShardedDataParallel
 from collectives.sharded.optimizer_steps import check_elementwise
 from tests.collectives.bf16_cases import bf16_is_as_near_to_ddp_as_ddp_in_another_order
 from tests.collectives.conftest import RunCase
 from tests.collectives.dropin_cases import DROPIN_CASES
 from tests.collectives.harness import Case, Ranks, assert_passed, on_gpus, on_ranks
+from tests.collectives.settings import shard
 
 RANKS = [
     pytest.param((2, "cpu"), id="2-gloo"),
@@ -77,7 +77,7 @@ def _muon(groups: Any, **settings: Any) -> torch.optim.Optimizer:
 )
 def test_optimizers_that_need_whole_matrices_are_refused(kind: Callable[..., Any], says: str) -> None:
     with pytest.raises(ValueError, match=f"is not elementwise: .*{says}.*take an elementwise optimiser"):
-        ShardedDataParallel(nn.Linear(3, 2)).optimizer(kind, lr=1e-2)
+        shard(nn.Linear(3, 2)).optimizer(kind, lr=1e-2)
 
 
 _ELEMENTWISE = ["SGD", "Adam", "AdamW", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "Adadelta"]
@@ -95,14 +95,14 @@ def test_elementwise_settings_are_not_refused() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, _TogetherNormed])
 def test_optimizers_of_all_parameters_together_are_refused_for_whole_ones(kind: Callable[..., Any]) -> None:
-    sharded = ShardedDataParallel(nn.Linear(3, 2), whole=lambda _name, _shape: True)
+    sharded = shard(nn.Linear(3, 2), whole=lambda _name, _shape: True)
     with pytest.raises(ValueError, match="each rank would step its own parameters only"):
         sharded.optimizer(kind, lr=1e-2)
     sharded.optimizer(_TrustRatio, lr=1e-2)
 
 
 def test_only_must_pick_something_and_excludes_steps_in_backward() -> None:
-    sharded = ShardedDataParallel(nn.Linear(3, 2))
+    sharded = shard(nn.Linear(3, 2))
     with pytest.raises(ValueError, match="only: picks none of 2 parameters"):
         sharded.optimizer(torch.optim.SGD, lr=0.1, only=lambda _name, _shape: False)
     with pytest.raises(ValueError, match="goes with one optimiser"):
@@ -110,7 +110,7 @@ def test_only_must_pick_something_and_excludes_steps_in_backward() -> None:
 
 
 def test_a_distributed_data_parallel_by_name() -> None:
-    sharded = ShardedDataParallel(nn.Linear(3, 2))
+    sharded = shard(nn.Linear(3, 2))
     assert isinstance(sharded, nn.parallel.DistributedDataParallel)
     with pytest.raises(RuntimeError, match="give reduce_dtype"):
         sharded.register_comm_hook(None, None)
@@ -121,7 +121,7 @@ def test_a_distributed_data_parallel_by_name() -> None:
 
 
 def test_moving_to_the_same_device_changes_nothing() -> None:
-    sharded = ShardedDataParallel(nn.Linear(2, 2))
+    sharded = shard(nn.Linear(2, 2))
     assert sharded.to("cpu").float().cpu() is sharded
     sharded(torch.ones(1, 2))
     for move in (sharded.double, sharded.half, lambda: sharded.to("meta"), sharded.share_memory):
@@ -130,7 +130,7 @@ def test_moving_to_the_same_device_changes_nothing() -> None:
 
 
 def test_join_is_refused() -> None:
-    sharded = ShardedDataParallel(nn.Linear(2, 2))
+    sharded = shard(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="Join: ranks with uneven numbers of batches"):
         Join([sharded])  # type: ignore[list-item]
     with pytest.raises(RuntimeError, match="Join: ranks with uneven numbers of batches"):
@@ -138,7 +138,7 @@ def test_join_is_refused() -> None:
 
 
 def test_float64_is_reduced_in_float64() -> None:
-    sharded = ShardedDataParallel(nn.Linear(2, 2).double())
+    sharded = shard(nn.Linear(2, 2).double())
     assert sharded.reduce_buffers(sharded.buckets[0])[0].dtype == torch.float64
 
 
@@ -146,7 +146,7 @@ def test_float64_is_reduced_in_float64() -> None:
 def test_a_compiled_wrapper_is_not_compiled_again_each_step() -> None:
     torch._dynamo.reset()
     module = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
-    sharded = ShardedDataParallel(module, bucket_bytes=20)
+    sharded = shard(module, bucket_bytes=20)
     optimizer = sharded.optimizer(torch.optim.AdamW, lr=0.1)
     compiled = torch.compile(sharded, backend="eager")
     counts = []

@@ -17,6 +17,7 @@ from collectives import ShardedDataParallel
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.slot import DeferredWeightGrads
 from collectives.tensor import gemm
+from tests.collectives.settings import shard
 from trainer.model.linears import JoinedLinear, SummedLinear
 
 
@@ -39,7 +40,7 @@ class Stack(nn.Module):
 
 
 def wrapped(**settings: object) -> ShardedDataParallel:
-    return ShardedDataParallel(Stack(), bucket_bytes=100, **settings)  # type: ignore[arg-type]
+    return shard(Stack(), bucket_bytes=100, **settings)  # type: ignore[arg-type]
 
 
 def passed(sharded: ShardedDataParallel, seed: int) -> None:

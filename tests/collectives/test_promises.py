@@ -23,6 +23,7 @@ from collectives.tensor import linear as tensor
 from collectives.tensor.exchange import CommunicatorTensorExchange, Scattering, TensorExchange
 from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from collectives.transport.communicator import Communicator
+from tests.collectives.settings import shard
 
 
 def exchange_of(defers: bool) -> TensorExchange:
@@ -57,7 +58,7 @@ class Stack(nn.Module):
 
 
 def wrapped(defers: bool, recomputes: bool = False, **settings: object) -> ShardedDataParallel:
-    return ShardedDataParallel(Stack(defers, recomputes), bucket_bytes=100, **settings)  # type: ignore[arg-type]
+    return shard(Stack(defers, recomputes), bucket_bytes=100, **settings)  # type: ignore[arg-type]
 
 
 def passed(sharded: ShardedDataParallel, seed: int) -> None:
@@ -131,7 +132,7 @@ def test_a_product_of_weights_comes_when_parts_are_under_way() -> None:
 
 def test_what_a_pass_left_that_raised_is_not_computed_in_that_of_another() -> None:
     exchange = exchange_of(True)
-    one, other = (ShardedDataParallel(Stack(True)) for _ in range(2))
+    one, other = (shard(Stack(True)) for _ in range(2))
     for sharded in (one, other):
         sharded.module.exchange = exchange
         for linear in (*sharded.module.into, *sharded.module.back):

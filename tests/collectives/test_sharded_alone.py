@@ -26,6 +26,7 @@ from collectives.sharded.prepare import open_communicators
 from netlayer.errors import ConfigError
 from tests.collectives.cases import adamw, assert_close, assert_same, batches, net, reference, train
 from tests.collectives.harness import Case
+from tests.collectives.settings import shard
 from tests.collectives.slot_cases import ALONE, a_captured_step_with_slots_equals_an_eager_one
 from tests.collectives.step_cases import (
     a_captured_step_equals_an_eager_one,
@@ -46,7 +47,7 @@ from tests.collectives.step_cases import (
 def test_equals_plain_torch(widths: list[int], bucket_bytes: int, prefetch: int, overlap: bool, num_micro: int) -> None:
     """To rounding: parameters lie at other addresses in a bucket, by which a library may choose its kernel."""
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths))).double()
-    sharded = ShardedDataParallel(
+    sharded = shard(
         copy.deepcopy(model),
         bucket_bytes=bucket_bytes,
         prefetch=prefetch,
@@ -71,7 +72,7 @@ def test_equals_plain_torch(widths: list[int], bucket_bytes: int, prefetch: int,
 
 def test_one_rank_communicates_nothing() -> None:
     recorder = Recorder()
-    sharded = ShardedDataParallel(net(), bucket_bytes=1000, recorder=recorder, reduce_dtype=torch.float64)
+    sharded = shard(net(), bucket_bytes=1000, recorder=recorder, reduce_dtype=torch.float64)
     state = train(sharded, 2, 0, 1)
     assert not recorder.counts()
     assert_close(state, reference(net(), 2, 1), rtol=1e-9, atol=1e-11)
@@ -79,7 +80,7 @@ def test_one_rank_communicates_nothing() -> None:
 
 def test_gradients_add_up_over_backward_passes_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
     model = net(torch.float32)
-    sharded = ShardedDataParallel(copy.deepcopy(model))
+    sharded = shard(copy.deepcopy(model))
     tokens = next(batches(1, 1))
     with caplog.at_level(logging.INFO):
         for _ in range(3):
@@ -105,9 +106,9 @@ def test_execution_order_is_that_of_the_calls() -> None:
     model = Backwards()
     order = execution_order(model, torch.rand(1, 2))
     assert order == ["first.weight", "last.weight", "last.bias", "unused.weight", "unused.bias"]
-    assert list(ShardedDataParallel(model, order=order).shapes()) == order
+    assert list(shard(model, order=order).shapes()) == order
     with pytest.raises(ValueError, match="every trainable parameter once"):
-        ShardedDataParallel(Backwards(), order=order[1:])
+        shard(Backwards(), order=order[1:])
 
 
 def _complex() -> nn.Module:
@@ -127,17 +128,17 @@ def _complex() -> nn.Module:
 )
 def test_what_is_not_supported_is_a_value_error(build: Callable[[], nn.Module], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        ShardedDataParallel(build())
+        shard(build())
 
 
 @pytest.mark.parametrize("bad", [{"prefetch": 0}, {"in_flight": 0}, {"bucket_bytes": 0}])
 def test_bad_arguments_are_value_errors(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        ShardedDataParallel(nn.Linear(2, 2), **bad)
+        shard(nn.Linear(2, 2), **bad)
 
 
 def test_moving_the_module_after_wrapping_is_refused() -> None:
-    sharded = ShardedDataParallel(nn.Linear(2, 2))
+    sharded = shard(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="before wrapping"):
         sharded.double()
     sharded.module.double()
@@ -147,11 +148,11 @@ def test_moving_the_module_after_wrapping_is_refused() -> None:
 
 def test_clipping_needs_a_positive_norm() -> None:
     with pytest.raises(ValueError, match="above 0"):
-        ShardedDataParallel(nn.Linear(2, 2)).clip_grad_norm_(0.0)
+        shard(nn.Linear(2, 2)).clip_grad_norm_(0.0)
 
 
 def test_the_norm_of_a_large_gradient_is_exact() -> None:
-    sharded = ShardedDataParallel(nn.Linear(2048, 2048, bias=False))
+    sharded = shard(nn.Linear(2048, 2048, bias=False))
     sharded(torch.full((1, 2048), 0.1)).sum().backward()
     assert float(sharded.clip_grad_norm_(1.0)) == pytest.approx(204.8, rel=1e-4)
 
@@ -171,7 +172,7 @@ def test_modules_that_others_name_load_with_the_package() -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_one_gpu_equals_plain_torch(overlap: bool) -> None:
     with torch.device("cuda"):
-        sharded = ShardedDataParallel(net(torch.float32), bucket_bytes=500, overlap=overlap)
+        sharded = shard(net(torch.float32), bucket_bytes=500, overlap=overlap)
         assert_same(train(sharded, 3, 0, 1), reference(net(torch.float32), 3, 1))
 
 
@@ -197,7 +198,7 @@ def test_compiled_units_are_whole_graphs(compile_unit: Callable[[nn.Module], Non
 
 def test_a_wrapper_that_is_dropped_keeps_no_buffer() -> None:
     def train_once() -> list[weakref.ref[torch.Tensor]]:
-        sharded = ShardedDataParallel(net(torch.float32))
+        sharded = shard(net(torch.float32))
         train(sharded, 1, 0, 1)
         return [weakref.ref(bucket.unsharded_N) for bucket in sharded.buckets]
 
@@ -217,7 +218,7 @@ def test_a_wrapper_that_is_dropped_keeps_no_buffer() -> None:
 def test_units_are_parts_that_do_not_overlap(units: Callable[[nn.Sequential], list[nn.Module]], says: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     with pytest.raises(ValueError, match=says):
-        ShardedDataParallel(model, units=units(model))
+        shard(model, units=units(model))
 
 
 @pytest.mark.parametrize(
@@ -233,11 +234,11 @@ def test_what_does_not_go_with_a_stage_is_a_value_error(settings: dict[str, Any]
     if "units" in settings:
         settings = {**settings, "units": list(module)}
     with pytest.raises(ValueError, match=says):
-        ShardedDataParallel(module, **settings)
+        shard(module, **settings)
 
 
 def test_stage_3_refuses_steps_in_the_backward_pass() -> None:
-    sharded = ShardedDataParallel(module := nn.Sequential(nn.Linear(2, 2)), units=list(module), stage=3)
+    sharded = shard(module := nn.Sequential(nn.Linear(2, 2)), units=list(module), stage=3)
     with pytest.raises(ValueError, match="step_in_backward = True: goes without stage 3"):
         sharded.optimizer(adamw, step_in_backward=True)
 
@@ -272,7 +273,7 @@ def test_the_balanced_share_makes_both_passes_as_long_as_their_communication() -
 @pytest.mark.parametrize("change", ["replaced", "added", "data"])
 def test_parameters_that_are_others_after_wrapping_are_noticed(change: str) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    sharded = ShardedDataParallel(module)
+    sharded = shard(module)
     sharded(torch.ones(1, 3))
     if change == "replaced":
         module[1] = nn.Linear(3, 3)
@@ -285,7 +286,7 @@ def test_parameters_that_are_others_after_wrapping_are_noticed(change: str) -> N
 
 
 def test_an_optimizer_that_has_nothing_to_do_is_spoken_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    sharded = ShardedDataParallel(nn.Linear(3, 1))
+    sharded = shard(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     for _ in range(6):
         sharded(torch.ones(1, 3)).sum().backward()
@@ -295,7 +296,7 @@ def test_an_optimizer_that_has_nothing_to_do_is_spoken_of_once(caplog: pytest.Lo
     [said] = [record for record in caplog.records if "trains nothing" in record.message]
     assert said.levelno == logging.WARNING
     caplog.clear()
-    served = ShardedDataParallel(nn.Linear(3, 1))
+    served = shard(nn.Linear(3, 1))
     own = served.optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(6):
         served(torch.ones(1, 3)).sum().backward()
@@ -307,20 +308,20 @@ def test_an_optimizer_that_has_nothing_to_do_is_spoken_of_once(caplog: pytest.Lo
 def test_ranks_that_would_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"WORLD_SIZE = 2: .*; call torch\.distributed\.init_process_group"):
-        ShardedDataParallel(nn.Linear(3, 1))
+        shard(nn.Linear(3, 1))
 
 
 def test_dtypes_may_be_names() -> None:
-    sharded = ShardedDataParallel(nn.Linear(3, 1), param_dtype="bfloat16", reduce_dtype="torch.float64")
+    sharded = shard(nn.Linear(3, 1), param_dtype="bfloat16", reduce_dtype="torch.float64")
     sharded(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
     assert sharded.reduce_buffers(sharded.buckets[0])[0].dtype == torch.float64
     for field in ("param_dtype", "reduce_dtype"):
         with pytest.raises(ValueError, match=f"{field} = 'bf16': is no dtype of torch; give torch.bfloat16"):
-            ShardedDataParallel(nn.Linear(3, 1), **{field: "bf16"})
+            shard(nn.Linear(3, 1), **{field: "bf16"})
 
 
 def test_a_scaler_and_steps_in_the_backward_pass_do_not_go_together() -> None:
-    sharded = ShardedDataParallel(nn.Linear(3, 1))
+    sharded = shard(nn.Linear(3, 1))
     scaler, optimizer = torch.amp.GradScaler("cpu"), sharded.optimizer(torch.optim.SGD, lr=0.1, step_in_backward=True)
     scaler.scale(sharded(torch.ones(1, 3)).sum()).backward()
     with pytest.raises(RuntimeError, match="GradScaler: step_in_backward has taken the step unscaled"):
@@ -328,22 +329,22 @@ def test_a_scaler_and_steps_in_the_backward_pass_do_not_go_together() -> None:
 
 
 def test_the_optimizers_state_is_local() -> None:
-    sharded = ShardedDataParallel(nn.Linear(3, 1))
+    sharded = shard(nn.Linear(3, 1))
     optimizer = sharded.optimizer(adamw)
     sharded(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     kept = copy.deepcopy(optimizer.state_dict())
-    again = ShardedDataParallel(nn.Linear(3, 1)).optimizer(adamw)
+    again = shard(nn.Linear(3, 1)).optimizer(adamw)
     again.load_state_dict(kept)
     torch.testing.assert_close(again.state_dict()["state"], kept["state"])
 
 
 def test_communicators_have_their_groups_already() -> None:
     comms = open_communicators(None, None, torch.device("cpu"), None)
-    shared = [ShardedDataParallel(nn.Linear(2, 2), comms=comms) for _ in range(2)]
+    shared = [shard(nn.Linear(2, 2), comms=comms) for _ in range(2)]
     assert all((chunk.gather_comm, chunk.reduce_comm) == comms for chunk in shared)
     with pytest.raises(ValueError, match="communicators have their groups, timeout, recorder and watch"):
-        ShardedDataParallel(nn.Linear(2, 2), comms=comms, recorder=Recorder())
+        shard(nn.Linear(2, 2), comms=comms, recorder=Recorder())
 
 
 def _train(sharded: ShardedDataParallel, **settings: Any) -> torch.optim.Optimizer:
@@ -388,7 +389,7 @@ def _average(sharded: ShardedDataParallel) -> torch.optim.Optimizer:
 )
 def test_a_wrapper_that_nobody_holds_is_freed(use: Callable[[ShardedDataParallel], torch.optim.Optimizer]) -> None:
     """A program may build one after the other: two sets of parameters and moments do not fit a device."""
-    sharded = ShardedDataParallel(net(torch.float32), bucket_bytes=1000)
+    sharded = shard(net(torch.float32), bucket_bytes=1000)
     optimizer = use(sharded)
     left = [weakref.ref(sharded), weakref.ref(sharded.module), weakref.ref(optimizer)]
     left += [weakref.ref(bucket.unsharded_N) for bucket in sharded.buckets]

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from collectives.sharded.data_parallel import ShardedDataParallel
 from collectives.watch.recorder import Recorder
 from netlayer.config.tree import JobConfig
 from netlayer.launch.rank import RankContext
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import create_groups, open_world
+from tests.collectives.settings import shard
 from tests.trainer import layout_ranks
 from tests.trainer.layout_ranks import State
 from trainer.model.gpt import build_model
@@ -70,7 +70,7 @@ def counted(job: JobConfig, rank: int, name: str) -> Counts:
 
 def stepped_in_backward(job: JobConfig, rank: int, steps: int) -> State:
     model = build_model(job.model, 3, torch.device("cpu")).double()
-    sharded = ShardedDataParallel(model, units=model.units, bucket_bytes=2000, reduce_dtype="float64")
+    sharded = shard(model, units=model.units, bucket_bytes=2000, reduce_dtype="float64")
     config = job.optimizer
     optimizer = sharded.optimizer(
         Lamb,

@@ -31,7 +31,6 @@ from netlayer.rendezvous import create_groups, open_world
 from tests.collectives.stand_ins import Nowhere, Summed
 from trainer.checkpoint import restore
 from trainer.checkpoint import save as checkpoint
-from trainer.checkpoint.layouts import HEAD, TOKENS
 from trainer.checkpoint.meta import find
 from trainer.model.gpt import Block
 from trainer.model.linears import parts
@@ -345,7 +344,11 @@ def whole(model: ParallelModel, *, gradients: bool = False) -> State:
         if gradients:
             chunk.wait_for_gathers()
             gathered = gather_whole(chunk.buckets, chunk.gather_comm, lambda piece: piece.grad)
-            state = {name: tensor.clone() for name, tensor in gathered}
+            reduced = {name: tensor.clone() for name, tensor in gathered}
+            # A tied parameter has two names, as in the state of the module.
+            first = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
+            every = chunk.module.named_parameters(remove_duplicate=False)
+            state = {name: reduced[first[id(parameter)]] for name, parameter in every}
         else:
             state = chunk.full_state_dict()
         own |= {name: (cut.get(name), tensor.cpu()) for name, tensor in state.items()}
@@ -359,6 +362,4 @@ def whole(model: ParallelModel, *, gradients: bool = False) -> State:
         for name, (part, tensor) in each[ranks[0]].items():
             joined = tensor if part is None else part.join([each[rank][name][1] for rank in ranks])
             found[name] = joined[: model.job.model.vocab_size] if name.endswith("tokens.weight") else joined
-    if gradients and model.job.model.tied_embeddings:  # a bucket has a tied table under one name, a state under both
-        found.setdefault(HEAD, found[TOKENS])
     return found

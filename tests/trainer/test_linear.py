@@ -21,6 +21,7 @@ from collectives.sharded.gradient import ShardedGradient
 from collectives.sharded.reduce import GradientReduce
 from collectives.sharded.slot import slot_source
 from collectives.tensor import gemm
+from tests.collectives.settings import shard
 from trainer.model.linears import JoinedLinear, SummedLinear, TokenTable
 from trainer.ops import linear
 from trainer.ops.loss import linear_cross_entropy
@@ -62,7 +63,7 @@ def test_gradients_are_those_of_plain_torch(
     inner: list[tuple[int, int]], bias: bool, again: bool, bucket_bytes: int, num_passes: int, dtype: torch.dtype
 ) -> None:
     plain = Stack(3, inner, bias, again).to(dtype)
-    sharded = ShardedDataParallel(copy.deepcopy(plain), bucket_bytes=bucket_bytes)
+    sharded = shard(copy.deepcopy(plain), bucket_bytes=bucket_bytes)
     for last in (False,) * (num_passes - 1) + (True,):
         x = torch.randn(2, 4, 3, dtype=dtype)
         plain(x).square().sum().backward()
@@ -85,7 +86,7 @@ def test_without_a_wrapper_a_linear_is_torchs() -> None:
 
 
 def test_recomputation_leaves_the_product_out() -> None:
-    sharded = ShardedDataParallel(Stack(3, [(2, 2)], True, False))
+    sharded = shard(Stack(3, [(2, 2)], True, False))
     module: Any = sharded.module
     x = torch.randn(2, 4, 3)
     with mock.patch.object(linear, "_sum", wraps=linear._sum) as forward:
@@ -110,7 +111,7 @@ def test_recomputation_leaves_the_product_out() -> None:
 def test_a_compiled_linear_is_one_graph_and_leaves_its_gradient_to_autograd() -> None:
     plain = JoinedLinear(3, (2, 2), False)
     nn.init.normal_(plain.weight)
-    sharded = ShardedDataParallel(copy.deepcopy(plain), units=[])
+    sharded = shard(copy.deepcopy(plain), units=[])
     compiled = torch.compile(sharded.module.forward, backend="eager", fullgraph=True)
     x = torch.randn(4, 3)
     torch.cat(compiled(x), -1).square().sum().backward()
@@ -119,7 +120,7 @@ def test_a_compiled_linear_is_one_graph_and_leaves_its_gradient_to_autograd() ->
 
 
 def test_a_parameter_is_saved_without_its_place() -> None:
-    sharded = ShardedDataParallel(JoinedLinear(3, (2,), False))
+    sharded = shard(JoinedLinear(3, (2,), False))
     weight = sharded.module.weight
     assert slot_source(weight) is not None
     file = io.BytesIO()
@@ -142,7 +143,7 @@ def test_the_heads_gradient_goes_there_too(num_passes: int) -> None:
             return 3 * linear_cross_entropy(x, self.tokens(), ids_M.roll(1), vocab_size=6)
 
     plain = Tied().double()
-    sharded = ShardedDataParallel(copy.deepcopy(plain), reduce_dtype=torch.float64)
+    sharded = shard(copy.deepcopy(plain), reduce_dtype=torch.float64)
     with mock.patch.object(GradientReduce, "_slot", autospec=True, side_effect=GradientReduce._slot) as slot:
         for index in range(num_passes):
             ids_M = torch.arange(5) + index
@@ -164,7 +165,7 @@ def test_on_a_gpu_gradients_of_weights_are_not_rounded(num_passes: int, again: b
     with torch.no_grad():
         for parameter in plain.parameters():
             parameter.copy_(parameter.bfloat16())
-    sharded = ShardedDataParallel(copy.deepcopy(plain), param_dtype=torch.bfloat16)
+    sharded = shard(copy.deepcopy(plain), param_dtype=torch.bfloat16)
     seen: list[tuple[Tensor, Tensor]] = []
     add_matmul = gemm.add_matmul
 

@@ -25,7 +25,7 @@ from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
 from netlayer.workload.buckets import reductions_in_flight
-from netlayer.workload.fit import _smaller, has_room_for_copies, has_room_for_windows, settle
+from netlayer.workload.fit import _smaller, has_room_for_copies, has_room_for_windows, remedy, settle
 from netlayer.workload.memory import _deferred_bytes, block_bytes, estimate, estimate_stage, in_flight
 from netlayer.workload.model_size import num_parameters, stage_elements
 from netlayer.workload.schedule import micro_batches
@@ -432,6 +432,17 @@ def test_whole_sums_of_micro_batches_are_given_up_first() -> None:
     assert settings == "job.parallel.zero = 2"
     assert estimate(settled).total < estimate(job).total
     assert settle(job, estimate(job).total, is_card=False) == (job, "")
+
+
+def test_replicas_hold_what_a_shard_of_one_does_and_fewer_of_them_are_proposed() -> None:
+    tree = job_of("h200x8").model_dump()
+    tree["parallel"] |= {"tp": 1, "pp": 1, "vpp": 1, "dp": 2, "dp_replicate": 4}
+    job = JobConfig.model_validate(tree)
+    tree["parallel"]["dp_replicate"] = 1
+    tree["batch"]["global_batch_size"] //= 4
+    assert estimate(job).parts() == estimate(JobConfig.model_validate(tree)).parts(), "a replica is a job of its own"
+    wider = job.model_copy(update={"parallel": job.parallel.model_copy(update={"dp": 8, "dp_replicate": 1})})
+    assert "set job.parallel.dp = 8 and job.parallel.dp_replicate = 1: then" in remedy(job, estimate(wider).reserved, 1)
 
 
 def test_windows_are_taken_by_themselves_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from collectives import ShardedDataParallel
 from collectives.sharded.bucket import Bucket, plan_buckets
 from collectives.triton_support import HAS_TRITON
 from netlayer.config.tree import OptimizerConfig
+from tests.collectives.settings import shard
 from trainer.ops.backend import Operators
 from trainer.optim import build_adamw
 from trainer.parallel import Optimizers
@@ -32,7 +33,7 @@ def wrapped(dtype: torch.dtype) -> ShardedDataParallel:
     """Matrices and vectors in turn, in buckets that end inside a layer."""
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(7, 19), nn.Linear(19, 33), nn.Linear(33, 5)).to(DEVICE)
-    return ShardedDataParallel(module, param_dtype=dtype, bucket_bytes=1500)
+    return shard(module, param_dtype=dtype, bucket_bytes=1500)
 
 
 def train(
@@ -72,7 +73,7 @@ def build(sharded: ShardedDataParallel, operators: Operators, **options: Any) ->
 def test_triton_is_chosen_by_the_operators_and_the_dtype_of_the_masters() -> None:
     assert type(build(wrapped(torch.bfloat16), "torch")) is torch.optim.AdamW
     assert type(build(wrapped(torch.bfloat16), "triton")) is not torch.optim.AdamW
-    double = ShardedDataParallel(nn.Linear(2, 2).double().to(DEVICE), reduce_dtype=torch.float64)
+    double = shard(nn.Linear(2, 2).double().to(DEVICE), reduce_dtype=torch.float64)
     assert type(build(double, "triton")) is torch.optim.AdamW
 
 

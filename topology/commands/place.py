@@ -191,12 +191,14 @@ def _print(rows: list[dict[str, Any]], optimised: list[dict[str, Any]], hash_nam
         "unusable_servers": "on lost servers",
     }
     title = f"Placements, bytes a step, {hash_name}, {rows[0]['seeds']} seeds from {seed} (simulated)"
-    print_rows(title, rows, columns, "\n".join(map(_gain, optimised)))
+    # The start then stands on lost servers, and the cost before is that of the nearest placement on usable ones.
+    replaced = " (unusable servers replaced)" if any(row["unusable_servers"] for row in rows) else ""
+    print_rows(title, rows, columns, "\n".join(_gain(row, replaced) for row in optimised))
 
 
-def _gain(row: dict[str, Any]) -> str:
+def _gain(row: dict[str, Any], replaced: str) -> str:
     cut = ", cut short" if row["cut_short"] else ""
-    gain = f"{row['objective']} {row['cost_before']:.4g} (unusable servers replaced) -> {row['cost_after']:.4g}{cut}"
+    gain = f"{row['objective']} {row['cost_before']:.4g}{replaced} -> {row['cost_after']:.4g}{cut}"
     return f"optimised: {row['ranks_moved']:,} ranks moved from `{row['start']}`; {gain}"
 
 

@@ -132,7 +132,7 @@ Command = Prepare | Write | Publish | Commit | Discard
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of a command.
+    """Outcome of a command.
 
     Args:
         number: of the command.

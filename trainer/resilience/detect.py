@@ -9,6 +9,10 @@ a later one may name what an earlier one has only felt.
 (evaluation, checkpoint, loading, the first step) another limit holds, as long as some rank is in it. Where one node's
 heartbeats stop, the node is lost; where those of most stop at once, the store or the driver's own link is the likelier
 fault, and nobody is accused for three times as long.
+
+[Note: slow] A rank that is slow computes while all others wait for it: so it waits least for others, by about the share
+of a step that is lost. One look proves nothing, for on a busy machine everybody is slow in turn: the same rank must
+be that one in most looks, at new steps, for as long as the steps have been slow (job.resilience.slow_floor_s at least).
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ Kind = Literal[
     "job",  # the job itself is wrong
     "hung",  # no steps
     "slow",  # steps take long
+    "traffic",  # a node moves few bytes
     "spike",  # the loss has risen
     "symptom",  # a peer is gone
     "asked",  # a person wants the node out
@@ -50,6 +55,9 @@ _USAGE = 2  # exit code of a job, an option or an environment that cannot be use
 _KEPT_STEPS = 32
 _LEAST_STEPS = 3
 _MOST_LOST = 0.5  # share of the nodes above which lost heartbeats are rather the store's fault
+_LEAST_BYTES_S = 1e6  # below that nothing is told of a node's traffic: it is not that of a training
+_LEAST_LOOKS, _MOST_LOOKS = 8, 0.8
+_EXPLAINED = 1 / 5  # of the share of a step that is lost: by so much less it waits at least
 _EXPOSED_GAP = 0.15  # of the step: by so much less than all others the rank that holds them up waits
 
 
@@ -113,6 +121,19 @@ class NodeView:
         self.is_clean = is_well and not self.heartbeat.matches
 
 
+@dataclass
+class Slowness:
+    """Slow steps in a row: since when, at which step they were looked at last, and who stood out how often.
+
+    Args:
+        gaps: by rank and node that waited least: by how much less than all others, in each look.
+    """
+
+    since_s: float | None = None
+    step: int = 0
+    gaps: dict[tuple[int, str], list[float]] = field(default_factory=dict)
+
+
 class View:
     """All nodes of a run as their heartbeats show them."""
 
@@ -124,9 +145,11 @@ class View:
         self.steps_ms: deque[float] = deque(maxlen=1024)
         self.step = 0
         self.stepped_s = 0.0
+        self.slow = Slowness()
         self.has_news = True
         """Whether a heartbeat has come, since this was last cleared, that is more than a sign of life."""
         self.clocks = NodeClocks()
+        self._traffic: dict[str, deque[tuple[float, int, int]]] = {}  # when heard, bytes since the boot, step
         self._heartbeat_s = heartbeat_s
 
     def take(self, heartbeat: Heartbeat, now_s: float) -> bool:
@@ -140,6 +163,10 @@ class View:
         is_stopped = {each.rank for each in heartbeat.ranks if each.state in ("stopped", "blocked")}
         since = {rank: stopped.get(rank, now_s) for rank in is_stopped}
         view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s, since)
+        if view.newest is not None and heartbeat.tx_bytes:
+            moved = self._traffic.setdefault(heartbeat.node, deque(maxlen=_KEPT_STEPS))
+            if not moved or now_s - moved[-1][0] > self._heartbeat_s / 2:  # not what is told at once, between two
+                moved.append((now_s, heartbeat.tx_bytes + heartbeat.rx_bytes, view.newest.step))
         is_same = known and (known.heartbeat.boot, known.heartbeat.phase) == (heartbeat.boot, heartbeat.phase)
         self.has_news = self.has_news or not (is_same and view.is_clean) or (not self.step and view.newest is not None)
         return True
@@ -148,7 +175,9 @@ class View:
         """Forget the steps of the incarnation before."""
         self.losses.clear()
         self.steps_ms.clear()
+        self._traffic.clear()
         self.step, self.stepped_s = 0, now_s
+        self.slow = Slowness()
 
     def forgive(self, seconds: float) -> None:
         """Let all nodes have been heard of later: the driver itself, or the store, was away for so long."""
@@ -196,6 +225,21 @@ class View:
             for view in views
         )
 
+    def traffic(self, name: str) -> tuple[float, float] | None:
+        """Bytes a second of a node lately, and of this incarnation before; None: too little is known.
+
+        Lately is the last two heartbeats, and not less than three typical steps: within one a node may be silent.
+        """
+        moved = self._traffic.get(name, deque())
+        lately_s = max(2 * self._heartbeat_s, 3 * self.typical_ms() / 1e3)
+        before = [each for each in moved if moved[-1][0] - each[0] >= lately_s]
+        if len(before) < _LEAST_STEPS or not self.typical_ms():
+            return None
+        (first_s, first, _), (cut_s, cut, _), (last_s, last, _) = before[0], before[-1], moved[-1]
+        if cut_s <= first_s or not first <= cut <= last:  # counters that were reset
+            return None
+        return (last - cut) / (last_s - cut_s), (cut - first) / (cut_s - first_s)
+
     def is_lost(self, name: str, missed: int, now_s: float) -> bool:
         """Whether a node has been silent for longer than so many heartbeats."""
         view = self.nodes.get(name)
@@ -216,10 +260,13 @@ def find(
     now_s: float,
     now_ns: int,
     typical_ms: float = 0.0,
+    *,
+    trains: bool = True,
 ) -> list[Finding]:
     """Return what is wrong with the members of an incarnation, as last heard of.
 
     Args:
+        trains: False: its processes are being killed, and that they take no step, or a long one, means nothing.
         typical_ms: the job's typical step, of this and earlier incarnations; 0: not known.
     """
     findings = [*_lost(view, members, settings.missed, now_s, now_ns)]
@@ -234,9 +281,10 @@ def find(
             for match in heartbeat.matches:
                 when = view.clocks.moment(heartbeat, match.since_ns or match.at_ns, match.at_ns)
                 findings += _of_line(name, match, by_rank, when)
-    if not any(finding.weight in ("cause", "symptom") for finding in findings):
+    if trains and not any(finding.weight in ("cause", "symptom") for finding in findings):
+        findings += _quiet(view, members, incarnation, settings, now_ns)
         findings += _hung(view, members, incarnation, settings, now_s, now_ns, typical_ms)
-        findings += _slow(view, members, incarnation, settings, now_ns, typical_ms)
+        findings += _slow(view, members, incarnation, settings, now_s, now_ns, typical_ms)
         findings += _spike(view, settings, now_ns)
     return findings
 
@@ -329,19 +377,55 @@ def _hung(
         yield Finding("hung", "cause", "", None, text, now_ns)
 
 
-def _slow(
-    view: View, members: Sequence[str], incarnation: int, settings: ResilienceConfig, now_ns: int, typical_ms: float
+def _quiet(
+    view: View, members: Sequence[str], incarnation: int, settings: ResilienceConfig, now_ns: int
 ) -> Iterable[Finding]:
+    """Find nodes whose traffic has fallen, within steps: all of them do so long before a job counts as hung.
+
+    They are notes: which node the others wait for, no counter of bytes tells; and where several nodes are parts of one
+    machine, its counters are all of theirs.
+    """
+    if settings.backend == "local" or any(rank.phase for _, rank in view.ranks(members, incarnation)):
+        return
+    rates = {name: rate for name in members if (rate := view.traffic(name)) and rate[1] > _LEAST_BYTES_S}
+    fallen = {name: rate for name, rate in rates.items() if rate[0] < settings.traffic_fall * rate[1]}
+    if not fallen:
+        return
+    now_mb, before_mb = (statistics.median(rate[part] for rate in fallen.values()) / 1e6 for part in (0, 1))
+    text = f"traffic has fallen to {now_mb:.1f} MB/s from {before_mb:.1f} MB/s, at step {view.step}"
+    if len(fallen) == len(members):
+        yield Finding("traffic", "note", "", None, f"{text}, on all nodes", now_ns)
+    for name in fallen if len(fallen) < len(members) else ():
+        yield Finding("traffic", "note", name, None, text, now_ns)
+
+
+def _slow(
+    view: View, members: Sequence[str], incarnation: int, settings: ResilienceConfig,
+    now_s: float, now_ns: int, typical_ms: float,
+) -> Iterable[Finding]:  # fmt: skip
+    """Find steps that take long, and the rank that holds up all others: [Note: slow]."""
     recent = list(view.steps_ms)[-settings.slow_steps :]
     if not typical_ms or len(recent) < settings.slow_steps or min(recent) < settings.slow_factor * typical_ms:
+        view.slow = Slowness()
         return
-    text = f"{len(recent)} steps took {statistics.median(recent):.0f} ms and more, typical are {typical_ms:.0f} ms"
+    slow = view.slow
+    slow.since_s = now_s if slow.since_s is None else slow.since_s
     waits = sorted(
         ((rank.exposed, rank.rank, node) for node, rank in view.ranks(members, incarnation) if rank.exposed is not None)
     )
-    if len(waits) > 2 and waits[1][0] - waits[0][0] > _EXPOSED_GAP:
-        exposed, rank, node = waits[0]
-        text += f"; rank {rank} waits {exposed:.0%} of a step for others, all others {waits[1][0]:.0%} and more"
+    if len(waits) > 2 and view.step > slow.step:
+        slow.step = view.step
+        slow.gaps.setdefault(waits[0][1:], []).append(waits[1][0] - waits[0][0])
+    if now_s - slow.since_s < settings.slow_floor_s:
+        return
+    text = f"{len(recent)} steps took {statistics.median(recent):.0f} ms and more, typical are {typical_ms:.0f} ms"
+    (rank, node), gaps = max(slow.gaps.items(), key=lambda each: len(each[1]), default=((0, ""), [0.0]))
+    num_looks, lost_share = sum(map(len, slow.gaps.values())), 1 - typical_ms / statistics.median(recent)
+    is_steady = len(gaps) >= max(_LEAST_LOOKS, _MOST_LOOKS * num_looks)
+    if is_steady and statistics.median(gaps) > max(_EXPOSED_GAP, _EXPLAINED * lost_share):
+        text += f"; rank {rank} waits least for others, in {len(gaps)} of {num_looks} looks"
+        if len(waits) > 1 and waits[0][1] == rank:
+            text += f", now {waits[0][0]:.0%} of a step and all others {waits[1][0]:.0%} and more"
         yield Finding("slow", "cause" if settings.evict_slow else "note", node, rank, text, now_ns)
     else:
         yield Finding("slow", "note", "", None, f"{text}; which rank is the cause cannot be told", now_ns)

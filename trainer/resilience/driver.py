@@ -357,7 +357,14 @@ class Driver:
         incident = self._incident()
         before = len(incident.findings)
         late = detect.find(
-            self.view, facts.members, facts.incarnation, self.settings, now_s, int(self._wall() * 1e9), facts.step_ms
+            self.view,
+            facts.members,
+            facts.incarnation,
+            self.settings,
+            now_s,
+            int(self._wall() * 1e9),
+            facts.step_ms,
+            trains=False,
         )
         incident.add([finding for finding in late if finding.weight != "note"])
         for name in facts.members:

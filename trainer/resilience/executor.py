@@ -33,6 +33,7 @@ from netlayer.environ import boot_id
 from netlayer.errors import NetlayerError
 from netlayer.lock import LockBusy, claimed
 from netlayer.observe.events.clocks import RankClock
+from netlayer.observe.port_bytes import BYTE_COUNTERS, SYSFS
 from netlayer.results import write_text
 from netlayer.store.meeting import free_port
 from trainer.resilience import rules, self_check
@@ -169,6 +170,7 @@ class Executor:
         self._sent_s = 0.0
         self._is_leaving = False
         self._hardware = _hardware()
+        self._traffic = _Traffic()
 
     def run(self) -> None:
         """Follow the driver until it says that this node leaves the run, or until there has been none for long."""
@@ -363,7 +365,7 @@ class Executor:
         self._seq += 1
         if not self._port:
             self._port = _free_port(self._address)
-        network = psutil.net_io_counters()
+        tx_bytes, rx_bytes = self._traffic.read()
         for most in (MAX_LINES, *_SHRINK):
             heartbeat = Heartbeat(
                 run=self._spec.run,
@@ -390,8 +392,8 @@ class Executor:
                 lines=tuple(self._lines)[-most:] if most else (),
                 checks_of=self._checks_of,
                 checks=tuple(self._checks),
-                tx_bytes=network.bytes_sent if network else 0,
-                rx_bytes=network.bytes_recv if network else 0,
+                tx_bytes=tx_bytes,
+                rx_bytes=rx_bytes,
             )
             try:
                 return seal(heartbeat, self._token)
@@ -443,6 +445,26 @@ def _count_start(own: Path) -> int:
         own.mkdir(parents=True, exist_ok=True)
         write_text(file, f"{number}\n")
     return number
+
+
+class _Traffic:
+    """Bytes that this host has sent and received: by the kernel's network, and by RDMA, of which that knows nothing."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        files = sorted((root / SYSFS).glob("*/ports/*/*counters/*"))
+        self._counters: dict[tuple[str, str], tuple[Path, int]] = {}
+        for path in files:
+            name, scale = BYTE_COUNTERS.get(path.name, ("", 0))
+            if name:
+                self._counters.setdefault((str(path.parents[1]), name), (path, scale))
+
+    def read(self) -> tuple[int, int]:
+        network = psutil.net_io_counters()
+        totals = {"xmit_bytes": network.bytes_sent if network else 0, "rcv_bytes": network.bytes_recv if network else 0}
+        for (_, name), (path, scale) in self._counters.items():
+            with contextlib.suppress(OSError, ValueError):
+                totals[name] += int(path.read_text(encoding="ascii")) * scale
+        return totals["xmit_bytes"], totals["rcv_bytes"]
 
 
 def _free_port(address: str) -> int:

@@ -59,6 +59,11 @@ class ProgressFile:
         self._phases.clear()
         self._write()
 
+    def end(self) -> None:
+        """No step comes any more: what follows, the end of groups and processes, takes its time."""
+        self._phases.append("ends")
+        self._write()
+
     def add_step(self, row: Mapping[str, Any]) -> None:
         """Tell of a step, by its row of metrics."""
         loss = row["loss"]

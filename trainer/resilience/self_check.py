@@ -3,8 +3,8 @@
 Run as `python -m trainer.resilience.self_check FOLDER LEVEL RANKS BACKEND`; prints a line for each check as it is made,
 so that one that ends the program, or never returns, takes no other's result with it. The checks themselves are those of
 `netlayer accept` (`collectives.health`), with small budgets: seconds on a healthy node. Levels: host; device: and GEMM
-and copies of each device; full: and collectives among the node's ranks. Not covered: NICs (verbs loopback), and
-collectives with neighbours under the same switch; both are named as skipped.
+and copies of each device, and each active RDMA device to itself; full: and collectives among the node's ranks. Not
+covered: collectives with neighbours under the same switch, which are named as skipped.
 
 [Note: what fails] Only what was seen to be wrong fails a node: numbers that are not the right ones, an error that CUDA
 itself reports of the hardware, a GPU that is not there. A program that ends with any other error, or that is not done
@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ _GEMM_SIZE = {"cuda": 4096, "cpu": 256}
 _COPY_BYTES = {"cuda": 1 << 26, "cpu": 1 << 22}
 _BUDGET_S = 2.0
 _GROUP_BYTES = 1 << 20
+_NIC, _NIC_S = "nic_loopback", 10.0
 # Errors of the CUDA runtime that speak of the device, and not of a program or of memory that others have.
 _HARDWARE = re.compile(r"uncorrectable|ECC error|GPU is lost|hardware (?:stack )?error|NVLink error|fallen off the bus")
 
@@ -44,9 +45,10 @@ def main(folder: str, level: str, num_ranks: int, backend: str) -> None:
     stages: list[tuple[str, Callable[[], Iterable[HostCheck]]]] = [("host", lambda: host_checks(Path(folder)))]
     if level in ("device", "full"):
         stages.append(("devices", lambda: device_checks(num_ranks, backend)))
+        stages.append(("nics", nic_checks))
     if level == "full":
         stages.append(("collectives", lambda: group_checks(Path(folder), num_ranks, backend)))
-    stages.append(("nic", not_made))
+    stages.append(("neighbours", not_made))
     for stage, checks in stages:
         _print({"begins": stage})
         for check in checks():
@@ -77,10 +79,33 @@ def read_output(output: bytes) -> tuple[list[HostCheck], str, bool]:
 
 def not_made() -> list[HostCheck]:
     """Name what a self-check does not look at."""
-    return [
-        HostCheck("nic_loopback", None, "not built: netlayer nic and nccl-tests look at NICs"),
-        HostCheck("neighbours", None, "not built: netlayer accept measures every pair of nodes"),
-    ]
+    return [HostCheck("neighbours", None, "not built: netlayer accept measures every pair of nodes")]
+
+
+def nic_checks() -> Iterator[HostCheck]:
+    """Writes and sends of each active RDMA device to itself, of which every byte is compared."""
+    from congestion.verbs import measure
+    from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+
+    devices = measure.devices()
+    if not devices:
+        yield HostCheck(_NIC, None, "no RDMA device")
+    plan = measure.Plan(sizes=(1 << 16,), messages=32, window=8, repeats=1, pings=10, patience_s=_NIC_S)
+    for device in devices:
+        if device.state != "ACTIVE":  # a port that no cable was meant for, maybe
+            yield HostCheck(_NIC, None, f"{device.name}: its port is {device.state}")
+            continue
+        begin_s = time.perf_counter()
+        try:
+            measure.measure_pair(device.name, plan=plan)
+            check = HostCheck(_NIC, True, f"{device.name}: every byte arrived")
+        except measure.QpError as exc:  # of a setting, as often as of the device
+            check = HostCheck(_NIC, None, f"{device.name}: {exc}", is_unclear=True)
+        except CheckFailed as exc:
+            check = HostCheck(_NIC, False, f"{device.name}: {exc}")
+        except (ConfigError, HardwareMissing) as exc:
+            check = HostCheck(_NIC, None, f"{device.name}: {exc}")
+        yield replace(check, seconds=time.perf_counter() - begin_s)
 
 
 def device_checks(num_ranks: int, backend: str) -> Iterator[HostCheck]:

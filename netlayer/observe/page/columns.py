@@ -8,7 +8,7 @@ again for each look at a timeline would take seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,10 +132,10 @@ class Columns:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        wanted = set(ranks)
+        chosen = set(ranks)
         for file in self.files:
             if file.table is None:
-                if not file.places or wanted & file.places.keys():
+                if not file.places or chosen & file.places.keys():
                     yield from read_events(file.path, ranks=ranks, steps=steps).batches()
                 continue
             mask = pc.is_in(file.table["rank"], pa.array(list(ranks), pa.int32()))
@@ -201,18 +201,18 @@ class _Builder:
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Take a batch of `arrow_schema()` in."""
-        kinds = texts(batch["kind"])
+        kinds = looked_up(batch["kind"], {"segment": 1, "mark": 2, "counter": 3})
         ends = np.asarray(batch["end_ns"])
         if len(ends):
             self._file.last_ns = max(self._file.last_ns, int(ends.max()))
-        if (kinds == "segment").any():
-            self._segments(batch.filter(_mask(kinds == "segment")))
-        if (kinds == "mark").any() and len(self._file.marks) < _MOST_MARKS:
-            marks = batch.filter(_mask(kinds == "mark"))
+        if (kinds == 1).any():
+            self._segments(batch if (kinds == 1).all() else batch.filter(_mask(kinds == 1)))
+        if (kinds == 2).any() and len(self._file.marks) < _MOST_MARKS:
+            marks = batch.filter(_mask(kinds == 2))
             self._file.marks += [event for event in events_of(marks) if isinstance(event, Mark)]
             self._places(marks)
-        if (kinds == "counter").any():
-            self._readings(batch.filter(_mask(kinds == "counter")))
+        if (kinds == 3).any():
+            self._readings(batch.filter(_mask(kinds == 3)))
 
     def finish(self) -> None:
         """Join the parts."""
@@ -241,14 +241,12 @@ class _Builder:
         batch = batch.filter(pc.is_valid(batch["rank"]))
         if not batch.num_rows:
             return
-        columns = {name: integers(batch[name]) for name in _SEGMENT_COLUMNS}
+        columns: dict[str, NDArray[Any]] = {name: integers(batch[name]) for name in _SEGMENT_COLUMNS}
         columns["attempt"] = np.maximum(columns["attempt"], 0)  # null: the first
-        names = texts(batch["segment"])
-        codes = np.full(len(names), CLASSES.index("other"), np.uint8)
-        for code, name in enumerate(CLASSES):
-            codes[names == name] = code
+        classes = {name: code for code, name in enumerate(CLASSES)}
+        codes = looked_up(batch["segment"], classes, CLASSES.index("other"))
         columns["code"] = codes
-        columns["on_host"] = texts(batch["timing"]) == "host"
+        columns["on_host"] = looked_up(batch["timing"], {"host": 1}) == 1
         narrow = {"rank": np.int32, "step": np.int64, "attempt": np.int32}
         for name, values in columns.items():
             self._parts[name].append(values.astype(narrow.get(name, values.dtype)))
@@ -276,24 +274,29 @@ class _Builder:
 
     def _readings(self, batch: pa.RecordBatch) -> None:
         """Sort readings by counter, rank, host and port."""
-        names, hosts, units = (texts(batch[name]) for name in ("name", "host", "unit"))
-        ranks = integers(batch["rank"])
-        attributes = texts(batch["attributes"])
-        waits = names == PROCESSOR_WAIT
-        columns = (np.asarray(batch["start_ns"]), np.asarray(batch["end_ns"]), np.asarray(batch["value"], float))
+        waits = looked_up(batch["name"], {PROCESSOR_WAIT: 1}) == 1
         if waits.any():
-            self._queued(batch.filter(_mask(waits)), attributes[waits])
-        facts = {text: _facts(text) for text in set(attributes[~waits])}
-        ports = np.array([str(facts[text].get("port", "")) if text in facts else "" for text in attributes], object)
-        # A mask a series would be quadratic where a host has many: rows of one series lie together after a sort.
-        keys: dict[tuple[Any, ...], int] = {}
-        rows = zip(names, ranks, hosts, ports, units, strict=True)
-        codes = np.array([keys.setdefault(row, len(keys)) for row in rows], np.int64)
-        order = np.argsort(codes, kind="stable")
-        begins = np.searchsorted(codes[order], np.arange(len(keys) + 1))
-        for (name, rank, host, port, unit), code in keys.items():
-            of_series = order[begins[code] : begins[code + 1]]
-            key = (str(name), int(rank) if rank >= 0 else None, str(host), str(port), str(unit))
+            of_steps = batch.filter(_mask(waits))
+            self._queued(of_steps, texts(of_steps["attributes"]))
+        ranks = integers(batch["rank"])
+        columns = (np.asarray(batch["start_ns"]), np.asarray(batch["end_ns"]), np.asarray(batch["value"], float))
+        # Numbers of texts in place of the texts: a run has millions of readings, and few names.
+        values, codes = [], []
+        for name in ("name", "host", "unit", "attributes"):
+            of_column, code = _coded(batch[name])
+            values.append(of_column)
+            codes.append(code)
+        if waits.any():  # each has attributes of its own
+            codes[3] = np.where(waits, len(values[3]), codes[3])
+            values[3].append("")
+        keys, inverse = np.unique(np.stack([*codes, ranks]), axis=1, return_inverse=True)
+        inverse = inverse.ravel()
+        order = np.argsort(inverse, kind="stable")
+        begins = np.searchsorted(inverse[order], np.arange(keys.shape[1] + 1))
+        for number, (name_, host, unit, facts, rank) in enumerate(keys.T.tolist()):
+            of_series = order[begins[number] : begins[number + 1]]
+            port = str(_facts(values[3][facts]).get("port", ""))
+            key = (values[0][name_], rank if rank >= 0 else None, values[1][host], port, values[2][unit])
             self._counters.setdefault(key, []).append(tuple(column[of_series] for column in columns))
 
     def _queued(self, batch: pa.RecordBatch, attributes: NDArray[Any]) -> None:
@@ -314,8 +317,15 @@ def integers(column: pa.Array) -> Ints:
     return np.asarray(pc.fill_null(column, -1)).astype(np.int64, copy=False)
 
 
-def texts(column: pa.Array) -> NDArray[Any]:
-    """A column of texts as objects, "" for null; one object a distinct text."""
+def looked_up(column: pa.Array, numbers: Mapping[str, int], otherwise: int = 0) -> NDArray[np.uint8]:
+    """Numbers of the texts of a column, by its dictionary; null and other texts have the number `otherwise`."""
+    values, codes = _coded(column)
+    table = np.array([numbers.get(value, otherwise) for value in values], np.uint8)
+    return np.asarray(table[codes])
+
+
+def _coded(column: pa.Array) -> tuple[list[str], Ints]:
+    """Texts of a column, the last of them "" for null, and the number of each row's."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -323,9 +333,14 @@ def texts(column: pa.Array) -> NDArray[Any]:
         column = column.dictionary_encode()
     if isinstance(column, pa.ChunkedArray):
         column = column.unify_dictionaries().combine_chunks()
-    values = np.array([*column.dictionary.to_pylist(), ""], object)
-    values[values == None] = ""  # noqa: E711  (element by element)
-    return np.asarray(values[np.asarray(pc.fill_null(column.indices, len(values) - 1))])
+    values = [value or "" for value in column.dictionary.to_pylist()]
+    return [*values, ""], np.asarray(pc.fill_null(column.indices, len(values))).astype(np.int64)
+
+
+def texts(column: pa.Array) -> NDArray[Any]:
+    """A column of texts as objects, "" for null; one object a distinct text."""
+    values, codes = _coded(column)
+    return np.asarray(np.array(values, object)[codes])
 
 
 def _mask(flags: NDArray[Any]) -> pa.Array:

@@ -80,6 +80,54 @@ def page(run: tuple[Path, ...], out: Path, max_mib: float, link_gbps: float | No
     )
 
 
+@click.command()
+@click.argument("run", nargs=-1, type=_PATH)
+@click.option("--perfetto", type=_PATH, help="Write a trace for ui.perfetto.dev here.")
+@click.option("--steps", help="Of the trace: 7, or 3-5 [default: the last whole one].")
+@click.option("--ranks", help="Of the trace: 0:64:1, or 3,5,9 [default: all].")
+@click.option("--prometheus", type=_PATH, help="Write the run's state as Prometheus metrics here; - is stdout.")
+@click.option("--grafana", type=_PATH, help="Write a Grafana dashboard here; needs no RUN.")
+def export(
+    run: tuple[Path, ...],
+    perfetto: Path | None,
+    steps: str | None,
+    ranks: str | None,
+    prometheus: Path | None,
+    grafana: Path | None,
+) -> None:
+    """Write what RUN holds for other programs: a trace for Perfetto, metrics for Prometheus, a dashboard for Grafana.
+
+    RUN is as that of `observe report`. The metrics are those that `observe serve` has at /metrics, for a textfile
+    collector. The dashboard shows them beside the gauges of job.metrics.prometheus_port.
+
+    \b
+    Examples:
+      netlayer observe export runs/a --perfetto trace.json --steps 3-5
+      netlayer observe export dumps/ --prometheus /var/lib/node_exporter/run.prom
+      netlayer observe export --grafana netlayer.json
+    """
+    from netlayer.errors import ConfigError
+    from netlayer.observe.page.perfetto import export_trace
+    from netlayer.observe.page.prometheus import metrics_text, write_dashboard
+    from netlayer.results import write_text
+
+    if not (perfetto or prometheus or grafana):
+        raise ConfigError("export", None, "has nothing to write", "give --perfetto, --prometheus or --grafana")
+    if (perfetto or prometheus) and not run:
+        raise ConfigError("RUN", None, "is needed", "give a run's folder, or files of evidence")
+    if grafana:
+        write_dashboard(grafana)
+        click.echo(f"dashboard: {grafana}", err=True)
+    if not run:
+        return
+    source = _open(run, None)
+    if prometheus:
+        write_text(prometheus, metrics_text(source.view))
+    if perfetto:
+        count = export_trace(perfetto, source.view, steps, ranks)
+        click.echo(f"trace: {perfetto} ({count:,} events)", err=True)
+
+
 def serve_until_signal(
     run: tuple[Path, ...], host: str, port: int, link_gbps: float | None, actions: Actions | None = None
 ) -> None:
@@ -91,11 +139,12 @@ def serve_until_signal(
     Raises:
         ConfigError: nothing can be read, the address cannot be listened on, or the page was not built.
     """
+    from netlayer.observe.page.prometheus import metrics_text
     from netlayer.observe.page.server import PageServer, front_end
 
     front_end()  # or it says that it is not built, before minutes of reading
     source = _open(run, link_gbps)
-    server = PageServer(source, host, port, actions)
+    server = PageServer(source, host, port, actions, lambda: metrics_text(source.view).encode())
     _ending_at_signals(server)
     click.echo(server.url)
     click.echo("Ctrl-C ends it", err=True)

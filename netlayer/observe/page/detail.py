@@ -32,7 +32,7 @@ def events(view: RunView, ranks: Sequence[int], steps: tuple[int, int] | None) -
     """Return segments and marks of some ranks, times in milliseconds from the first; of very many the longest.
 
     Args:
-        steps: first and last; None: everything, also outside of steps.
+        steps: first and last, each as it was taken last; None: everything, also outside of steps.
 
     Rows with equal `key` are one collective, or a send and its receive; -1: neither.
     """
@@ -42,6 +42,7 @@ def events(view: RunView, ranks: Sequence[int], steps: tuple[int, int] | None) -
     rows = pa.Table.from_batches(batches) if batches else None
     if rows is not None:
         rows = _without_counters(rows.unify_dictionaries(), all_marks=view.blame is not None)
+        rows = rows if steps is None else _last_attempts(rows)
     if rows is None or not rows.num_rows:
         return pack({"base_ns": "0", "names": {}, "omitted": 0, "classes": CLASSES, "version": view.version})
     offset = np.maximum(integers(rows["clock_offset_ns"]), -1)
@@ -96,6 +97,17 @@ def _without_counters(rows: pa.Table, *, all_marks: bool) -> pa.Table:
     return rows.filter(pa.array(keep.astype(bool)))
 
 
+def _last_attempts(rows: pa.Table) -> pa.Table:
+    """Rows of each step as it was taken last."""
+    import pyarrow as pa
+
+    steps, inverse = np.unique(integers(rows["step"]), return_inverse=True)
+    attempts = integers(rows["attempt"])
+    last = np.full(len(steps), -1, np.int64)
+    np.maximum.at(last, inverse, attempts)
+    return rows.filter(pa.array(attempts == last[inverse]))
+
+
 def _keys(rows: pa.Table) -> NDArray[np.int32]:
     """Number of each row's collective or message, -1 where it has none; as `split_collectives` matches them."""
     kinds, flow, ranks = texts(rows["segment"]), texts(rows["flow"]), texts(rows["group_ranks"])
@@ -135,7 +147,7 @@ def rank(view: RunView, number: int) -> bytes:
         "flows": _flows(view, number),
         "operations": _operations(view, number),
         "marks": _rank_marks(view, number),
-        "place": None if place is None or view.stop.state in ("ended", "running") else str(place.operation or ""),
+        "place": str(place.operation or "") if place is not None and view.stop.silent else None,
         "findings": [
             finding.line
             for finding in (view.blame.findings if view.blame else ())

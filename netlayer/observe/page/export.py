@@ -1,7 +1,7 @@
 """Export of the page as one HTML file that fetches nothing: front end, style, and the payloads that fit a limit.
 
 Payloads are blocks of data, which a browser does not run; a security policy in the file allows its one script and its
-one style by their hashes, and no connection. What was left out the page says where it is asked for.
+one style by their hashes, and no connection. The page says of what is omitted that it is, where somebody asks for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIMENSIONS = ("pp", "dp", "tp")
 
 @dataclass(frozen=True)
 class Exported:
-    """File of an export: its size, and how many payloads are in it and were left out for its limit."""
+    """File of an export: its size, how many payloads are in it, and how many its limit omits."""
 
     path: Path
     num_bytes: int
@@ -121,6 +121,7 @@ def _steps(view: RunView, rank: int) -> list[int | None]:
 
 
 def _html(title: str, built: dict[str, bytes], blocks: dict[str, bytes]) -> str:
+    """Return the file: script, style and blocks of data, and a policy that allows these alone."""
     # A `</script` inside would end the element; in a minified bundle it can stand in a text alone.
     script = built["app.js"].decode().replace("</script", "<\\/script")
     style = built["app.css"].decode().replace("</style", "<\\/style")

@@ -122,8 +122,8 @@ class PageServer(ThreadingHTTPServer):
             rule = f"cannot be listened on ({getattr(exc, 'strerror', None) or exc})"
             raise ConfigError("--host, --port", f"{host}:{port}", rule, "give an address of this machine, and a free port") from exc  # fmt: skip  # noqa: E501
         self.host = host
-        shown = f"[{host}]" if ":" in host else host
-        names = (*_LOOPBACK, shown, socket.gethostname(), socket.getfqdn())
+        bracketed = f"[{host}]" if ":" in host else host
+        names = (*_LOOPBACK, bracketed, socket.gethostname(), socket.getfqdn())
         # Without the port: a tunnel has another one.
         self.names = {name.lower() for name in names}
         self.is_local = host in ("127.0.0.1", "::1", "localhost")

@@ -1,4 +1,4 @@
-"""Who holds a run up where its record stops: each rank's place in the last step, and who waits for whom.
+"""Culprit where a run's record stops: each rank's place in the last step, and who waits for whom.
 
 [Note: where a rank is] An operation that never ends is not in the record. What a rank does at the end follows from
 its last whole step: in the order in which operations begin, the first of them that the last step lacks is the one
@@ -163,7 +163,7 @@ def _operations(events: Sequence[Segment]) -> dict[Operation, Segment]:
             continue
         key = (event.segment, event.name, event.group or "", _index(event.micro_batch), _index(event.chunk))
         counts[key] += 1
-        result[Operation(*key, counts[key])] = event  # type: ignore[arg-type]
+        result[Operation(*key, counts[key])] = event
     return result
 
 
@@ -191,7 +191,7 @@ def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> dict[int, t
     for rank, place in places.items():
         if not place.members:
             continue
-        key = (place.operation, place.step, place.members)
+        key: tuple[object, ...] = (place.operation, place.step, place.members)
         in_group[key].append(rank)
         if key not in missing:
             missing[key] = [peer for peer in place.members if peer in places and _differs(place, places[peer])]

@@ -63,7 +63,7 @@ class Cells:
     def sums(self, values: NDArray[Any], code: int) -> Floats:
         """Sum of values over the rows of a class, by cell."""
         rows = self.code == code
-        return np.bincount(self.cell[rows], weights=values[rows], minlength=self.size)
+        return np.asarray(np.bincount(self.cell[rows], weights=values[rows], minlength=self.size), float)
 
     def extreme(self, values: Ints, rows: NDArray[np.bool_], function: np.ufunc, start: int) -> Ints:
         """Least or largest value of some rows, by cell."""
@@ -244,6 +244,7 @@ class _Times:
 
 
 def _times(cells: Cells, attempts: Ints, outside: dict[tuple[int, int], list[tuple[str, int, int]]]) -> _Times:
+    """Return the times of all cells, by the rules of `collect`."""
     shape, is_step = cells.shape, cells.code == _CODE["step"]
     # Of several segments of a step the last one counts, as it does where events come one by one.
     start_ns, end_ns = np.zeros(cells.size, np.int64), np.zeros(cells.size, np.int64)
@@ -315,7 +316,7 @@ def _waited_within(cells: Cells, code: int) -> Floats:
             upto = np.searchsorted(edges, at)
             covered = (upto - first) * (at % reach) - (before[upto] - before[first])
             total += sign * of_segment * covered
-    return np.bincount(cells.cell[own], weights=total / 1e9, minlength=cells.size)
+    return np.asarray(np.bincount(cells.cell[own], weights=total / 1e9, minlength=cells.size), float)
 
 
 def _gaps(
@@ -331,7 +332,7 @@ def _gaps(
     gap, collected = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     starts, ends = start_ns.reshape(shape), end_ns.reshape(shape)
     planned = sum((seconds[name] for name in PLANNED if name in seconds), np.zeros(cells.size)).reshape(shape)
-    for row in np.flatnonzero(np.diff(cells.steps) == 1) + 1:
+    for row in (np.flatnonzero(np.diff(cells.steps) == 1) + 1).tolist():
         known = (ends[row - 1] != 0) & (starts[row] != 0) & (attempts[row] == attempts[row - 1])
         planned_ns = np.rint((planned[row] + planned[row - 1]) * 1e9).astype(np.int64)
         gap[row] = np.where(known, starts[row] - ends[row - 1] - planned_ns, 0)

@@ -239,7 +239,8 @@ class RunView:
     def _places(self) -> tuple[list[str], dict[str, list[int]]]:
         """Host of each rank, and its coordinates; -1: not known."""
         known = {rank: place for file in reversed(self.columns.files) for rank, place in file.places.items()}
-        hosts, places = [], {name: [] for name in ("tp", "pp", "dp")}  # type: dict[str, list[int]]
+        hosts: list[str] = []
+        places: dict[str, list[int]] = {name: [] for name in ("tp", "pp", "dp")}
         for rank in self.ranks:
             host, tp, pp, dp, _ = known.get(rank, (None,) * 5)
             hosts.append(str(host or ""))
@@ -256,7 +257,7 @@ class RunView:
         return result
 
     def _waits(self) -> dict[str, NDArray[Any]]:
-        """Who waits for which rank (-1: none), and how many are between; both of `ranks`."""
+        """Rank that each of `ranks` waits for (-1: none), and how many are between."""
         root, between = np.full(len(self.ranks), -1, np.int32), np.full(len(self.ranks), -1, np.int32)
         at = {rank: number for number, rank in enumerate(self.ranks)}
         for rank, (other, distance) in self.stop.waiting.items():
@@ -376,9 +377,11 @@ def statistics(table: Floats) -> dict[str, Floats]:
 
 def row_medians(times: Floats) -> Floats:
     """Median of each step over the ranks; NaN where there is none."""
-    empty = ~np.isfinite(times).any(axis=1) if times.size else np.ones(len(times), bool)
+    if not times.size:
+        return np.full(len(times), np.nan)
+    empty = np.asarray(~np.isfinite(times).any(axis=1))
     filled = np.where(empty[:, None], 0.0, times)
-    return np.where(empty, np.nan, np.nanmedian(filled, axis=1)) if times.size else np.full(len(times), np.nan)
+    return np.where(empty, np.nan, np.nanmedian(filled, axis=1))
 
 
 def _spread(values: Floats, column: NDArray[Any]) -> Floats:

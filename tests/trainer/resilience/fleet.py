@@ -90,7 +90,7 @@ class FakeNode:
         self.step = 0
         self.checks_of = 0
         self.fails_checks = self.cannot_check = False
-        self.machine = name
+        self.machine, self.moved_bytes = name, 0
         self.beacon_ns = self.ended_ns = 0
         self.matches: list[LogMatch] = []
         self.exposed = 0.5
@@ -183,6 +183,8 @@ class FakeNode:
             machine=self.machine,
             beacon=self.beacon,
             beacon_ns=self.beacon_ns,
+            tx_bytes=self.moved_bytes,
+            rx_bytes=self.moved_bytes,
             address="127.0.0.1",
             host="h",
             pid=1,
@@ -304,6 +306,7 @@ class Fleet:
         step = max(max(node.step for node in group), self.saved) + 1
         for node in group:
             node.step = step
+            node.moved_bytes += 10**8
         self.furthest[newest] = step
         if step % SAVE_EVERY == 0:
             self.saved = step

@@ -209,7 +209,7 @@ def test_an_unclear_hang_is_retried_and_then_isolated(tmp_path: Path) -> None:
 
 
 def test_a_slow_node_that_holds_up_all_others_is_evicted(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, steps=200, slow_steps=5)
+    fleet = Fleet(tmp_path, steps=200, slow_steps=5, slow_floor_s=5.0)
     fleet.until_step(12)
     fleet.node(0).die(-9)  # so that the typical step is known from an incarnation before
     fleet.until(lambda: len(fleet.decisions) == 1)
@@ -220,8 +220,39 @@ def test_a_slow_node_that_holds_up_all_others_is_evicted(tmp_path: Path) -> None
     assert fleet.decisions[1] == ("evict", "slow", [slow.name])
 
 
+def test_everybody_slow_in_turn_evicts_nobody(tmp_path: Path) -> None:
+    """A busy machine: in each look another rank waits least, by a lot."""
+    fleet = Fleet(tmp_path, steps=120, slow_steps=5, slow_floor_s=5.0)
+    fleet.until_step(12)
+    fleet.node(0).die(-9)
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_step(20)
+    fleet.step_ms, draw = 1500.0, random.Random(1)
+    while fleet.driver.facts.state is State.RUN:
+        for node in fleet.nodes.values():
+            node.exposed = draw.choice([0.05, 0.6, 0.7])
+        fleet.tick()
+    assert fleet.finish() is State.COMPLETED
+    assert len(fleet.decisions) == 1
+    assert fleet.driver.facts.evicted == {}
+
+
+def test_a_rank_that_does_not_explain_the_lost_time_is_not_blamed(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=60, slow_steps=5, slow_floor_s=5.0)
+    fleet.until_step(12)
+    fleet.node(0).die(-9)
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_step(20)
+    fleet.step_ms = 5000.0  # nine tenths of a step are lost, and one rank waits a sixth less than the others
+    for node in fleet.nodes.values():
+        node.exposed = 0.95
+    fleet.node(2).exposed = 0.78
+    assert fleet.finish() is State.COMPLETED
+    assert len(fleet.decisions) == 1
+
+
 def test_a_slow_job_without_a_plain_culprit_goes_on(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, steps=60, slow_steps=5)
+    fleet = Fleet(tmp_path, steps=60, slow_steps=5, slow_floor_s=5.0)
     fleet.until_step(12)
     fleet.node(0).die(-9)
     fleet.until(lambda: len(fleet.decisions) == 1)
@@ -231,6 +262,37 @@ def test_a_slow_job_without_a_plain_culprit_goes_on(tmp_path: Path) -> None:
     assert len(fleet.decisions) == 1
     noted = [entry for entry in entries(fleet.folder.journal) if entry["event"] == "noted"]
     assert "cannot be told" in noted[0]["evidence"]["finding"]["text"]
+
+
+def notes_of(fleet: Fleet) -> list[str]:
+    noted = [entry["evidence"]["finding"] for entry in entries(fleet.folder.journal) if entry["event"] == "noted"]
+    return [each["text"] for each in noted if each["kind"] == "traffic"]
+
+
+def test_traffic_that_falls_silent_is_noted_before_the_job_counts_as_hung(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, backend="ssh", silence_floor_s=60.0, steps=200)
+    fleet.until_step(40)
+    assert notes_of(fleet) == []
+    for _ in range(40):  # ten seconds in which nobody steps, and nothing is sent
+        fleet._stepped_s = fleet.clock.now_s + 1
+        fleet.tick()
+    [text] = notes_of(fleet)
+    assert text.startswith("traffic has fallen to 0.0 MB/s")
+    assert text.endswith("on all nodes")
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == []  # it went on
+
+
+def test_a_node_that_sends_less_than_the_others_is_noted(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, backend="ssh", steps=200)
+    fleet.until_step(40)
+    node = fleet.node(2)
+    for _ in range(80):
+        node.moved_bytes -= 47 * 10**6  # of 100 MB a step, every other tick
+        fleet.tick()
+    [text] = notes_of(fleet)
+    assert "on all nodes" not in text
+    assert fleet.driver.facts.evicted == {}
 
 
 def test_a_node_that_fails_its_self_check_never_trains(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ import pytest
 
 from collectives import health
 from collectives.health.host import HostCheck
+from congestion.verbs import measure
+from congestion.verbs.device import Device
+from netlayer.errors import CheckFailed, HardwareMissing
 from trainer.resilience import self_check
 from trainer.resilience.executor import SelfCheck
 from trainer.resilience.messages import CheckResult
@@ -112,6 +115,31 @@ def test_an_error_fails_a_device_only_where_it_speaks_of_hardware(
     assert check.detail == f"cpu:0: {text.splitlines()[0]}"
 
 
+@pytest.mark.parametrize(
+    ("state", "outcome", "passed", "is_unclear"),
+    [
+        ("ACTIVE", None, True, False),
+        ("ACTIVE", CheckFailed("7 bytes are wrong"), False, False),
+        ("ACTIVE", measure.QpError("transport retries exceeded", 12), None, True),
+        ("ACTIVE", HardwareMissing("pyverbs cannot be imported"), None, False),
+        ("DOWN", None, None, False),
+    ],
+)
+def test_an_rdma_device_fails_by_wrong_bytes_alone(
+    state: str, outcome: Exception | None, passed: bool | None, is_unclear: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pair(name: str, plan: measure.Plan) -> list[object]:
+        assert (name, plan.sizes) == ("mlx5_0", (1 << 16,))
+        if outcome is not None:
+            raise outcome
+        return []
+
+    monkeypatch.setattr(measure, "devices", lambda: [Device("mlx5_0", state, "400 Gb/sec", "Ethernet", ())])
+    monkeypatch.setattr(measure, "measure_pair", pair)
+    [check] = self_check.nic_checks()
+    assert (check.name, check.passed, check.is_unclear) == ("nic_loopback", passed, is_unclear)
+
+
 def test_what_is_not_checked_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +147,7 @@ def test_what_is_not_checked_is_named(
     self_check.main(str(tmp_path), "host", 1, "gloo")
     checks, _, is_done = self_check.read_output(capsys.readouterr().out.encode())
     assert is_done
-    assert [check.name for check in checks if check.passed is None] == ["nic_loopback", "neighbours"]
+    assert [check.name for check in checks if check.passed is None] == ["neighbours"]
     assert self_check.group_checks(tmp_path, 1, "gloo")[0].detail == "one rank on this node"
 
 

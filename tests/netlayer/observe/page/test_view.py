@@ -142,6 +142,12 @@ def test_a_timeline_matches_messages_and_collectives(faulty: PageSource) -> None
     assert (arrays["end_ms"] >= arrays["start_ms"]).all()
 
 
+def test_a_step_that_was_taken_again_is_shown_as_it_was_last(faulty: PageSource) -> None:
+    _, arrays = unpack(faulty.get("events", {"ranks": "0:8:1", "first": "3", "last": "3"}))
+    assert set(arrays["attempt"]) == {1}
+    assert arrays["end_ms"].max() < 5000
+
+
 def test_a_rank_has_flows_operations_and_marks(faulty: PageSource) -> None:
     facts, arrays = unpack(faulty.get("rank", {"rank": "21"}))
     assert facts["place"] == "forward of micro-batch 0"

@@ -21,11 +21,12 @@ export class HeatMap {
     this.statistic = h("select", { onchange: () => state.set({ stat: this.statistic.value }) });
     this.palette = h("select", { onchange: () => state.set({ palette: this.palette.value }) });
     this.legend = h("div", { class: "legend" });
+    this.hint = h("p", { class: "hint" });
     this.readout = h("p", { class: "readout", role: "status" });
     this.slowest = h("div");
     this.element = h("div", {},
       h("div", { class: "toolbar" }, labelled("Measure", this.measure), labelled("Over the steps", this.statistic), labelled("Colours", this.palette), this.legend),
-      h("p", { class: "hint" }, "A row of cells is a host, a cell is a rank."),
+      this.hint,
       this.canvas, this.readout, this.slowest);
     this.redraw = onFrame(() => this.draw());
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
@@ -44,6 +45,7 @@ export class HeatMap {
     options(this.measure, items, this.chosen);
     options(this.statistic, STATISTICS, state.get("stat", "mean"));
     options(this.palette, [["viridis", "viridis"], ["cividis", "cividis"]], state.get("palette", "viridis"));
+    this.hint.textContent = run.facts.hosts.some(Boolean) ? "A row of cells is a host, a cell is a rank." : "A cell is a rank; which hosts they are on is not known.";
     this.statistic.disabled = this.chosen === WAITS;
     this.prepare();
     this.redraw();
@@ -219,7 +221,7 @@ export class HeatMap {
 
   say(index = this.run.at.get(state.number("rank"))) {
     if (index === undefined) {
-      this.readout.textContent = `${count(this.run.ranks.length)} ranks on ${count(this.run.rows.length)} hosts. Point at a cell, or use the arrow keys.`;
+      this.readout.textContent = `${count(this.run.ranks.length)} ranks. Point at a cell, or use the arrow keys.`;
       return;
     }
     const value = this.scale ? `${this.run.facts.measures[this.chosen].name}: ${inUnit(this.scale.values[index], this.scale.unit)}` : "";

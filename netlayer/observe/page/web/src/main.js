@@ -52,7 +52,7 @@ class Page {
     document.title = `${facts.title} - netlayer`;
     this.heading.textContent = facts.title;
     const kinds = Object.entries(facts.kinds).map(([kind, number]) => `${kind} (${count(number)} ${number === 1 ? "file" : "files"})`);
-    this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, this.run.facts.hosts.filter(Boolean).length ? `${count(facts.hosts.length)} hosts` : "", `${count(this.run.steps.length)} steps`, this.layout(), ...kinds].filter(Boolean).join(" · ");
+    this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, facts.hosts.some(Boolean) ? `${count(facts.hosts.length)} ${facts.hosts.length === 1 ? "host" : "hosts"}` : "", `${count(this.run.steps.length)} steps`, this.layout(), ...kinds].filter(Boolean).join(" · ");
     this.live.textContent = isStatic() ? "exported page" : facts.live ? "live" : "";
     this.showFindings();
     this.showTabs();

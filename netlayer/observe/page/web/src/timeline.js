@@ -250,7 +250,8 @@ class Timeline {
       // What lies within one pixel of the bar before, and is of its kind, is not drawn again.
       if (right <= covered && data.code[at] === code) continue;
       const kind = data.code[at] === MARK ? "mark" : this.kinds[data.code[at]];
-      context.fillStyle = kindColour(kind, dark);
+      // A launch in a dump is a moment too, but no failure.
+      context.fillStyle = kindColour(kind === "mark" && this.name(at).startsWith("launch ") ? "collective" : kind, dark);
       const low = this.level.get(at) ? ROW * 0.4 : 0;
       const width = Math.max(kind === "mark" ? 2 : 1, right - left - (right - left > 4 ? 1 : 0));
       context.fillRect(left, row.y + 1 + low, width, ROW - 4);

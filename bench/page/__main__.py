@@ -1,0 +1,232 @@
+"""`python -m bench.page`: what it costs a browser to open the page of a run of 12,288 ranks and 100 steps, and to pan.
+
+`netlayer observe serve` reads the run in a process of its own; a headless Chromium opens the page and is driven by
+keys. Counted are the bytes that came over the wire, by the browser's own count, the time in which its main thread
+ran scripts, and the tasks of more than 50 ms while the map of steps and a timeline are panned. Wall times stand
+beside the load of the machine, and judge nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import psutil
+
+from bench.page.browser import Browser
+from bench.page.synthetic import Faults, write_run
+from netlayer import environ
+from netlayer.command import RunOptions, run_options_without_config
+from netlayer.errors import CheckFailed
+from netlayer.layout import ParallelLayout
+from netlayer.results import RunRecord, utc_now, write_text
+
+MOST_BYTES = 5 << 20
+MOST_SCRIPT_S = 1.5
+_PANS = 40
+_READ_S = 900.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One opening of the page.
+
+    Args:
+        ranks, steps, rows: of the run; rows of events.
+        read_s, read_cpu_s: wall and processor time of the server until it serves.
+        server_bytes: its memory then.
+        opened_bytes, opened_script_s, opened_s: bytes, scripts and wall time until the heat map stands.
+        all_bytes, all_script_s: until all six views were drawn once.
+        longest_opening_ms: longest task of the main thread until the heat map stands.
+        steps_long_tasks, timeline_long_tasks: tasks of more than 50 ms in `pans` moves of each, ms.
+        named: ranks that the findings at the top of the page name.
+        load: of the machine, as it was measured.
+    """
+
+    ranks: int
+    steps: int
+    rows: int
+    read_s: float
+    read_cpu_s: float
+    server_bytes: int
+    opened_bytes: int
+    opened_script_s: float
+    opened_s: float
+    longest_opening_ms: float
+    all_bytes: int
+    all_script_s: float
+    pans: int
+    steps_long_tasks: list[float]
+    timeline_long_tasks: list[float]
+    named: list[str]
+    load: float
+    cores: int
+
+
+@click.command()
+@run_options_without_config
+@click.option("--run", type=click.Path(path_type=Path), help="Folder of a run [default: a synthetic one is written].")
+@click.option("--tp", type=click.IntRange(1), default=8, show_default=True, help="Of the synthetic run.")
+@click.option("--pp", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--dp", type=click.IntRange(1), default=192, show_default=True)
+@click.option("--steps", type=click.IntRange(10), default=100, show_default=True)
+def command(options: RunOptions, run: Path | None, tp: int, pp: int, dp: int, steps: int) -> None:
+    """Open the page of a run in a browser, draw its six views, pan two of them, and count.
+
+    Exit 0: at most 5 MiB until the heat map stands, 1.5 s of scripts, no task of more than 50 ms in a pan; 1: else;
+    3: there is no Chromium.
+
+    \b
+    Examples:
+      python -m bench.page --json page.json
+      python -m bench.page --dp 8 --steps 20
+      python -m bench.page --run runs/a
+    """
+    started = utc_now()
+    with tempfile.TemporaryDirectory(prefix="netlayer-page-") as folder:
+        rows = 0
+        if run is None:
+            run = Path(folder)
+            layout = ParallelLayout(tp=tp, pp=pp, dp=dp)
+            world = layout.world_size
+            faults = Faults(straggler=world // 4 + 1, silent=world // 2 + 3, silent_step=steps)
+            click.echo(f"writing {world:,} ranks, {steps} steps", err=True)
+            rows = write_run(run, layout, steps, faults, seed=options.seed)
+        row = measure(run, rows)
+    record = RunRecord(
+        name="bench.page",
+        source="measured",
+        rows=[asdict(row)],
+        started_utc=started,
+        ended_utc=utc_now(),
+        arguments={**options.arguments(), "run": str(run), "tp": tp, "pp": pp, "dp": dp, "steps": steps},
+        environment=environ.snapshot(options.seed),
+    )
+    if options.json_file:
+        write_text(options.json_file, record.to_json())
+    if str(options.json_file) != "-":
+        click.echo("\n".join(describe(row)))
+    missed = []
+    if row.opened_bytes > MOST_BYTES:
+        missed.append(f"{row.opened_bytes:,} bytes until the heat map stands, more than {MOST_BYTES:,}")
+    if row.opened_script_s > MOST_SCRIPT_S:
+        missed.append(f"{row.opened_script_s:.2f} s of scripts, more than {MOST_SCRIPT_S}")
+    if long := [*row.steps_long_tasks, *row.timeline_long_tasks]:
+        missed.append(f"{len(long)} tasks of more than 50 ms while panning, the longest {max(long):.0f} ms")
+    if missed:
+        raise CheckFailed("; ".join(missed))
+
+
+def describe(row: Row) -> Iterator[str]:
+    """Yield a row in words."""
+    yield (
+        f"{row.ranks:,} ranks, {row.steps} steps: read in {row.read_cpu_s:.1f} core-seconds ({row.read_s:.0f} s), "
+        f"{row.server_bytes / 2**30:.1f} GiB"
+    )
+    yield (
+        f"opened: {row.opened_bytes / 1e6:.2f} MB, {row.opened_script_s:.2f} s of scripts, {row.opened_s:.1f} s; "
+        f"longest task {row.longest_opening_ms:.0f} ms; all views: {row.all_bytes / 1e6:.2f} MB, "
+        f"{row.all_script_s:.2f} s of scripts"
+    )
+    yield (
+        f"{row.pans} moves each: {len(row.steps_long_tasks)} long tasks in the map of steps, "
+        f"{len(row.timeline_long_tasks)} in the timeline; load {row.load:.1f} on {row.cores} cores"
+    )
+    yield from (f"named: {line}" for line in row.named)
+
+
+def measure(run: Path, rows: int = 0) -> Row:
+    """Serve a run, open its page and use it."""
+    with serving(run) as (url, process, read_s), Browser() as browser:
+        usage = process.cpu_times()
+        read_cpu_s, memory = usage.user + usage.system, process.memory_info().rss
+        begin_s = time.monotonic()
+        browser.open(url)
+        opened_s = time.monotonic() - begin_s
+        opened_bytes, opened_script_s = browser.transferred(), browser.metrics()["ScriptDuration"]
+        longest = max((float(each) for each in browser.evaluate("window.__long")), default=0.0)
+        named = browser.evaluate(
+            "[...document.querySelectorAll('.findings > .card')].map((card) => card.innerText.replace(/\\s+/g, ' '))"
+        )
+        for key in "23456":
+            browser.press(key)
+            browser.settle()
+        all_bytes, all_script_s = browser.transferred(), browser.metrics()["ScriptDuration"]
+        steps_long = _pan(browser, "2")
+        timeline_long = _pan(browser, "3")
+        problems = browser.problems()
+        facts = browser.evaluate("document.querySelector('.subtitle').textContent")
+    if problems:
+        raise CheckFailed(f"the page says: {problems[0]}")
+    numbers = [int(part.split()[0].replace(",", "")) for part in facts.split(" · ") if part[0].isdigit()]
+    return Row(
+        ranks=numbers[0],
+        steps=numbers[-1],
+        rows=rows,
+        read_s=read_s,
+        read_cpu_s=read_cpu_s,
+        server_bytes=memory,
+        opened_bytes=opened_bytes,
+        opened_script_s=opened_script_s,
+        opened_s=opened_s,
+        longest_opening_ms=longest,
+        all_bytes=all_bytes,
+        all_script_s=all_script_s,
+        pans=_PANS,
+        steps_long_tasks=steps_long,
+        timeline_long_tasks=timeline_long,
+        named=named,
+        load=os.getloadavg()[0],
+        cores=os.cpu_count() or 1,
+    )
+
+
+def _pan(browser: Browser, view: str) -> list[float]:
+    """Show a view, zoom in, move about; return its long tasks."""
+    browser.press(view)
+    browser.settle()
+    for _ in range(2):
+        browser.press("+")
+
+    def move() -> None:
+        for number in range(_PANS):
+            keys = ("ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp")
+            browser.press(keys[number // 5 % 4], shift=True)
+            browser.evaluate("new Promise((done) => requestAnimationFrame(() => done(true)))")
+
+    return browser.long_tasks(move)
+
+
+@contextmanager
+def serving(run: Path) -> Iterator[tuple[str, psutil.Process, float]]:
+    """Have `netlayer observe serve` serve a run: its address, its process, and how long it read."""
+    begin_s = time.monotonic()
+    command = [sys.executable, "-m", "netlayer", "observe", "serve", str(run), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        url = process.stdout.readline().strip()
+        if not url.startswith("http://"):
+            process.wait(30)
+            raise CheckFailed(f"observe serve: {process.stderr.read().strip().splitlines()[-1:]}")
+        yield url, psutil.Process(process.pid), time.monotonic() - begin_s
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+        process.stderr.close()
+
+
+if __name__ == "__main__":
+    from netlayer.cli import run
+
+    run(command, "python -m bench.page")

@@ -1,0 +1,64 @@
+"""Counts of a fault matrix's report: from its records, and nothing of them typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench.fault_matrix.report import BEGIN, END, lower_bound, main
+from netlayer.errors import ConfigError
+from netlayer.results import RunRecord
+
+
+def row(run: int, kind: str, **more: Any) -> dict[str, Any]:
+    known = {"kind": kind, "handled": True, "right": True, "nodes": ["n"], "blamed": ["n"], "error": "", "run": run}
+    return known | {
+        "losses_equal": 5,
+        "losses": 5,
+        "effective_share": 0.1,
+        "exit_code": 0,
+        "found_as": ["killed"],
+        **more,
+    }
+
+
+def record(rows: list[dict[str, Any]], path: Path) -> Path:
+    made = RunRecord("x", "measured", rows, "2026-01-01T00:00:00Z", "2026-01-01T00:00:01Z", {}, {}, {}, [])
+    path.write_text(made.to_json())
+    return path
+
+
+def test_the_counts_are_those_of_all_records(tmp_path: Path) -> None:
+    times = {"detect_s": 1.0, "diagnose_s": 2.0, "resume_s": 3.0, "catch_up_s": 7.0}
+    first = record([row(0, "kill", **times), row(0, "kill", **times | {"resume_s": 9.0})], tmp_path / "1.json")
+    lost = row(0, "cut", handled=False, right=False, error="not within 240 s", losses_equal=4)
+    second = record([lost], tmp_path / "2.json")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for _ in range(2):  # written anew as a whole
+        CliRunner().invoke(main, [str(page), str(first), str(second)], catch_exceptions=False)
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n- **3 faults of 2 kinds, in 2 runs, up to 2 in a row.**")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "old" not in text
+    assert "Handled alone: 2 of 3" in text
+    assert "1 of 2 runs have those of a run without faults" in text
+    assert "| SIGKILL of a rank | 2 of 2 | 2 of 2 | killed | 1.0, 1.0 | 2.0, 2.0 | 6.0, 9.0 |" in text
+    assert "- a host's network cut: not within 240 s" in text
+
+
+def test_a_page_without_a_place_for_counts_stays_as_it_is(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("text\n")
+    with pytest.raises(ConfigError, match="has no place for the counts"):
+        CliRunner().invoke(main, [str(page), str(record([], tmp_path / "1.json"))], catch_exceptions=False)
+    assert page.read_text() == "text\n"
+
+
+def test_the_bound_is_that_of_the_literature() -> None:
+    """No failure in 39 trials: 0.05 ** (1 / 39); "rule of three" in its exact form."""
+    assert lower_bound(39, 39) == pytest.approx(0.05 ** (1 / 39), abs=1e-9)
+    assert lower_bound(0, 10) == pytest.approx(0.0, abs=1e-9)

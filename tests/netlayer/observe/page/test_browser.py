@@ -1,0 +1,197 @@
+"""The page in a browser: every view by keyboard, hostile text, who is named; needs a Chromium and the built page."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.page.browser import Browser
+from bench.page.synthetic import Faults, write_run
+from netlayer.errors import ConfigError
+from netlayer.layout import ParallelLayout
+from netlayer.observe.page.export import export_page
+from netlayer.observe.page.server import Actions, PageServer, front_end
+from netlayer.observe.page.source import PageSource
+from tests.browser import needs_chromium
+
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>\x1b[31m'
+
+
+def _is_built() -> bool:
+    try:
+        return bool(front_end())
+    except ConfigError:
+        return False
+
+
+pytestmark = [
+    pytest.mark.browser,
+    needs_chromium,
+    pytest.mark.skipif(not _is_built(), reason="the page is not built: make page (needs npm)"),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> PageSource:
+    folder = tmp_path_factory.mktemp("run")
+    faults = Faults(straggler=5, silent=21, silent_step=12, restart_step=6, text=HOSTILE)
+    write_run(folder, ParallelLayout(tp=2, pp=4, dp=4), 12, faults)
+    return PageSource([folder])
+
+
+@pytest.fixture(scope="module")
+def evicted() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def server(source: PageSource, evicted: list[str]) -> Iterator[PageServer]:
+    nodes = [{"node": HOSTILE, "role": "member", "ranks": [{"rank": 0, "state": "running"}], "reason": ""}]
+    facts = {"nodes": nodes, "state": "run", "has_driver": True}
+    running = PageServer(source, actions=Actions(lambda: facts, evicted.append))
+    thread = threading.Thread(target=running.serve)
+    thread.start()
+    yield running
+    running.end()
+    thread.join(10)
+    running.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser(server: PageServer) -> Iterator[Browser]:
+    with Browser() as opened:
+        opened.open(server.url)
+        yield opened
+
+
+def read(browser: Browser, selector: str) -> str:
+    return str(browser.evaluate(f"document.querySelector({selector!r})?.innerText ?? ''"))
+
+
+def press(browser: Browser, *keys: str) -> None:
+    for key in keys:
+        browser.press(key)
+    browser.settle()
+
+
+def test_a_reader_finds_the_silent_rank_and_the_straggler_at_once(browser: Browser) -> None:
+    findings = read(browser, ".findings")
+    assert "rank 21 is silent, in forward of micro-batch 0 of step 12; 30 ranks wait for it" in findings
+    assert "rank 5 (host-0000) is" in findings
+
+
+def test_the_heat_map_by_keyboard(browser: Browser) -> None:
+    press(browser, "1", "Home", "ArrowRight", "ArrowRight")
+    assert "rank 2 · host-0000 · tp 0, pp 0, dp 1 · slower than its peers" in read(browser, ".readout")
+    press(browser, "ArrowDown")
+    assert "rank 10 · host-0001" in read(browser, ".readout")
+    press(browser, "m", "s")
+    assert "step:" in read(browser, ".readout")
+    assert "measure=1" in browser.evaluate("location.hash")
+    assert "stat=p99" in browser.evaluate("location.hash")
+    press(browser, "Enter")
+    assert "view=parallel" in browser.evaluate("location.hash")
+
+
+def test_the_map_of_steps_by_keyboard(browser: Browser) -> None:
+    browser.evaluate("location.hash = 'view=steps&rank=5&step=3'")
+    browser.settle()
+    press(browser, "2", "ArrowRight", "ArrowDown")
+    assert "rank 6" in read(browser, ".readout")
+    assert "step 4" in read(browser, ".readout")
+    press(browser, "+", "-", "0")
+    browser.press("ArrowLeft", shift=True)
+    press(browser, "Enter")
+    assert "view=timeline" in browser.evaluate("location.hash")
+
+
+def test_the_timeline_shows_what_an_event_waits_for(browser: Browser) -> None:
+    browser.evaluate("location.hash = 'view=timeline&rank=13&step=5'")
+    browser.settle()
+    press(browser, "3")
+    assert "pipeline group: ranks 5, 13, 21, 29" in read(browser, "select")
+    for _ in range(12):
+        if "recv (pipeline forward)" in read(browser, ".detail h3"):
+            break
+        press(browser, "ArrowLeft")
+    assert "it waited for rank" in read(browser, ".detail")
+    press(browser, "d")
+    assert "send (pipeline forward)" in read(browser, ".detail h3")
+    press(browser, "]")
+    assert "step=6" in browser.evaluate("location.hash")
+    press(browser, "+", "+", "0", "ArrowDown", "ArrowUp")
+
+
+def test_the_parallel_view_says_who_waits_for_whom(browser: Browser) -> None:
+    browser.evaluate("location.hash = 'view=parallel&rank=21'")
+    browser.settle()
+    press(browser, "4")
+    detail = read(browser, ".detail")
+    assert "silent" in detail
+    assert "30 ranks wait for it" in detail
+    assert "Where its record ends, it is in: forward of micro-batch 0" in detail
+    assert "reduce_scatter" in detail
+    press(browser, "ArrowRight")
+    assert "rank 23 · host-0002" in read(browser, ".detail h3")
+    press(browser, "w")
+    assert "rank 21" in read(browser, ".detail h3")
+    press(browser, "t")
+    assert "view=timeline" in browser.evaluate("location.hash")
+
+
+def test_counters_by_keyboard(browser: Browser) -> None:
+    browser.evaluate("location.hash = 'view=counters&rank=3'")
+    browser.settle()
+    press(browser, "5")
+    assert "gpu.power in W" in read(browser, ".readout")
+    press(browser, "+")
+    assert "from=" in browser.evaluate("location.hash")
+    press(browser, "0", "c")
+    assert "nic.xmit_bytes in bytes/s" in read(browser, ".readout")
+    assert browser.evaluate("document.querySelector('.uplot canvas').width") > 100
+
+
+def test_life_has_evidence_as_text_and_evicts_after_a_question(browser: Browser, evicted: list[str]) -> None:
+    browser.evaluate("location.hash = 'view=life'")
+    browser.settle()
+    press(browser, "6")
+    browser.wait_for("[...document.querySelectorAll('h3')].some((title) => title.innerText.startsWith('Nodes'))")
+    text = read(browser, "main")
+    assert "Xid 79 is a hardware fault" in text
+    assert '<img src=x onerror="document.title=1">' in text
+    browser.evaluate("[...document.querySelectorAll('button')].find((each) => each.innerText === 'Evict…').focus()")
+    browser.press("Enter")
+    browser.wait_for("document.querySelector('dialog[open]')")
+    assert not evicted
+    assert browser.evaluate("document.activeElement.innerText") == "Close"
+    browser.press("Escape")
+    browser.wait_for("!document.querySelector('dialog')")
+    assert not evicted
+    browser.evaluate("[...document.querySelectorAll('button')].find((each) => each.innerText === 'Evict…').click()")
+    browser.evaluate("document.querySelector('dialog .danger').focus()")
+    browser.press("Enter")
+    browser.wait_for("document.querySelector('dialog [role=status]').innerText.includes('was asked')")
+    assert evicted == [HOSTILE]
+    browser.press("Escape")
+
+
+def test_nothing_of_a_run_became_markup(browser: Browser) -> None:
+    assert browser.evaluate("document.title") not in ("1", "2")
+    assert browser.evaluate("document.querySelectorAll('main img, main script, .findings img').length") == 0
+    assert browser.problems() == []
+    assert "token" not in browser.evaluate("location.href")
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_an_exported_page_needs_no_server_and_fits(source: PageSource, tmp_path: Path, width: int) -> None:
+    exported = export_page(source, tmp_path)
+    with Browser(width, 900, dark=width == 420) as browser:
+        browser.open(exported.path.as_uri() + "#view=parallel&rank=21")
+        assert "30 ranks wait for it" in read(browser, ".detail")
+        for key in "123456":
+            press(browser, key)
+            assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), key
+        assert browser.problems() == []
+        assert not [event for event in browser.events if event.get("method") == "Network.requestWillBeSent"
+                    and not event["params"]["request"]["url"].startswith(("file:", "data:", "blob:"))]  # fmt: skip
