@@ -14,8 +14,8 @@ all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it lea
   what lies in it: a linear and its reduce-scatter are one operation. Beside blocks: the lookup, the head, and two
   numbers a row of its softmax. Once a step: gradients of what all ranks hold whole (norms, positions, biases after
   sums).
-- Context parallel: keys and values of every attention are gathered in the forward pass and again in the backward one;
-  their gradients are scattered as sums.
+- Context parallel: keys and values of every attention are gathered in the forward pass, and again in the backward one
+  where there is neither a window nor packed documents; their gradients are scattered as sums.
 - Pipeline: an activation and a gradient for each micro-batch and boundary between chunks; a rank of a tensor-parallel
   group sends its rows of them.
 - A tied token table that both ends of a pipeline hold: its gradient, once.
@@ -243,12 +243,16 @@ def _context_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     """Yield the collectives of context parallelism: each attention's keys and values, and their gradients."""
     model, dtype, cp = job.model, job.model.dtype, job.parallel.cp
     width = 2 * model.kv_width / job.parallel.tp * DTYPE_BYTES[dtype]
-    layers = sum(number for part, number in _stage_parts(job, stage).items() if halves_in(part)[0])
-    # Gathered in the forward pass and again in the backward one; what recomputes attention gathers once more.
+    runs = (parts_of(run_of(job, stage, chunk)) for chunk in range(job.parallel.vpp))
+    layers = [layer for run in runs for layer, part in run.items() if halves_in(part)[0]]
+    # Gathered in the forward pass and again in the backward one, unless a mask has attention keep all keys; what
+    # recomputes attention gathers once more.
     again = model.recompute == "full" or (model.recompute == "selective" and model.parallel_block)
+    has_documents = job.data.packing == "documents"
+    masked = [has_documents or 0 < model.window(layer) < model.seq_len for layer in layers]
     num_bytes = job.batch.micro_batch_size * model.seq_len * width
-    times = micro_batches(job) * layers
-    gathers = times * (2 + again)
+    times = micro_batches(job) * len(layers)
+    gathers = micro_batches(job) * sum(2 - is_masked + again for is_masked in masked)
     yield Collective("cp", "all_gather", "keys and values", dtype, cp, gathers, gathers * num_bytes)
     yield Collective("cp", "reduce_scatter", "keys and values", dtype, cp, times, times * num_bytes)
 

@@ -6,7 +6,8 @@ Korthikanti et al. count them (arXiv 2205.05198, section 4: their 34 s b h bytes
 bfloat16, for there are no dropout masks, and attention keeps no scores; all of it over t), times the micro-batches that
 the schedule has in flight (Narayanan et al., SC'21, section 2.2). Work space is what the largest operators hold for a
 moment: an upper estimate. Not covered: torch, CUDA and NCCL themselves (some hundred MiB a rank), fragmentation,
-evaluation, masks of sliding windows, gradients of vectors until their bucket takes them.
+evaluation, masks of sliding windows and the keys of other context-parallel ranks that these keep, gradients of vectors
+until their bucket takes them.
 
 [Note: where gradients are] Products write weights' gradients into their bucket (`collectives.sharded.slot`). Without
 other data-parallel ranks that is what the optimiser reads, in any number of micro-batches: there is nothing else.
