@@ -1,13 +1,17 @@
-"""Degrees of parallelism of a job, and what data-parallel ranks hold in shards."""
+"""Degrees of parallelism of a job, what data-parallel ranks hold in shards, and which shapes ranks can share."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from netlayer.config.section import Section
+from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from netlayer.config.tree import JobConfig
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -82,3 +86,41 @@ class ParallelConfig(Section):
     def gradient_ranks(self) -> int:
         """Ranks whose gradients are added up: `dp_cp` of every replica."""
         return self.layout.gradient_ranks
+
+
+def check_context(job: JobConfig) -> None:
+    """Refuse sequences that context-parallel ranks cannot share."""
+    cp, tp, seq_len = job.parallel.cp, job.parallel.tp, job.model.seq_len
+    if cp > 1 and seq_len % (2 * cp):
+        rule = f"needs 2 x cp chunks of a sequence, and job.model.seq_len = {seq_len} is no multiple of {2 * cp}"
+        raise ConfigError("job.parallel.cp", cp, rule, "change either")
+    if cp > 1 and seq_len // cp % tp:
+        rule = f"leaves each rank {seq_len // cp} positions, which job.parallel.tp = {tp} does not divide"
+        raise ConfigError("job.parallel.cp", cp, rule, "change either")
+
+
+def check_fp8(job: JobConfig) -> None:
+    """Refuse shapes that tensor cores do not take in 8 bits, and what else cannot be had with them."""
+    model, parallel = job.model, job.parallel
+    kept = model.fp8_first + model.fp8_last
+    for key in ("fp8_first", "fp8_last"):
+        if model.fp8 == "off" and getattr(model, key):
+            rule = "has no effect: no linear is in 8 bits, for job.model.fp8 = off"
+            raise ConfigError(f"job.model.{key}", getattr(model, key), rule, "omit it, or set job.model.fp8")
+    if model.fp8 == "off":
+        return
+    if kept >= model.layers:
+        rule = f"cannot be had with fp8_first {model.fp8_first} + fp8_last {model.fp8_last} of {model.layers} layers"
+        raise ConfigError("job.model.fp8", model.fp8, rule, "set it to off, or lower one of them")
+    for name, is_in_the_way in (("compile = true", model.compile), ("dtype = float64", model.dtype == "float64")):
+        if is_in_the_way:
+            raise ConfigError("job.model.fp8", model.fp8, f"cannot be had with job.model.{name}", "change one of them")
+    unit = 128 if model.fp8 == "blockwise" else 16
+    widths = {"hidden": model.hidden, "ffn_hidden / tp": model.ffn_hidden // parallel.tp}
+    widths |= {"heads x head width / tp": model.attention_width // parallel.tp}
+    widths |= {"kv_heads x head width / tp": model.kv_width // parallel.tp}
+    rows = job.batch.micro_batch_size * model.seq_len // parallel.cp
+    for name, value in {**widths, "tokens of a rank's micro-batch": rows}.items():
+        if value % unit:
+            rule = f"needs multiples of {unit}, and {name} = {value}"
+            raise ConfigError("job.model.fp8", model.fp8, rule, "change that, or set it to off")

@@ -18,6 +18,7 @@ from netlayer.config.launch import LaunchConfig as LaunchConfig
 from netlayer.config.launch import StoreConfig as StoreConfig
 from netlayer.config.observe import ObserveConfig
 from netlayer.config.parallel import ParallelConfig as ParallelConfig
+from netlayer.config.parallel import check_context, check_fp8
 from netlayer.config.renamed import with_new_keys
 from netlayer.config.resilience import ResilienceConfig
 from netlayer.config.section import Section as Section
@@ -544,8 +545,8 @@ class JobConfig(Section):
             if getattr(model, name) % parallel.tp:
                 rule = f"must divide job.model.{name} = {getattr(model, name)}"
                 _fail("job.parallel.tp", parallel.tp, rule, "change either")
-        self._check_context()
-        self._check_fp8()
+        check_context(self)
+        check_fp8(self)
         if model.layers % (parallel.pp * parallel.vpp):
             _fail(
                 "job.parallel",
@@ -571,44 +572,6 @@ class JobConfig(Section):
                 rule = f"must be a multiple of {factors}" + f" x {stages} interleaved stages" * (stages > 1)
                 _fail(f"job.batch.{name}", getattr(batch, name), rule, f"set it to {unit} or a multiple")
         return self
-
-    def _check_context(self) -> None:
-        """Refuse sequences that context-parallel ranks cannot share."""
-        cp, tp, seq_len = self.parallel.cp, self.parallel.tp, self.model.seq_len
-        if cp > 1 and seq_len % (2 * cp):
-            rule = f"needs 2 x cp chunks of a sequence, and job.model.seq_len = {seq_len} is no multiple of {2 * cp}"
-            _fail("job.parallel.cp", cp, rule, "change either")
-        if cp > 1 and seq_len // cp % tp:
-            rule = f"leaves each rank {seq_len // cp} positions, which job.parallel.tp = {tp} does not divide"
-            _fail("job.parallel.cp", cp, rule, "change either")
-
-    def _check_fp8(self) -> None:
-        """Refuse shapes that tensor cores do not take in 8 bits, and what else cannot be had with them."""
-        model, parallel = self.model, self.parallel
-        kept = model.fp8_first + model.fp8_last
-        for key in ("fp8_first", "fp8_last"):
-            if model.fp8 == "off" and getattr(model, key):
-                rule = "has no effect: no linear is in 8 bits, for job.model.fp8 = off"
-                _fail(f"job.model.{key}", getattr(model, key), rule, "omit it, or set job.model.fp8")
-        if model.fp8 == "off":
-            return
-        if kept >= model.layers:
-            rule = (
-                f"cannot be had with fp8_first {model.fp8_first} + fp8_last {model.fp8_last} of {model.layers} layers"
-            )
-            _fail("job.model.fp8", model.fp8, rule, "set it to off, or lower one of them")
-        for name, is_in_the_way in (("compile = true", model.compile), ("dtype = float64", model.dtype == "float64")):
-            if is_in_the_way:
-                _fail("job.model.fp8", model.fp8, f"cannot be had with job.model.{name}", "change one of them")
-        unit = 128 if model.fp8 == "blockwise" else 16
-        widths = {"hidden": model.hidden, "ffn_hidden / tp": model.ffn_hidden // parallel.tp}
-        widths |= {"heads x head width / tp": model.attention_width // parallel.tp}
-        widths |= {"kv_heads x head width / tp": model.kv_width // parallel.tp}
-        rows = self.batch.micro_batch_size * model.seq_len // parallel.cp
-        for name, value in {**widths, "tokens of a rank's micro-batch": rows}.items():
-            if value % unit:
-                rule = f"needs multiples of {unit}, and {name} = {value}"
-                _fail("job.model.fp8", model.fp8, rule, "change that, or set it to off")
 
     def _check_step_in_backward(self) -> None:
         """Refuse settings that need all gradients before the first update."""
