@@ -242,7 +242,7 @@ COMMANDS: tuple[Command, ...] = (
         "needs a Slurm cluster with GPUs",
     ),
     _gpus(".venv/bin/python -m bench.mfu --model 7b --layout dp8 --profile", 8),
-    _gpus(".venv/bin/python -m bench.floor --model llama3-8b --layout cp2dp2 --set model.seq_len=8192", 1),
+    _gpus(".venv/bin/python -m bench.mfu.floor --model llama3-8b --layout cp2dp2 --set model.seq_len=8192", 1),
     _gpus(
         ".venv/bin/python -m bench.mfu --model 7b --layout tp2pp2vp2 --micro-batches 16 "
         "--peers native3d,mcore_no_overlap",

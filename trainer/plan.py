@@ -280,6 +280,7 @@ def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig,
     job = counted if backend == "gloo" else in_room(counted, there)
     needed = estimate(job)
     line = f"a rank will hold about {needed}"
+    # A machine's ranks share one sum; a card's need is more than what torch's allocator holds.
     if sharing > 1:
         line += f"; {ranks} ranks {gib(needed.total * ranks)}"
     elif backend == "nccl":

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.event_cost import describe as describe_cost
-from bench.event_cost import measure as measure_cost
 from bench.event_stream import describe as describe_stream
 from bench.event_stream import measure
 from bench.monitor_overhead import Block, RankResult, compare, describe
+from bench.stragglers.event_cost import describe as describe_cost
+from bench.stragglers.event_cost import measure as measure_cost
 from collectives import Recorder
 
 

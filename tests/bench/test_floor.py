@@ -1,4 +1,4 @@
-"""`python -m bench.floor` on a CPU: its parts, of the shapes that a rank has, and bad input."""
+"""`python -m bench.mfu.floor` on a CPU: its parts, of the shapes that a rank has, and bad input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench.floor import _attention, _block_products, command, measure
+from bench.mfu.floor import _attention, _block_products, command, measure
 from netlayer.config.tree import JobConfig, build_config
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""`python -m bench.floor`: time of a step's own products and attention alone, on one device: its compute floor.
+"""`python -m bench.mfu.floor`: time of a step's own products and attention alone, on one device: its compute floor.
 
 One rank's products of a block (forward, gradients of inputs, gradients of weights added up in float32), its attention
 forward and backward, and the head's products, of the shapes that a job gives a rank, in the order of a step, one after
@@ -53,8 +53,8 @@ def command(options: RunOptions, model: str | None, layout: str, micro: int, sec
 
     \b
     Examples:
-      python -m bench.floor --model llama3-8b --layout cp2dp2 --set model.seq_len=8192
-      python -m bench.floor --model llama3-8b --layout cp2dp2 --set model.seq_len=8192 --set model.fp8=tensorwise
+      python -m bench.mfu.floor --model llama3-8b --layout cp2dp2 --set model.seq_len=8192
+      python -m bench.mfu.floor --model llama3-8b --layout cp2dp2 --set model.seq_len=8192 --set model.fp8=tensorwise
     """
     import torch
 
@@ -70,7 +70,7 @@ def command(options: RunOptions, model: str | None, layout: str, micro: int, sec
     for row in rows:
         click.echo(_line(row), err=str(options.json_file) == "-")
     record = RunRecord(
-        name="bench.floor",
+        name="bench.mfu.floor",
         source="measured",
         rows=rows,
         started_utc=started,
@@ -297,4 +297,4 @@ def _line(row: dict[str, Any]) -> str:
 if __name__ == "__main__":
     from netlayer.cli import run
 
-    run(command, "python -m bench.floor")
+    run(command, "python -m bench.mfu.floor")

@@ -1,5 +1,6 @@
-"""`python -m bench.event_cost`: processor time that a record takes from the thread that launches, and an event from the
-monitor's thread.
+"""`python -m bench.stragglers.event_cost`: processor time of a record and of an event, by thread.
+
+A record is paid for by the thread that launches, an event by the monitor's.
 
 No ranks, no kernels: one thread records steps of collectives and waits, as a tensor-parallel step has them, and then
 the monitor converts them and writes its file. The time is that of each thread alone (`thread_time`), so a busy machine
@@ -68,13 +69,13 @@ def command(options: RunOptions, records: int, rounds: int) -> None:
 
     \b
     Examples:
-      python -m bench.event_cost
-      python -m bench.event_cost --records 2000 --out runs/event_cost
+      python -m bench.stragglers.event_cost
+      python -m bench.stragglers.event_cost --records 2000 --out runs/event_cost
     """
     started = utc_now()
     rows = [measure("host", records, rounds), measure("events", records, rounds)]
     record = RunRecord(
-        name="bench.event_cost",
+        name="bench.stragglers.event_cost",
         source="measured",
         rows=[asdict(row) for row in rows],
         started_utc=started,
@@ -207,4 +208,4 @@ def _idle_events() -> Iterator[None]:
 if __name__ == "__main__":
     from netlayer.cli import run
 
-    run(command, "python -m bench.event_cost")
+    run(command, "python -m bench.stragglers.event_cost")
