@@ -6,13 +6,17 @@ failed, elsewhere; or a `note`, about which nothing is done. Findings of one inc
 a later one may name what an earlier one has only felt.
 
 [Note: silence] A job is hung where no rank has told of a step for many typical steps. In a phase that takes its time
-(evaluation, checkpoint, loading, the first step) another limit holds, as long as some rank is in it. Where one node's
-heartbeats stop, the node is lost; where those of most stop at once, the store or the driver's own link is the likelier
-fault, and nobody is accused for three times as long.
+(evaluation, checkpoint, loading, the first step) another limit holds, as long as some rank is in it, and where the
+typical step is not known yet; after it, silence counts from its end. Where one node's heartbeats stop, the node is
+lost; where those of most stop at once, the store or the driver's own link is the likelier fault, and nobody is accused
+for three times as long. So it is with processes that are blocked in the kernel: on most nodes at once, it is rather the
+file system that they share, and nobody is accused.
 
 [Note: slow] A rank that is slow computes while all others wait for it: so it waits least for others, by about the share
-of a step that is lost. One look proves nothing, for on a busy machine everybody is slow in turn: the same rank must
-be that one in most looks, at new steps, for as long as the steps have been slow (job.resilience.slow_floor_s at least).
+of a step that is lost, and by more than in normal steps: a pipeline stage that is larger than the others always waits
+least. One look proves nothing, for on a busy machine everybody is slow in turn: the same rank must be that one in most
+looks, each at a step of every rank that is new, for as long as the steps have been slow (job.resilience.slow_floor_s at
+least).
 """
 
 from __future__ import annotations
@@ -100,6 +104,8 @@ class NodeView:
     Args:
         newest: rank that has told of the last step; None: there are no ranks.
         is_clean: nothing in the heartbeat can be a finding.
+        is_in_phase: a rank is in a phase that takes its time.
+        is_blocked: a rank is blocked in the kernel.
         are_ended: all ranks have ended.
     """
 
@@ -108,12 +114,16 @@ class NodeView:
     stopped_since_s: dict[int, float] = field(default_factory=dict)
     newest: RankStatus | None = field(init=False)
     is_clean: bool = field(init=False)
+    is_in_phase: bool = field(init=False)
+    is_blocked: bool = field(init=False)
     are_ended: bool = field(init=False)
 
     def __post_init__(self) -> None:
         ranks = self.heartbeat.ranks
         self.newest = max(ranks, key=lambda each: each.step, default=None)
         self.are_ended = all(each.state == "ended" for each in ranks)
+        self.is_in_phase = any(each.phase and each.state != "ended" for each in ranks)
+        self.is_blocked = any(each.state == "blocked" for each in ranks)
         is_well = all(
             each.is_finite and (each.state == "running" or (each.state == "ended" and each.exit_code == 0))
             for each in ranks
@@ -123,14 +133,13 @@ class NodeView:
 
 @dataclass
 class Slowness:
-    """Slow steps in a row: since when, at which step they were looked at last, and who stood out how often.
+    """Slow steps in a row: since when, and who stood out how often.
 
     Args:
         gaps: by rank and node that waited least: by how much less than all others, in each look.
     """
 
     since_s: float | None = None
-    step: int = 0
     gaps: dict[tuple[int, str], list[float]] = field(default_factory=dict)
 
 
@@ -145,7 +154,12 @@ class View:
         self.steps_ms: deque[float] = deque(maxlen=1024)
         self.step = 0
         self.stepped_s = 0.0
+        self.in_phase_s = 0.0
+        """When a rank was last heard of in a phase that takes its time, monotonic seconds."""
         self.slow = Slowness()
+        self.usual_gaps: deque[tuple[int, float]] = deque(maxlen=_KEPT_STEPS)
+        """Rank that waited least in looks at normal steps, of earlier incarnations too, and by how much less."""
+        self.looked_step = 0
         self.has_news = True
         """Whether a heartbeat has come, since this was last cleared, that is more than a sign of life."""
         self.clocks = NodeClocks()
@@ -163,6 +177,8 @@ class View:
         is_stopped = {each.rank for each in heartbeat.ranks if each.state in ("stopped", "blocked")}
         since = {rank: stopped.get(rank, now_s) for rank in is_stopped}
         view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s, since)
+        if view.is_in_phase:
+            self.in_phase_s = now_s
         if view.newest is not None and heartbeat.tx_bytes:
             moved = self._traffic.setdefault(heartbeat.node, deque(maxlen=_KEPT_STEPS))
             if not moved or now_s - moved[-1][0] > self._heartbeat_s / 2:  # not what is told at once, between two
@@ -177,7 +193,7 @@ class View:
         self.steps_ms.clear()
         self._traffic.clear()
         self.step, self.stepped_s = 0, now_s
-        self.slow = Slowness()
+        self.slow, self.looked_step = Slowness(), 0
 
     def forgive(self, seconds: float) -> None:
         """Let all nodes have been heard of later: the driver itself, or the store, was away for so long."""
@@ -186,6 +202,7 @@ class View:
             node.stopped_since_s = {rank: since + seconds for rank, since in node.stopped_since_s.items()}
         self.expected = {name: since_s + seconds for name, since_s in self.expected.items()}
         self.stepped_s += seconds
+        self.in_phase_s += seconds
 
     def follow_steps(self, members: Sequence[str], incarnation: int, now_s: float) -> None:
         """Note the newest step of the members, and its time and loss."""
@@ -205,6 +222,23 @@ class View:
             if view is not None and view.heartbeat.incarnation == incarnation:
                 for rank in view.heartbeat.ranks:
                     yield name, rank
+
+    def look(self, members: Sequence[str], incarnation: int) -> tuple[int, str, float] | None:
+        """Rank and node that wait least for others, and by how much less than all others, as a share of a step.
+
+        None: fewer than three ranks tell that, or one has told of no step since the last look.
+        """
+        ranks = list(self.ranks(members, incarnation))
+        if len(ranks) < 3 or min(rank.step for _, rank in ranks) <= self.looked_step:
+            return None
+        waits = sorted((rank.exposed, rank.rank, node) for node, rank in ranks if rank.exposed is not None)
+        self.looked_step = self.step
+        return (*waits[0][1:], waits[1][0] - waits[0][0]) if len(waits) > 2 else None
+
+    def usual_gap(self, rank: int) -> float | None:
+        """By how much less a rank waits than all others in normal steps, in the median; None: too little is known."""
+        gaps = [gap if least == rank else 0.0 for least, gap in self.usual_gaps]
+        return statistics.median(gaps) if len(gaps) >= _LEAST_LOOKS else None
 
     def newest(self, members: Sequence[str], incarnation: int) -> RankStatus | None:
         """The rank of an incarnation that has told of the last step; None: there is none."""
@@ -272,8 +306,10 @@ def find(
     findings = [*_lost(view, members, settings.missed, now_s, now_ns)]
     unclean = [name for name in members if name in view.nodes and not view.nodes[name].is_clean]
     by_rank = {rank.rank: node for node, rank in view.ranks(members, incarnation)} if unclean else {}
+    blocked = [name for name in unclean if view.nodes[name].is_blocked]
+    is_shared = len(blocked) > 1 and len(blocked) > _MOST_LOST * len(members)  # [Note: silence]
     for node, rank in view.ranks(unclean, incarnation):
-        findings += _of_rank(node, rank, view, settings, now_s, now_ns)
+        findings += _of_rank(node, rank, view, settings, now_s, now_ns, is_shared=is_shared)
     for name in unclean:
         heartbeat = view.nodes[name].heartbeat
         # Lines of an incarnation before are told until the next one begins, and mean nothing here.
@@ -300,8 +336,20 @@ def _lost(view: View, members: Sequence[str], missed: int, now_s: float, now_ns:
 
 
 def _of_rank(
-    node: str, rank: RankStatus, view: View, settings: ResilienceConfig, now_s: float, now_ns: int
+    node: str,
+    rank: RankStatus,
+    view: View,
+    settings: ResilienceConfig,
+    now_s: float,
+    now_ns: int,
+    *,
+    is_shared: bool,
 ) -> Iterable[Finding]:
+    """Find what is wrong with one process.
+
+    Args:
+        is_shared: most nodes have processes that are blocked in the kernel.
+    """
     who = f"rank {rank.rank} (process {rank.pid})"
     if rank.state == "ended" and rank.exit_code and not rank.was_ended:
         at_ns = rank.ended_ns or now_ns
@@ -318,9 +366,15 @@ def _of_rank(
             yield Finding("exited", "symptom", node, rank.rank, text, at_ns, when)
     if rank.state in ("stopped", "blocked"):
         since_s = now_s - view.nodes[node].stopped_since_s.get(rank.rank, now_s)
-        if since_s > settings.stopped_s:
+        # In a phase a process reads and writes files, and may wait for a slow file system as it does for the phase.
+        is_in_phase = rank.state == "blocked" and rank.phase
+        if since_s > (max(settings.stopped_s, settings.phase_s) if is_in_phase else settings.stopped_s):
             word = "is stopped by a signal" if rank.state == "stopped" else "is blocked in the kernel"
-            yield Finding("stopped", "cause", node, rank.rank, f"{who} {word}, for {since_s:.1f} s", now_ns)
+            text = f"{who} {word}, for {since_s:.1f} s"
+            if rank.state == "blocked" and is_shared:
+                yield Finding("stopped", "note", "", None, f"{text}, and so are others on most nodes", now_ns)
+            else:
+                yield Finding("stopped", "cause", node, rank.rank, text, now_ns)
     if not rank.is_finite:
         yield Finding("nan", "symptom", node, rank.rank, f"{who}: the loss of step {rank.step} is no number", now_ns)
 
@@ -359,7 +413,9 @@ def _hung(
     if not ranks or all(rank.state == "ended" for _, rank in ranks):
         return
     typical_ms = view.typical_ms() or typical_ms
-    is_in_phase = view.step == 0 or any(rank.phase for _, rank in ranks)
+    is_in_phase = not typical_ms or view.step == 0 or any(rank.phase for _, rank in ranks)
+    if not is_in_phase:
+        silent_s = min(silent_s, now_s - view.in_phase_s)
     limit_s = max(settings.silence_floor_s, settings.silence_factor * typical_ms / 1e3)
     limit_s = max(limit_s, settings.phase_s) if is_in_phase else limit_s
     if silent_s <= limit_s:
@@ -405,27 +461,30 @@ def _slow(
 ) -> Iterable[Finding]:  # fmt: skip
     """Find steps that take long, and the rank that holds up all others: [Note: slow]."""
     recent = list(view.steps_ms)[-settings.slow_steps :]
+    normal_ms = typical_ms or view.typical_ms()
+    if recent and normal_ms and recent[-1] < settings.slow_factor * normal_ms:
+        look = view.look(members, incarnation)
+        if look is not None:
+            view.usual_gaps.append((look[0], look[2]))
     if not typical_ms or len(recent) < settings.slow_steps or min(recent) < settings.slow_factor * typical_ms:
         view.slow = Slowness()
         return
     slow = view.slow
     slow.since_s = now_s if slow.since_s is None else slow.since_s
-    waits = sorted(
-        ((rank.exposed, rank.rank, node) for node, rank in view.ranks(members, incarnation) if rank.exposed is not None)
-    )
-    if len(waits) > 2 and view.step > slow.step:
-        slow.step = view.step
-        slow.gaps.setdefault(waits[0][1:], []).append(waits[1][0] - waits[0][0])
+    look = view.look(members, incarnation)
+    if look is not None:
+        slow.gaps.setdefault(look[:2], []).append(look[2])
     if now_s - slow.since_s < settings.slow_floor_s:
         return
     text = f"{len(recent)} steps took {statistics.median(recent):.0f} ms and more, typical are {typical_ms:.0f} ms"
     (rank, node), gaps = max(slow.gaps.items(), key=lambda each: len(each[1]), default=((0, ""), [0.0]))
     num_looks, lost_share = sum(map(len, slow.gaps.values())), 1 - typical_ms / statistics.median(recent)
     is_steady = len(gaps) >= max(_LEAST_LOOKS, _MOST_LOOKS * num_looks)
-    if is_steady and statistics.median(gaps) > max(_EXPOSED_GAP, _EXPLAINED * lost_share):
-        text += f"; rank {rank} waits least for others, in {len(gaps)} of {num_looks} looks"
-        if len(waits) > 1 and waits[0][1] == rank:
-            text += f", now {waits[0][0]:.0%} of a step and all others {waits[1][0]:.0%} and more"
+    usual = view.usual_gap(rank)
+    growth = -math.inf if usual is None else statistics.median(gaps) - usual
+    if is_steady and growth > max(_EXPOSED_GAP, _EXPLAINED * lost_share):
+        text += f"; rank {rank} waits least for others, in {len(gaps)} of {num_looks} looks, by"
+        text += f" {statistics.median(gaps):.0%} of a step, and by {usual:.0%} in normal steps"
         yield Finding("slow", "cause" if settings.evict_slow else "note", node, rank, text, now_ns)
     else:
         yield Finding("slow", "note", "", None, f"{text}; which rank is the cause cannot be told", now_ns)

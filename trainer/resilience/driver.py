@@ -324,6 +324,12 @@ class Driver:
             self.view, facts.members, facts.incarnation, self.settings, now_s, int(self._wall() * 1e9), facts.step_ms
         )
         findings += self._died()
+        findings = [
+            policy.spare_slow(finding, facts, self.roster.num_standbys(now_s), self._wall())
+            if (finding.kind, finding.weight) == ("slow", "cause")
+            else finding
+            for finding in findings
+        ]
         self._note_only([finding for finding in findings if finding.weight == "note"])
         causes = [finding for finding in findings if finding.weight == "cause"]
         symptoms = [finding for finding in findings if finding.weight == "symptom" and finding.kind != "symptom"]

@@ -18,13 +18,14 @@ comes again, half of the nodes that are still suspected are replaced (first thos
 or that ended among the first), as far as there are standbys: where it stays away
 then, the fault was among those that left (they stay out), and where it comes again, among the others. A number that
 is lost again at the same step, on another node, comes from the job or its data: that is no node's fault, and the run
-is given up. So it is when restarts bring no new step, `max_fruitless` times in a row.
+is given up. So it is when restarts bring no new step, `max_fruitless` times in a row. A slow node is evicted where
+there is a standby, and once a day for the same rank: where that is slow on the next node too, it is no node's fault.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from netlayer.config.resilience import ResilienceConfig
@@ -96,6 +97,7 @@ class Decision:
         evict: nodes that leave the run.
         suspects: nodes one of which may be at fault, after this decision: what `Facts.suspects` becomes.
         reason: the evidence, in one line.
+        ranks: whose nodes are evicted because they are slow.
     """
 
     action: Action
@@ -104,6 +106,7 @@ class Decision:
     evict: tuple[str, ...]
     suspects: tuple[str, ...]
     reason: str
+    ranks: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -129,10 +132,10 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
     if facts.restarts >= settings.max_restarts:
         line = f"{facts.restarts} restarts, as many as job.resilience.max_restarts allows; the last fault: {reason}"
         return Decision("give_up", kind, nodes, (), (), line)
-    if kind in ("asked", "self_check", "hardware", "node_lost", "slow") or (kind == "corrupt" and nodes):
-        return Decision("evict", kind, nodes, nodes, (), reason)
-    if kind in ("checkpoint", "disk"):
+    if kind in ("checkpoint", "disk") or (kind == "slow" and not standbys):
         return Decision("retry", kind, (), (), (), reason)
+    if kind in ("asked", "self_check", "hardware", "node_lost", "slow") or (kind == "corrupt" and nodes):
+        return Decision("evict", kind, nodes, nodes, (), reason, _slow_ranks(incident) if kind == "slow" else ())
     if nodes:
         again = tuple(
             node for node in nodes if _faults_of(node, facts, incident.detected_s) >= settings.retries_in_place
@@ -142,6 +145,22 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
             return Decision("evict", kind, nodes, again, (), line)
         return Decision("retry", kind, nodes, (), (), f"{reason}; restarted in place")
     return _isolate(kind, reason, [*incident.unclear_checks, *suspects], facts, standbys)
+
+
+def spare_slow(finding: Finding, facts: Facts, standbys: int, now_s: float) -> Finding:
+    """Return a slow rank as a note, with the reason, where its node's eviction would not help: [Note: what is done]."""
+    blamed = [each["decision"] for each in facts.incidents if now_s - each["detected_s"] < _REMEMBERED_S]
+    if any(finding.rank in each.get("ranks", ()) for each in blamed):
+        text = f"{finding.text}; so it was before its node was evicted: it is no node's fault"
+    elif not standbys:
+        text = f"{finding.text}; there is no standby that could take its node's place"
+    else:
+        return finding
+    return replace(finding, weight="note", text=text)
+
+
+def _slow_ranks(incident: Incident) -> tuple[int, ...]:
+    return tuple(each.rank for each in incident.findings if each.kind == "slow" and each.rank is not None)
 
 
 class Diagnosis(NamedTuple):

@@ -19,6 +19,7 @@ from trainer.resilience.journal import Journal, entries
 from trainer.resilience.link import MAX_READS
 from trainer.resilience.machine import TERMINAL, Event, State
 from trainer.resilience.messages import Beacon, Heartbeat, seal, unseal
+from trainer.resilience.rules import load_rules, match
 
 from .fleet import FakeNode, Fleet
 
@@ -164,6 +165,23 @@ def test_a_lost_number_that_comes_again_elsewhere_is_the_jobs(tmp_path: Path) ->
     assert fleet.driver.facts.evicted == {}
 
 
+def test_a_loss_that_is_lost_on_all_ranks_blames_no_node(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    line = "error: step 13: the loss is " + ", ".join(f"nan on rank {rank} (dp={rank})" for rank in range(4))
+    for _ in range(2):
+        fleet.until(lambda: fleet.driver.facts.state is State.RUN and fleet.driver.view.step == 12)
+        for rank in range(4):
+            found = match(load_rules(), "rank", line, rank, fleet.node(rank).now_ns())
+            assert found is not None
+            fleet.node(rank).matches.append(found)
+            fleet.node(rank).step = 12
+            fleet.node(rank).die(1)
+        fleet.until(lambda: fleet.driver.facts.state is not State.RUN)
+    assert fleet.finish() is State.FAILED
+    assert fleet.decisions == [("retry", "nan", []), ("give_up", "nan", [])]
+    assert fleet.driver.facts.evicted == {}
+
+
 def test_a_wrong_job_is_not_started_again(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.until_state(State.START)
@@ -218,6 +236,35 @@ def test_a_slow_node_that_holds_up_all_others_is_evicted(tmp_path: Path) -> None
     fleet.step_ms, slow.exposed = 1500.0, 0.05
     fleet.until(lambda: len(fleet.decisions) == 2)
     assert fleet.decisions[1] == ("evict", "slow", [slow.name])
+
+
+def test_a_rank_that_is_slow_on_the_next_node_too_is_no_nodes_fault(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=200, slow_steps=5, slow_floor_s=5.0)
+    fleet.until_step(30)
+    fleet.node(0).die(-9)
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_step(40)
+    fleet.step_ms = 1500.0
+    while fleet.driver.facts.state not in TERMINAL:
+        for node in fleet.nodes.values():
+            node.exposed = 0.05 if fleet.rank_of(node) == 2 and node.name in fleet.driver.facts.members else 0.5
+        fleet.tick()
+    assert [(action, kind) for action, kind, _ in fleet.decisions] == [("retry", "killed"), ("evict", "slow")]
+    noted = [entry["evidence"]["finding"] for entry in entries(fleet.folder.journal) if entry["event"] == "noted"]
+    assert "before its node was evicted" in noted[-1]["text"]
+
+
+def test_a_slow_node_stays_where_nobody_could_take_its_place(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=120, slow_steps=5, slow_floor_s=5.0, replace=False)
+    fleet.until_step(30)
+    fleet.node(0).die(-9)
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_step(40)
+    fleet.step_ms, fleet.node(2).exposed = 1500.0, 0.05
+    assert fleet.finish() is State.COMPLETED
+    assert len(fleet.decisions) == 1
+    noted = [entry["evidence"]["finding"] for entry in entries(fleet.folder.journal) if entry["event"] == "noted"]
+    assert any("there is no standby" in each["text"] for each in noted)
 
 
 def test_everybody_slow_in_turn_evicts_nobody(tmp_path: Path) -> None:

@@ -103,6 +103,18 @@ def test_lines_of_the_kernel(line: str, means: str | None) -> None:
         ("error: rank 3 (dp=3; host h) failed at step 9 in loop.py:88: RuntimeError: x", "named", (3,)),
         ("error: step 7: the loss is nan on rank 1 (tp=0, pp=0, dp=1); lower job.optimizer.lr", "nan", (1,)),
         (
+            "error: step 7: the loss is nan on rank 0 (tp=0, pp=0, dp=0), -inf on rank 1 (tp=0, pp=0, dp=1); lower",
+            "nan",
+            (0, 1),
+        ),
+        (
+            "error: step 7: the held-out loss of wiki is nan on rank 0 (dp=0), nan on rank 2 (dp=1), nan on rank 4 "
+            "(dp=2), and on 5 more ranks; lower job.optimizer.lr",
+            "nan",
+            (0, 2, 4),
+        ),
+        ("step 7: waits for a message, of 3 on rank 1", None, ()),
+        (
             "error: step 40: replicas that agreed after step 30 differ: rank 2 (tp=0, dp=2) has other parameters, "
             "rank 3 (tp=0, pp=0, dp=3) has other parameters",
             "corrupt",
