@@ -582,7 +582,7 @@ class JobConfig(Section):
         """Refuse comparisons that find nothing, or after which no sound checkpoint would be left."""
         every, saved = self.watch.compare_replicas_every, self.checkpoint
         name, span = "job.watch.compare_replicas_every", (saved.keep - 1) * saved.every_steps
-        if every and self.parallel.dp == 1:
+        if every and self.parallel.data_ranks == 1:
             _fail(name, every, "needs replicas, but job.parallel.dp = 1", "set it to 0")
         if every and saved.every_steps and span < every:
             rule = f"is above the {span} steps that the older of job.checkpoint.keep = {saved.keep} checkpoints span"
