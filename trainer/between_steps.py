@@ -170,7 +170,9 @@ class BetweenSteps:
         if self._replicas is not None and self.compares(step):
             self._trainer.exclude_time()
             with self._trainer.phase("compares replicas"):
-                self._replicas.compare(step)
+                line = self._replicas.compare(step)
+            if line:
+                self._on_warning(line)
         if self.evaluates(step) and not stops:
             with _timed(row, "eval_s"):
                 self.evaluate(step)

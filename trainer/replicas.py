@@ -7,10 +7,11 @@ Every so many steps (job.watch.compare_replicas_every), with no step under way, 
 - the loss of one batch that is the same on all replicas, computed once more by each: a unit that computes wrong, again
   and again. It is the forward pass of a micro-batch, on every node at once in place of one step on another node.
 
-What is found must repeat: a single flip that is gone when it is looked for is out of reach, as is one in what a single
-rank owns (a reduced gradient, a shard of the optimizer's state), which reaches all replicas alike. Replicas that
-compute with different algorithms differ without a fault: losses are compared on GPUs of one name alone, and with
-algorithms that are measured at the start they may have to be skipped (job.watch.compare_losses).
+What differs is read and computed once more, and a rank is accused only if it is odd both times: a kernel that adds in
+another order from run to run may differ once. Out of reach is a single flip that is gone when it is looked for, and one
+in what a single rank owns (a reduced gradient, a shard of the optimizer's state), which reaches all replicas alike.
+Replicas that compute with different algorithms differ without a fault: losses are compared on GPUs of one name alone,
+and with algorithms that are measured at the start they may have to be skipped (job.watch.compare_losses).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Differences:
-    """Ranks that differ from the replicas that are in the majority; `is_known` is False where none are."""
+    """Ranks that differ from the replicas that are in the majority, each time; `is_known` is False where none are."""
 
     ranks: tuple[int, ...]
     is_known: bool
@@ -56,20 +57,33 @@ class ReplicaCheck:
         self.compares_losses = model.job.watch.compare_losses and len(set(names)) == 1
 
     @torch.no_grad()
-    def compare(self, step: int) -> None:
-        """Compare, and raise on all ranks alike where replicas differ; the host waits.
+    def compare(self, step: int) -> str:
+        """Compare, and raise on all ranks alike where replicas differ twice in a row; the host waits.
+
+        Returns:
+            A line for the user where they differed, and not in the same ranks when it was done once more; else "".
 
         Raises:
             CheckFailed: they do; names the ranks, and the last step after which they agreed.
         """
-        model = self._model
-        own = [self._parameters(), self._loss(step) if self.compares_losses else 0]
-        rows = model.world.all_gather_ints(own, "replicas")
-        for name, values in zip(("parameters", "losses of the same batch"), zip(*rows, strict=True), strict=True):
-            odd = differences(values, model.layout)
+        layout, first = self._model.layout, self._read(step)
+        doubtful = [name for name, values in first.items() if differences([values], layout).ranks]
+        again = self._read(step) if doubtful else {}
+        for name in doubtful:
+            odd = differences([first[name], again[name]], layout)
             if odd.ranks:
-                raise CheckFailed(_line(step, name, odd, self._agreed, model.layout))
+                raise CheckFailed(_line(step, name, odd, self._agreed, layout))
         self._agreed = step
+        if not doubtful:
+            return ""
+        once = "; ".join(f"{describe_ranks(differences([first[name]], layout).ranks)} in {name}" for name in doubtful)
+        return f"step {step}: replicas differed once, and not when compared again ({once}): nobody is accused"
+
+    def _read(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Return what is compared, a number a rank, by name; the same on all ranks."""
+        own = [self._parameters(), self._loss(step) if self.compares_losses else 0]
+        columns = zip(*self._model.world.all_gather_ints(own, "replicas"), strict=True)
+        return dict(zip(("parameters", "losses of the same batch"), columns, strict=True))
 
     def _parameters(self) -> int:
         """Sum of the words of all gathered parameters; 0 where each rank keeps its shard alone."""
@@ -96,11 +110,11 @@ def digest(numbers: Tensor) -> int:
     return int(numbers.detach().contiguous().view(_WORDS[numbers.element_size()]).sum(dtype=torch.int64))
 
 
-def differences(values: Sequence[int], layout: ParallelLayout) -> Differences:
-    """Return the ranks whose value differs from that of most replicas of the same part of the model.
+def differences(readings: Sequence[Sequence[int]], layout: ParallelLayout) -> Differences:
+    """Return the ranks whose value differs from that of most replicas of the same part of the model, in each reading.
 
     Args:
-        values: one a rank.
+        readings: one value a rank, each.
         layout: which ranks are replicas of each other: those that differ in their part of a batch alone.
     """
     odd: list[int] = []
@@ -108,12 +122,18 @@ def differences(values: Sequence[int], layout: ParallelLayout) -> Differences:
     stage = layout.tp * layout.cp * layout.data_ranks
     for pp, first in itertools.product(range(layout.pp), range(layout.tp * layout.cp)):
         ranks = range(pp * stage + first, (pp + 1) * stage, layout.tp * layout.cp)
-        [(most, num), *others] = Counter(values[rank] for rank in ranks).most_common()
-        if num > len(ranks) / 2:
-            odd += [rank for rank in ranks if values[rank] != most]
-        elif others:
+        each = [_odd([values[rank] for rank in ranks]) for values in readings]
+        if None in each and all(indices is None or indices for indices in each):
             unclear += ranks
-    return Differences(tuple(unclear or odd), not unclear)
+        elif None not in each:
+            odd += [rank for index, rank in enumerate(ranks) if all(index in (indices or ()) for indices in each)]
+    return Differences(tuple(sorted(unclear or odd)), not unclear)
+
+
+def _odd(values: Sequence[int]) -> list[int] | None:
+    """Return the indices of values that are not those of the majority; None where there is no majority."""
+    most, num = Counter(values).most_common(1)[0]
+    return [index for index, value in enumerate(values) if value != most] if num > len(values) / 2 else None
 
 
 def _line(step: int, name: str, odd: Differences, agreed: int, layout: ParallelLayout) -> str:

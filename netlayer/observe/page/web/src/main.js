@@ -32,6 +32,7 @@ class Page {
   async start() {
     const token = state.takeToken();
     if (token) keepToken(token);
+    addEventListener("hashchange", () => this.renew()); // an address with a token, put into a tab that is open
     try {
       this.take(await load("overview"));
     } catch (error) {
@@ -44,6 +45,13 @@ class Page {
     new ResizeObserver(() => this.resize()).observe(this.panel);
     performance.mark("netlayer-ready");
     if (!isStatic()) this.watch();
+  }
+
+  renew() {
+    const token = state.takeToken();
+    if (!token) return;
+    keepToken(token);
+    location.reload();
   }
 
   take(overview) {
