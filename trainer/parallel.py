@@ -254,6 +254,8 @@ class ParallelModel:
     def measure_in_backward(self, optimizer: Optimizers) -> None:
         """Have gradients measured, bucket by bucket, that the backward pass steps and drops: see `grad_norm`."""
         self._stepped_square = self.zero()
+        if self.place.dp_replicate > 0:  # of replicas, which hold the same gradients, the first one counts
+            return
 
         def measure(each: torch.optim.Optimizer, *_: object) -> None:
             grads = [piece.grad for group in each.param_groups for piece in group["params"] if piece.grad is not None]

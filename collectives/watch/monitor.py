@@ -80,6 +80,7 @@ _BATCH = 4096  # events that are handed over at once
 _PORTION = 64  # events that are converted between two pauses, about 0.2 ms: [Note: cost]
 _PAUSE_S = 100e-6
 _RENEW_AFTER_S = 15.0  # age of a time base: [Note: precision] in collectives.clock
+_INT32 = 1 << 31  # numbers of micro-batches, chunks and peers lie below
 _LEAST_WAIT_NS = 2_000  # a wait for what was done already
 _LEAST_GC_NS = 500_000
 _LATEST_END_S = 10.0  # on the CPU an end that nobody waited for is not known
@@ -324,9 +325,13 @@ class Monitor:
         if self._thread.is_alive():  # in a transport that hangs: daemons end with the process
             logger.warning("the monitor's last events are lost: its transport does not answer")
             return
-        if not self.flush(timeout_s):
-            logger.warning("the monitor's last events are lost: the device has not come to them")
-        self._transport.close()
+        try:
+            if not self.flush(timeout_s):
+                logger.warning("the monitor's last events are lost: the device has not come to them")
+            self._transport.close()
+        except Exception:
+            # A run that went well must not fail for what only watched it.
+            logger.exception("the monitor's last events are lost")
 
     # What its thread does.
 
@@ -418,7 +423,12 @@ class Monitor:
             error += self._time_base.uncertainty_ns
         rows.clock_offset_ns, rows.clock_error_ns = offset, error
         time.sleep(_PAUSE_S)
-        lost = self._transport.send(rows)
+        try:
+            lost = self._transport.send(rows)
+        except Exception:
+            # Only this batch: what made it fail may be a series, so the next one begins a table without it.
+            logger.exception("the monitor lost a batch")
+            lost, self._table = len(rows), SeriesTable()
         self.num_dropped += lost
         self._num_unsaid += lost
 
@@ -468,7 +478,8 @@ class Monitor:
     def _add_timed(self, rows: EventColumns, entry: _Timed) -> None:
         assert entry.start is not None
         assert entry.end is not None
-        series = Series("segment", entry.name, entry.segment, entry.micro_batch, entry.chunk, entry.timing, entry.lane)
+        numbers = _int(entry.micro_batch), _int(entry.chunk)
+        series = Series("segment", entry.name, entry.segment, *numbers, entry.timing, entry.lane)
         start_ns, end_ns = self._times([entry.start, entry.end])
         if entry.attributes:
             rows.attributes[len(rows)] = to_json(entry.attributes)
@@ -654,7 +665,9 @@ def _portions(records: Sequence[Any]) -> Iterable[Sequence[Any]]:
 
 
 def _int(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+    """Return a number that its column can hold; None: it is none, and the batch would be lost for it."""
+    is_held = isinstance(value, int) and not isinstance(value, bool) and -_INT32 < value < _INT32
+    return value if is_held else None
 
 
 def _exempt_from_captures() -> None:

@@ -18,7 +18,7 @@ from collectives import clock as clock_module
 from collectives.transport import current_stream as current_stream_module
 from collectives.watch.monitor import Monitor
 from collectives.watch.processor import ProcessorWait
-from netlayer.observe.events import Counter, Event, Mark, Origin, Segment
+from netlayer.observe.events import Counter, Event, Mark, Origin, Segment, events_of, to_batch
 from tests.collectives.conftest import RunCase
 from tests.collectives.harness import Case, Ranks, on_ranks
 from tests.collectives.monitor_cases import CASES
@@ -202,6 +202,51 @@ def test_a_broken_transport_does_not_end_the_monitor() -> None:
     monitor.mark("b")
     until(lambda: any(each.name == "b" for each in broken.events))
     monitor.close()
+
+
+class Encoding(Kept):
+    """A transport that hands on what Arrow takes, as files and servers do."""
+
+    def send(self, events: Sequence[Event]) -> int:
+        return super().send(list(events_of(to_batch(events))))
+
+
+@pytest.mark.parametrize("number", [True, 2**31, "3"])
+def test_a_number_that_no_column_holds_costs_itself_alone(number: Any) -> None:
+    kept = Encoding()
+    monitor = Monitor(kept, ORIGIN, interval_s=600)
+    with monitor.segment("forward", micro_batch=number, chunk=1):
+        pass
+    monitor.close()
+    assert [(each.micro_batch, each.chunk) for each in kept.segments()] == [(None, 1)]
+    assert monitor.num_dropped == 0
+
+
+def test_a_batch_that_cannot_be_encoded_costs_no_other_and_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Encoding()
+    monitor = Monitor(kept, ORIGIN, interval_s=600)
+    name: Any = object()
+    with monitor.segment("forward", name):
+        pass
+    monitor.flush()
+    for lane in ("a", "b"):
+        with monitor.segment("forward", lane=lane):
+            pass
+    monitor.flush()
+    with monitor.segment("backward", name):
+        pass
+    monitor.close()
+    assert [(each.name, each.lane) for each in kept.segments()] == [("forward", "a"), ("forward", "b")]
+    assert (monitor.num_dropped, kept.closed) == (2, 1)
+    assert caplog.text.count("the monitor lost a batch") == 2
+
+
+def test_what_a_sampler_raises_at_the_end_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> Sequence[Counter]:
+        raise OSError("no such counter")
+
+    Monitor(Kept(), ORIGIN, interval_s=600, samplers=[fails]).close()
+    assert "no such counter" in caplog.text
 
 
 def until(condition: Any) -> None:

@@ -120,6 +120,29 @@ def test_a_file_system_without_such_writes_gets_usual_ones(
     assert (tmp_path / "part" / "file").read_bytes() == content
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_what_was_written_before_a_refused_write_is_not_written_twice(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open, real_write, lengths = os.open, os.write, list[int]()
+
+    def writes(opened: int, content: memoryview) -> int:
+        lengths.append(len(content))
+        if len(lengths) == 2:
+            raise OSError(code, os.strerror(code))
+        return real_write(opened, content[:4096] if len(lengths) == 1 else content)  # short, and aligned
+
+    monkeypatch.setattr(storage.os, "open", lambda path, flags, mode: real_open(path, flags & ~os.O_DIRECT, mode))
+    monkeypatch.setattr(storage.os, "write", writes)
+    content = random.Random(3).randbytes(20_000)
+    disk = LocalStorage(tmp_path, direct=True)
+    disk.create("part", 0)
+    with disk.write("part", "file") as stream:
+        stream.write(content)
+    assert lengths[:3] == [16_384, 12_288, 12_288]
+    assert (tmp_path / "part" / "file").read_bytes() == content
+
+
 def test_a_full_disk_past_the_page_cache_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(_opened: int, _content: memoryview) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

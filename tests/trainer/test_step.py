@@ -99,14 +99,18 @@ def _with_graph(job: JobConfig) -> JobConfig:
 
 
 def test_steps_inside_the_backward_pass_are_those_behind_it_to_the_bit(tmp_path: Path) -> None:
-    """With accumulation, tied tables, recomputation and evaluations between; their norm is summed in another order."""
-    models: list[dict[str, Any]] = [LLAMA, {**PARALLEL, "recompute": "full"}]
-    jobs = [unclipped(job_of({"dp": 2}, model, {})) for model in models]
+    """With accumulation, tied tables, recomputation, replicas and evaluations between.
+
+    Their norm is summed in another order.
+    """
+    jobs = [unclipped(job_of({"dp": 2}, model, {})) for model in (LLAMA, {**PARALLEL, "recompute": "full"})]
+    jobs.append(unclipped(job_of({"dp_replicate": 2}, {"layers": 1}, {})))
+    half = len(jobs)
     jobs += [stepping_in_backward(job) for job in jobs]
     with meeting_place() as place:
         url = place.init_method("in_backward")
         found = launch(layout_ranks.run_steps, 2, args=(jobs, url), log_dir=tmp_path)[0]
-    for expected, got in zip(found[: len(models)], found[len(models) :], strict=True):
+    for expected, got in zip(found[:half], found[half:], strict=True):
         assert got.losses == expected.losses
         assert got.norms == pytest.approx(expected.norms, rel=1e-12)
         assert all(torch.equal(got.parameters[name], value) for name, value in expected.parameters.items())

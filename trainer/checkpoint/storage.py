@@ -31,6 +31,8 @@ _DIRECT_BYTES = 8 << 20
 """Size of each of the two buffers of a file that is written past the page cache."""
 _ALIGNMENT = 4096
 """Offsets and lengths of such writes are multiples of it: no disk has larger blocks."""
+_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+"""What file systems say that cannot write past the page cache, or not this."""
 
 
 class Storage(Protocol):
@@ -232,7 +234,7 @@ class _Direct:
         try:
             return cls(os.open(path, flags | os.O_DIRECT, 0o666))
         except OSError as exc:
-            if exc.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            if exc.errno not in _NOT_DIRECT:
                 raise
             return None
 
@@ -275,13 +277,15 @@ class _Direct:
             written.result()
 
     def _write_whole(self, content: memoryview) -> None:
+        begin = os.lseek(self._opened, 0, os.SEEK_CUR)
         try:
             count = _write_all(self._opened, content, _ALIGNMENT)
         except OSError as exc:
             # Some file systems let a file be opened so, and then not written.
-            if exc.errno != errno.EINVAL:
+            if exc.errno not in _NOT_DIRECT:
                 raise
-            count = 0
+            # Writes before the one that was refused may have taken a part of it.
+            count = os.lseek(self._opened, 0, os.SEEK_CUR) - begin
         if count < len(content):
             self._leave_direct()
             _write_all(self._opened, content[count:])

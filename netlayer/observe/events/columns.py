@@ -109,17 +109,20 @@ class SeriesTable:
         import pyarrow as pa
 
         new = self.series[self._num_encoded :]
-        for name in _TEXTS:
-            places = self._places[name]
-            texts = [getattr(each, name) for each in new]
-            codes = [_NULL if text is None else places.setdefault(text, len(places)) for text in texts]
-            if name not in self._dictionaries or len(places) > len(self._dictionaries[name]):
-                self._dictionaries[name] = arrow_array(name, list(places), pa.string())
-            self._append(name, codes)
+        codes: dict[str, list[int]] = {}
         for name in _NUMBERS:
             values = [getattr(each, name) for each in new]
             arrow_array(name, values, _types()[name])  # says which one does not fit
-            self._append(name, [_NULL if value is None else value for value in values])
+            codes[name] = [_NULL if value is None else value for value in values]
+        for name in _TEXTS:
+            places = self._places[name]
+            texts = [getattr(each, name) for each in new]
+            codes[name] = [_NULL if text is None else places.setdefault(text, len(places)) for text in texts]
+            if name not in self._dictionaries or len(places) > len(self._dictionaries[name]):
+                self._dictionaries[name] = arrow_array(name, list(places), pa.string())
+        # All of them at the end: after an error the codes of no column are ahead of those of the others.
+        for name, some in codes.items():
+            self._append(name, some)
         self._num_encoded = len(self.series)
 
     def _append(self, name: str, codes: list[int]) -> None:
