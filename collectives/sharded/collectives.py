@@ -111,8 +111,10 @@ class ReduceScatter(ABC):
         sum_dtype: torch.dtype | None = None,
     ) -> None:
         self.comm, self.dtype, self.replicas = comm, dtype, replicas
+        # Copy engines' sums are wider than what travels.
         self._sum_dtype = sum_dtype or dtype
         num_replicas = 1 if replicas is None else replicas.world_size
+        # A mean is over everyone that has gradients of the parameter, the replicas' ranks among them.
         num_ranks = comm.world_size * num_replicas
         self._gets_means = mean and divides  # [Note: means]
         has_to_divide = mean and not self._gets_means
@@ -130,6 +132,7 @@ class ReduceScatter(ABC):
 
     def is_local(self, bucket: Bucket) -> bool:
         """Whether nothing is sent: one rank alone, whose gradients lose no digits where the optimiser reads them."""
+        # Where the optimiser's dtype holds all that would travel, adding up there loses nothing.
         wide = bucket.grad_S.dtype
         return self.comm.world_size == 1 and self.replicas is None and torch.promote_types(wide, self.dtype) == wide
 
@@ -153,6 +156,7 @@ class ReduceScatter(ABC):
             adds: to the reduced gradients that the shard holds, where they travel.
         """
         if self.is_local(bucket):
+            # Most was added up where the optimiser reads it; what autograd has put elsewhere is copied there.
             assert bucket.local_N is bucket.grad_S, "open where gradients stay"
             bucket.copy_in(bucket.grad_S.dtype).fill()
             # A work all the same, so that callers wait for it as for any other.
@@ -164,6 +168,7 @@ class ReduceScatter(ABC):
             output_S = copy_in.buffer.new_empty(bucket.plan.shard_numel, dtype=self._sum_dtype)
         else:
             output_S = shard_S
+        # The one collective of the bucket: all that follows waits for it on the side stream, not on the host.
         work = self._reduce(output_S, copy_in)
         if self.replicas is not None:
             work.then(functools.partial(self.replicas.all_reduce, output_S), self.stream)
@@ -246,6 +251,7 @@ class NcclReduceScatter(ReduceScatter):
         index = next(i for i, each in enumerate(self._buffers) if len(each.whole) >= plan.padded_numel)
         buffer = self._buffers.pop(index)
         self._buffers.append(buffer)
+        # Whoever used it last may still be on its way: its sum must have been read before gradients come here.
         user, buffer.user = buffer.user, None
         if user is not None:
             user.wait()
@@ -256,6 +262,7 @@ class NcclReduceScatter(ReduceScatter):
 
     def __call__(self, bucket: Bucket, adds: bool) -> Work:
         work = super().__call__(bucket, adds)
+        # The buffer taken last is this bucket's, for `allocate` puts what it hands out at the end.
         if self._buffers and not self.is_local(bucket):
             self._buffers[-1].user = work
         return work
@@ -267,6 +274,7 @@ class NcclReduceScatter(ReduceScatter):
     def _copy_in(self, bucket: Bucket) -> tuple[CopyIn, Tensor | None]:
         if not self._buffers:
             return super()._copy_in(bucket)
+        # Where gradients were not added up in a buffer (they came from elsewhere), one is taken now.
         whole_N, shard_S = self._acquired or self.allocate(bucket)
         self._acquired = None
         return bucket.copy_in(self.dtype, self.divisor, whole_N), shard_S
@@ -292,6 +300,7 @@ class PeerReduceScatter(ReduceScatter):
         *,
         peers: PeerReduce,
     ) -> None:
+        # The kernel that adds what peers have sent reads it once, and divides at no cost.
         super().__init__(comm, dtype, mean, replicas, divides=True, sum_dtype=torch.float32)
         self._peers = peers
 
@@ -335,10 +344,12 @@ def open_reduce_scatter(
         if reason is not None and peers is True:
             raise ValueError(f"peer_reduce: gradients cannot be copied to the peers ({reason}); omit it")
         peers = reason is None
+    # One rank alone has no group: nothing travels, whatever was asked for.
     if comm.group is not None and peers is True:
         return PeerReduceScatter(comm, dtype, mean, replicas, peers=_open_peer_reduce(comm, plans, dtype))
     if comm.group is not None and windows:
         return _open_in_windows(comm, plans, dtype, master_dtypes, mean, replicas, in_flight + 1, adds)
+    # By the device alone: the wrapper has refused groups whose backend cannot carry it.
     backend = GlooReduceScatter if comm.device.type == "cpu" else NcclReduceScatter
     return backend(comm, dtype, mean, replicas)
 
@@ -365,9 +376,11 @@ def _why_no_copies(
         reason = f"gradients travel in {dtype}"
     if reason is not None or not may_omit:
         return reason
+    # Each of the windows that take turns holds what all peers send of the largest bucket.
     needed = COPIES_AT_ONCE * max((plan.padded_numel for plan in plans), default=0) * dtype.itemsize
     free = free_bytes(comm.device)
     has_room = free is None or needed <= MOST_OF_FREE * free
+    # Copies need both ends: one rank without room means that no rank copies.
     rooms = comm.all_gather_ints([int(has_room)], "copies to peers")
     return None if all(room for [room] in rooms) else "a GPU has no memory for copies beside"
 
@@ -377,6 +390,7 @@ def _open_peer_reduce(comm: Communicator, plans: Sequence[BucketPlan], dtype: to
     assert comm.group is not None
     part_bytes = max((plan.shard_numel for plan in plans), default=0) * dtype.itemsize
     peers = PeerReduce(comm.group, comm.device, part_bytes, comm.peer_streams)
+    # Streams are few: the next wrapper on this communicator shares them.
     comm.peer_streams = peers.streams
     return peers
 
@@ -399,13 +413,16 @@ def _open_in_windows(
     """
     assert comm.group is not None
     of_plans = zip(plans, master_dtypes, strict=True)
+    # Sums that nothing is added to, in the masters' dtype, can land where the optimiser reads them.
     staying = {plan.index: plan.shard_numel for plan, master in of_plans if not adds and master == dtype}
     wholes = buffer_sizes([plan.padded_numel for plan in plans], count)
     shards = [
+        # Room for a sum that is cast or added afterwards, of the largest bucket that this buffer may carry.
         max((p.shard_numel for p in plans if p.index not in staying and p.padded_numel <= whole), default=0)
         for whole in wholes
     ]
     sizes = list(zip(wholes, shards, strict=True))
+    # One registration for all: each costs a collective and a mapping on every rank.
     num_bytes = sum(Windows.room(whole, dtype) + Windows.room(shard, dtype) for whole, shard in sizes)
     num_bytes += sum(Windows.room(numel, dtype) for numel in staying.values())
     windows = Windows(comm.group, comm.device, num_bytes)
@@ -465,6 +482,7 @@ class StepCheck:
             CheckFailed: ranks are at different steps.
             ValueError: ranks run with different settings.
         """
+        # Before anything is sent: a difference that is known already must not cost another round.
         self._look_at_earlier()
         self._num_reductions += 1
         comm = self._comm
@@ -478,6 +496,7 @@ class StepCheck:
             numbers.chunk(comm.world_size)[comm.rank].copy_(own, non_blocking=True)
 
         work = comm.all_gather(numbers, prepare, is_recorded=False)
+        # On the CPU nothing comes by itself; and the first round must be judged before what may hang is launched.
         if comm.stream is None or self._num_reductions == 1:
             work.wait()
             self._judge(numbers)
@@ -489,6 +508,7 @@ class StepCheck:
 
         work.then(bring, comm.stream)
         assert work.done_event is not None
+        # Both are read on the device until the event: they must not be freed, and used again, before.
         self._coming = on_host, work.done_event, (numbers, own)
 
     def _look_at_earlier(self) -> None:
@@ -511,11 +531,13 @@ def is_checked(number: int) -> bool:
 
 def raise_difference(states: Sequence[StepState], ranks: Sequence[int]) -> None:
     """Raise what `StepCheck.begin_round` raises, if these places of these ranks differ."""
+    # Settings first: ranks whose settings differ may be at different steps because of that.
     for field in StepState._fields[2:]:
         values = [getattr(place, field) for place in states]
         if len(set(values)) > 1:
             texts = [_format_setting(field, value) for value in values]
             raise ValueError(f"ranks differ in their settings: {spread(field, texts, ranks)}; give every rank the same")
+    # A rank's own count is compared only where some rank has no announced step.
     are_announced = all(place.announced != UNANNOUNCED for place in states)
     steps = [place.announced if are_announced else place.counted for place in states]
     if len(set(steps)) > 1:
