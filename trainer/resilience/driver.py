@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from netlayer.errors import ConfigError
 from trainer.resilience import detect, policy, status
 from trainer.resilience.backends import Backend
 from trainer.resilience.bus import Bus
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0  # for the cause, where only its symptoms have come
 _OBEY_S = 30.0  # from an assignment to no process: a node that takes longer is lost
-_MOST_NEVER_CAME = 6
 _LEAVE_S = 10.0
+_RETRY_S = 5.0  # after a write that has failed
 _MAX_INCIDENTS = 100
 
 Outcome = tuple[Event, dict[str, Any]] | None
@@ -83,6 +84,9 @@ class Driver:
         self._looked_s = self._keep_s = -1e9
         self._symptom_s: float | None = None
         self._kills = False  # stops without a checkpoint
+        self._is_stop_asked = False
+        self._retry_s = -1e9
+        self._disk_error = ""
         self._noted: set[tuple[str, str]] = set()
         self._status_s = -1e9
         self._marks = status.Marks(folder.out / "events", self.spec.name)
@@ -101,14 +105,28 @@ class Driver:
         with contextlib.suppress(OSError):  # a full disk ends no run
             self.folder.beat.touch()
         self._receive(now_s)
+        if now_s >= self._retry_s:
+            try:
+                self._act(now_s)
+                self._disk_error = ""
+            except (OSError, ConfigError) as exc:  # as above: nodes go on, by what is written down
+                self.journal.restore()
+                self._retry_s = now_s + _RETRY_S
+                if not self._disk_error:
+                    self._say(f"the driver waits for its disk, and nothing is decided until then: {plain(str(exc))}")
+                self._disk_error = str(exc)
+        self._send(now_s)
+        return self.facts.state not in TERMINAL
+
+    def _act(self, now_s: float) -> None:
+        """Do what follows from what has come, and write it down."""
         self._read_requests()
         self._keep_standbys(now_s)
+        self.roster.take_checks()
         if not self.link.is_down:
             outcome = self._handlers[self.facts.state](self, now_s)
             if outcome is not None:
                 self._move(*outcome)
-        self._send(now_s)
-        return self.facts.state not in TERMINAL
 
     def run(self) -> State:
         """Go on until the run is over; then end all nodes and return how it went."""
@@ -122,7 +140,10 @@ class Driver:
     def ask_to_stop(self, *, at_once: bool = False) -> None:
         """End the run after a step, with a checkpoint; `at_once`: without."""
         self._kills = self._kills or at_once
-        self.folder.ask("stop")
+        try:
+            self.folder.ask("stop")
+        except ConfigError:  # the disk is full
+            self._is_stop_asked = True
 
     def end(self) -> None:
         """End all nodes of a run that is over, and what it has on the store."""
@@ -140,7 +161,8 @@ class Driver:
         self._backend.close()
         self.write_status()
         self.link.forget(self.roster.names)
-        self.folder.ended.touch()
+        with contextlib.suppress(OSError):
+            self.folder.ended.touch()
         self.link.wait_for_store()
         self.close()
 
@@ -190,11 +212,16 @@ class Driver:
     def _note_store_away(self, away_s: float) -> None:
         if away_s > 1 and self.view.nodes:  # else it was not there yet
             self._say(f"the run's store was away for {away_s:.1f} s; no node is blamed for that")
-            self.journal.note("store away", seconds=round(away_s, 3))
+            with contextlib.suppress(OSError):
+                self.journal.note("store away", seconds=round(away_s, 3))
 
     def _read_requests(self) -> None:
         """Do what commands ask for; a request's file goes once that is in the journal."""
         facts = self.facts
+        if self._is_stop_asked:
+            with contextlib.suppress(ValueError):
+                self._move(Event.STOP_ASKED, {"at_once": self._kills})
+            self._is_stop_asked = False
         for request in self.folder.asked():
             outcome: Outcome = None
             if request.action == "evict":
@@ -272,9 +299,7 @@ class Driver:
             facts.members = members
             facts.check += 1
             return Event.ENOUGH_NODES, {"members": members, "standbys": free}
-        # Executors that end at once would be started for ever: what ends them is on every node.
-        is_hopeless = self.roster.never_came >= max(_MOST_NEVER_CAME, 2 * self.spec.nodes)
-        if is_hopeless or now_s - self._entered_s > self.settings.gather_s:
+        if self.roster.is_hopeless or now_s - self._entered_s > self.settings.gather_s:
             rest, waited_s = members.count(""), now_s - self._entered_s
             last = list(facts.evicted.items())[-1:]
             facts.reason = f"{rest} of {self.spec.nodes} nodes are missing after {waited_s:.0f} s"
@@ -294,14 +319,14 @@ class Driver:
         is_known = all(name in facts.checked or self.roster.checks_of(name) is not None for name in facts.members)
         failed = self.roster.failed_checks(facts.members) if is_known else {}
         if failed:
-            for name, text in failed.items():
-                self.roster.evict([name], f"failed its self-check: {text}")
+            self.roster.evict_failed(failed)
             return Event.CHECKS_FAILED, {"checks": failed}
         if any(name not in facts.checked for name in facts.members):
             return None
-        first = self.view.nodes[facts.members[0]].heartbeat
-        if not first.port:
+        known = self.view.nodes.get(facts.members[0])
+        if known is None or not known.heartbeat.port:  # a driver that has just taken over may not have heard of it
             return None
+        first = known.heartbeat
         facts.incarnation += 1
         facts.master = (first.address, first.port)
         self.view.begin(now_s)
@@ -432,11 +457,11 @@ class Driver:
         brief = {key: value for key, value in incident.to_json().items() if key != "findings"}
         facts.incidents = [*facts.incidents, brief][-_MAX_INCIDENTS:]
         facts.reason = decision.reason
-        self._say(f"incident {incident.number}: {decision.action}: {plain(decision.reason, 600)}")
         event = Event(f"decided: {decision.action.replace('_', ' ')}")
         if event is Event.GIVE_UP:
             return event, {"decision": decision.to_json()}
         facts.restarts += 1
+        self.roster.num_useless = 0
         pause_s = 0.0
         if facts.fruitless > 1:
             pause_s = min(self.settings.backoff_s * 2 ** (facts.fruitless - 2), self.settings.backoff_most_s)
@@ -496,6 +521,9 @@ class Driver:
             self._symptom_s = None
         if after in (State.PAUSED, State.COMPLETED, State.STOPPED):
             facts.furthest_step = max(facts.furthest_step, self._done_steps())
+        if "decision" in evidence:
+            row = evidence["decision"]
+            self._say(f"incident {facts.incidents[-1]['number']}: {row['action']}: {plain(row['reason'], 600)}")
         self._say(f"{before} -> {after} ({event})")
         self._mark_transition(event, after)
 
@@ -508,8 +536,8 @@ class Driver:
         ended = [finding.at_ns / 1e9 for finding in incident.findings if finding.kind in ("killed", "exited")]
         incident.started_s = min(ended, default=0.0)
         facts.incident = incident.to_json()
-        self._say(f"fault after step {self._done_steps()}: {plain(findings[0].text, 300)}")
         self._move(Event.FAULT, {"findings": [finding.to_json() for finding in incident.findings]})
+        self._say(f"fault after step {self._done_steps()}: {plain(findings[0].text, 300)}")
 
     def _assignment(self, name: str) -> Assignment:
         """Assignment of a node in the present state; its `seq` is set when it is sent."""
@@ -536,7 +564,6 @@ class Driver:
         return idle
 
     def _send(self, now_s: float) -> None:
-        self.roster.take_checks()
         basis = (self.journal.seq, len(self.facts.checked), len(self.roster.expected), self._kills)
         self.link.send(now_s, self.roster.expected, self._assignment, basis)
 
@@ -606,8 +633,8 @@ class Driver:
         for finding in notes:
             key = (finding.kind, finding.node)
             if key not in self._noted:
-                self._noted.add(key)
                 self.journal.note("noted", finding=finding.to_json())
+                self._noted.add(key)
                 self._mark("warning", plain(finding.text), node=finding.node)
 
     def _set_aside_checkpoint(self, evidence: str) -> None:
@@ -630,6 +657,9 @@ class Driver:
             self._mark("run_end", plain(facts.reason) or None, state=after)
 
     def _note_eviction(self, name: str, reason: str) -> None:
+        if ("eviction", name) in self._noted:  # it could not be written down, and is decided again
+            return
+        self._noted.add(("eviction", name))
         self._mark("eviction", reason, node=name)
         self._say(f"{name} is evicted: {plain(reason, 300)}")
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -55,12 +55,11 @@ from trainer.resilience.messages import (
     seal,
     unseal,
 )
-from trainer.resilience.processes import KernelLog, TrainingProcesses
+from trainer.resilience.processes import KernelLog, TrainingProcesses, wait_until
 
 logger = logging.getLogger(__name__)
 
 _INCARNATION, _BOOTS = "incarnation", "boots"
-_KILLED_S = 10.0
 _MAX_RESULTS = 64
 _SHRINK = (4, 1, 0)  # lines and matches that stay where a heartbeat would be too large
 
@@ -73,16 +72,25 @@ class SelfCheck:
         command: of `trainer.resilience.self_check`.
         limit_s: of each try.
         retries: after tries that were unclear: [Note: what fails] in `trainer.resilience.self_check`.
+        meanwhile: called again and again while one that is killed takes its time to end.
     """
 
-    def __init__(self, number: int, command: Sequence[str], limit_s: float, retries: int = 0) -> None:
-        self.number = number
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        limit_s: float,
+        retries: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.number, self._meanwhile = number, meanwhile
         self._command, self._limit_s, self._retries = command, limit_s, retries
         self._tries = 0
         self._start()
 
     def _start(self) -> None:
         self._tries += 1
+        self._is_killed = False
         self._begin_s = time.monotonic()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the try
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -130,10 +138,12 @@ class SelfCheck:
         self._errors.close()
 
     def _kill(self) -> None:
+        if self._is_killed:  # one that still hangs in the kernel ends when that lets go of it
+            return
+        self._is_killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILLED_S)  # one that hangs in a driver of the kernel ends when that lets go of it
+        wait_until(lambda: self._process.poll() is not None, self._meanwhile)
 
 
 class Executor:
@@ -249,7 +259,8 @@ class Executor:
             backend, ranks = self._spec.environ.get("NETLAYER_RUN_BACKEND", "gloo"), str(self._spec.ranks_per_node)
             program = [sys.executable, "-m", "trainer.resilience.self_check"]
             command = [*program, str(self._own), self._settings.checks, ranks, backend]
-            self._check = SelfCheck(number, command, self._settings.checks_s, self._settings.checks_retries)
+            settings = self._settings
+            self._check = SelfCheck(number, command, settings.checks_s, settings.checks_retries, self._tell)
         results = self._check.results()
         if results is not None:
             self._checks = [*results, self._kernel_check()][-_MAX_RESULTS:]
@@ -298,7 +309,7 @@ class Executor:
 
     def _end_processes(self) -> None:
         if self._processes is not None and not self._processes.is_killed:
-            self._processes.kill()
+            self._processes.kill(self._tell)
             self._read_logs()  # the last words; how each ended is told until others are started
 
     def _read_logs(self) -> None:

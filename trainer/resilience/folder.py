@@ -160,7 +160,9 @@ class RunFolder:
             try:
                 tree = json.loads(file.read_bytes()[:_MAX_REQUEST_BYTES])
                 action, node = str(tree["action"]), str(tree.get("node", ""))
-            except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            except OSError:  # of a shared folder, for a moment: the request stays, and is read again
+                continue
+            except (ValueError, LookupError, TypeError, AttributeError):
                 action, node = "", ""
             if action not in REQUESTS or (node and not is_node_name(node)):
                 file.unlink(missing_ok=True)

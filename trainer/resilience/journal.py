@@ -7,6 +7,7 @@ decided, and of the evidence. A line that was cut off by a crash is dropped when
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,7 @@ class Journal:
         last = last_entry(path)
         self.seq = int(last.get("seq", 0))
         self.facts = Facts.from_json(last["facts"]) if last else Facts()
+        self._written = self.facts.to_json()
 
     def move(self, event: Event, **evidence: Any) -> State:
         """Write the transition that `event` leads to, with the facts as they are now, and return the new state.
@@ -63,6 +65,10 @@ class Journal:
         """Write facts that have changed without a transition."""
         self._append({"from": self.facts.state, "event": what, "to": self.facts.state, "evidence": evidence})
 
+    def restore(self) -> None:
+        """Set the facts to those of the last entry: what has changed since could not be written."""
+        vars(self.facts).update(vars(Facts.from_json(copy.deepcopy(self._written))))
+
     def started_s(self) -> float | None:
         """Return when the run's first driver started, seconds since 1970; None: nothing is written yet."""
         with self.path.open("rb") as file:
@@ -76,7 +82,8 @@ class Journal:
             self._descriptor = -1
 
     def _append(self, entry: dict[str, Any]) -> None:
-        line = {"version": VERSION, "seq": self.seq + 1, "at": utc_now(), **entry, "facts": self.facts.to_json()}
+        facts = self.facts.to_json()
+        line = {"version": VERSION, "seq": self.seq + 1, "at": utc_now(), **entry, "facts": facts}
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         size = os.fstat(self._descriptor).st_size
         try:
@@ -88,6 +95,7 @@ class Journal:
             os.ftruncate(self._descriptor, size)  # or half a line would stand before the next
             raise
         self.seq += 1
+        self._written = facts
 
 
 def last_entry(path: Path) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ from trainer.resilience.messages import RankStatus
 
 _MARK = "NETLAYER_RUN_MARK"
 _BLOCKED_S = 10.0  # in the kernel, before it is told: a disk is slow now and then
+_KILLED_S = 10.0
 _KEEPER = "import sys; sys.path[:0] = [sys.argv.pop()]; from netlayer.launch.keeper import keep; keep()"
 _MAX_READ = 1 << 18  # bytes of one log at a time
 
@@ -206,8 +207,12 @@ class TrainingProcesses:
             if process.exit_code is None:
                 process.popen.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
-        """End them and all that they started, at once, and wait until they are gone; twice is once."""
+    def kill(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """End them and all that they started, at once, and wait until they are gone; twice is once.
+
+        Args:
+            meanwhile: called again and again while that takes its time.
+        """
         self._poll()
         for process in self._processes:
             if process.exit_code is not None:
@@ -215,9 +220,7 @@ class TrainingProcesses:
             process.was_signalled = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.popen.pid, signal.SIGKILL)
-        until_s = time.monotonic() + 10
-        while not self.are_ended and time.monotonic() < until_s:
-            time.sleep(0.01)
+        wait_until(lambda: self.are_ended, meanwhile)
         kill_strays(self._mark)
         self.is_killed = True
         if self._keeper is not None:
@@ -269,6 +272,19 @@ class TrainingProcesses:
         now_s = time.monotonic()
         process.blocked_since_s = process.blocked_since_s or now_s
         return "blocked" if now_s - process.blocked_since_s > _BLOCKED_S else "running"
+
+
+def wait_until(is_so: Callable[[], bool], meanwhile: Callable[[], None]) -> None:
+    """Wait until killed processes have ended, for ten seconds at most: one that hangs in the kernel may not end.
+
+    Args:
+        meanwhile: called again and again, for who waits must go on to send heartbeats.
+    """
+    until_s, pause_s = time.monotonic() + _KILLED_S, 0.01
+    while not is_so() and time.monotonic() < until_s:
+        meanwhile()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.2)
 
 
 def read_tail(path: Path, num_lines: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from trainer.resilience.backends import Backend
 from trainer.resilience.detect import View
@@ -12,6 +12,7 @@ from trainer.resilience.journal import Journal
 from trainer.resilience.messages import CheckResult, plain
 
 _MAX_REASON = 600
+_MOST_USELESS = 6
 _MOST_FAILED = 0.5  # share of the nodes above which a failed check is rather the fault of what they share
 
 
@@ -38,8 +39,9 @@ class Roster:
         self._folder, self._spec, self._settings = folder, spec, spec.resilience
         self._journal, self._facts, self._view, self._backend = journal, journal.facts, view, backend
         self._on_evict = on_evict
-        self.never_came = 0
-        """Nodes that this driver has started and never heard of."""
+        self.num_useless = 0
+        """Nodes in a row that this driver has started and never heard of, or that failed their self-check, since the
+        last fault."""
         self._launched: set[str] = set()
 
     @property
@@ -72,6 +74,11 @@ class Roster:
         """Nodes that are here and were heard of, in the order in which they were asked for."""
         return [name for name in self.expected if name in self._view.nodes and self.is_here(name, now_s)]
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether so many new nodes in a row were of no use that the reason is on every node: no more are asked for."""
+        return self.num_useless >= max(_MOST_USELESS, 2 * self._spec.nodes)
+
     def num_standbys(self, now_s: float) -> int:
         """Count the nodes that could take a member's place; a backend that has more counts as enough for all."""
         here = sum(name not in self._facts.members for name in self.heard(now_s))
@@ -95,12 +102,12 @@ class Roster:
                 [name], f"{'gone with an earlier driver' if is_old else 'no heartbeat since its start'}; see {log}"
             )
             self.remove(name)
-            self.never_came += name in self._launched  # of an earlier driver, they may have come and gone
+            self.num_useless += name in self._launched  # of an earlier driver, they may have come and gone
         target = self._spec.nodes + self._settings.spares
         most = None if self._settings.replace else target
         num_there = sum(name not in facts.evicted for name in self.expected)
         new: list[str] = []
-        while num_there + len(new) < target and (most is None or facts.next_node < most):
+        while num_there + len(new) < target and (most is None or facts.next_node < most) and not self.is_hopeless:
             name = self._backend.name(facts.next_node)
             if not name:
                 break
@@ -108,9 +115,9 @@ class Roster:
             new.append(name)
         if new:
             self._journal.note("nodes asked for", nodes=new)  # first: a driver that dies here knows of them
+        self._view.expected.update(dict.fromkeys(new, now_s))
+        self._launched.update(new)
         for name in new:
-            self._view.expected[name] = now_s
-            self._launched.add(name)
             self._backend.launch(name)
 
     def evict(self, names: Iterable[str], reason: str) -> None:
@@ -121,6 +128,12 @@ class Roster:
             self._facts.unclear.pop(name, None)
             self._backend.block(name, self._facts.evicted[name], was_heard=name in self._view.nodes)
             self._on_evict(name, self._facts.evicted[name])
+
+    def evict_failed(self, failed: Mapping[str, str]) -> None:
+        """Evict nodes that have failed their self-check, with the reason of each."""
+        for name, text in failed.items():
+            self.evict([name], f"failed its self-check: {text}")
+        self.num_useless += len(failed)
 
     def drop_dead_standbys(self, now_s: float) -> None:
         """Evict standbys that are gone."""
@@ -145,28 +158,35 @@ class Roster:
     # ---- self-checks ----
 
     def take_checks(self) -> None:
-        """Note the nodes whose self-check has passed; a standby whose check has failed is evicted."""
+        """Note the nodes whose self-check has passed; a standby whose check has failed is evicted.
+
+        A standby is judged with the members, once their results are known: what fails on all is what they share.
+        """
         facts = self._facts
         if self._settings.checks == "off":
             if len(facts.checked) != len(self.expected) - len(facts.evicted):
                 facts.checked = [name for name in self.expected if name not in facts.evicted]
             return
         new = sorted(self._view.nodes.keys() - set(facts.checked) - facts.evicted.keys())
-        here = [name for name in facts.members if name in self._view.nodes]
+        here = [name for name in facts.members if name in self._view.nodes and name not in facts.evicted]
         are_known = all(name in facts.checked or self.checks_of(name) is not None for name in here)
         for name in new:
             if self.checks_of(name) is None:
                 continue
             is_member = name in here
-            failed = self.failed_checks(here if is_member and are_known else [name]).get(name)
-            if failed and is_member:
-                continue  # for the driver, which looks at all of them together
+            together = here if is_member else [*here, name]
+            failed = self.failed_checks(together if are_known else [name]).get(name)
+            if failed and (is_member or not are_known):
+                continue  # for the driver, which looks at all members together; or until these are known
             if failed:
-                self.evict([name], f"failed its self-check: {failed}")
+                self.evict_failed({name: failed})
                 self._journal.note("standby evicted", nodes=[name], text=failed)
                 continue
-            if text := self.unclear_checks(here if is_member else [name]).get(name):
+            facts.unclear.pop(name, None)
+            if text := self.unclear_checks(together).get(name):
                 facts.unclear[name] = text
+            else:
+                self.num_useless = 0
             facts.checked.append(name)
 
     def checks_of(self, name: str) -> tuple[CheckResult, ...] | None:
@@ -196,9 +216,15 @@ class Roster:
 
     def _shared_failures(self, names: Collection[str]) -> set[str]:
         failures = Counter(
-            check for name in names for check in {e.name for e in self.checks_of(name) or () if e.passed is False}
+            check for name in names for check in {e.name for e in self._last_checks(name) if e.passed is False}
         )
         return {check for check, num in failures.items() if num > 1 and num > _MOST_FAILED * len(names)}
+
+    def _last_checks(self, name: str) -> tuple[CheckResult, ...]:
+        """Results of a node's self-check since it came, or since the last fault, in this round or one before."""
+        if name in self._facts.checked and name in self._view.nodes:
+            return self._view.nodes[name].heartbeat.checks
+        return self.checks_of(name) or ()
 
     def _texts(self, names: Collection[str], is_chosen: Callable[[CheckResult], bool]) -> dict[str, str]:
         texts = {}

@@ -52,13 +52,13 @@ def step(number: int, step_ms: float, **more: object) -> dict[str, object]:
 
 def test_a_job_of_long_steps_is_not_hung_before_its_typical_step_is_known() -> None:
     nodes = Nodes(2)
-    for now_s in range(10, 400, 10):  # steps of 40 s
-        done = now_s // 40
-        told = step(done, 40e3) if done else step(0, 0.0, phase="")
+    for now_s in range(10, 500, 10):  # steps of 50 s
+        done = now_s // 50
+        told = step(done, 50e3) if done else step(0, 0.0, phase="")
         assert causes(nodes.tell(float(now_s), [told] * 2)) == [], now_s
     nodes = Nodes(2)
     for now_s in range(10, 2000, 10):  # one step, and no more
-        found = causes(nodes.tell(float(now_s), [step(1, 40e3)] * 2))
+        found = causes(nodes.tell(float(now_s), [step(1, 50e3)] * 2))
     assert found == ["hung"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from netlayer.errors import ConfigError
 from trainer.resilience.bus import TAKE
 from trainer.resilience.detect import View
 from trainer.resilience.executor import Executor
@@ -407,6 +408,53 @@ def test_a_check_that_fails_on_most_nodes_at_once_blames_none(tmp_path: Path) ->
     assert fleet.decisions == [("retry", "killed", [name])]
 
 
+def test_a_standby_that_fails_as_the_members_do_is_not_evicted(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, nodes=2, spares=1)
+    launch = fleet.launch
+
+    def launch_on_a_bad_disk(name: str) -> None:
+        launch(name)
+        fleet.nodes[name].fails_checks = True
+
+    fleet.launch = launch_on_a_bad_disk  # type: ignore[method-assign]
+    fleet.until_step(8)
+    fleet.node(0).die(-9)
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_step(12)
+    assert fleet.decisions == [("retry", "killed", ["node-0"])]
+    fleet.folder.ask("evict", "node-2")  # what comes later fails as well, in a later round of checks
+    assert fleet.finish() is State.COMPLETED
+    assert list(fleet.driver.facts.evicted) == ["node-2"]
+    assert fleet.driver.facts.next_node == 4
+
+
+@pytest.mark.parametrize("first_fails", [True, False])
+def test_nodes_that_all_fail_their_self_check_alone_are_not_asked_for_without_end(
+    first_fails: bool, tmp_path: Path
+) -> None:
+    fleet = Fleet(tmp_path, nodes=1, spares=0 if first_fails else 1, steps=200)
+    launch = fleet.launch
+
+    def launch_on_a_bad_disk(name: str) -> None:
+        launch(name)
+        fleet.nodes[name].fails_checks = first_fails or name != "node-0"
+
+    fleet.launch = launch_on_a_bad_disk  # type: ignore[method-assign]
+    assert fleet.finish() is (State.FAILED if first_fails else State.COMPLETED)
+    assert not first_fails or "failed its self-check: gemm" in fleet.driver.facts.reason
+    assert fleet.driver.facts.next_node <= 8
+
+
+def test_a_check_that_is_made_at_last_is_no_longer_unclear(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_step(8)
+    fleet.driver.facts.unclear["node-4"] = "no result of its self-check within 270 s"
+    fleet.driver.facts.checked.remove("node-4")
+    fleet.tick()
+    assert "node-4" in fleet.driver.facts.checked
+    assert fleet.driver.facts.unclear == {}
+
+
 @pytest.mark.parametrize("skew_s", [0.0, 3600.0, -3600.0])
 def test_the_first_of_several_errors_is_told_by_compared_clocks(skew_s: float, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
@@ -668,6 +716,68 @@ def test_a_driver_killed_at_every_transition_is_taken_over(
     assert len(fleet.driver.facts.evicted) == 1
     # No incarnation was started twice on a node, and none of an earlier driver after one of a later.
     assert len(fleet.starts) == len(set(fleet.starts))
+
+
+@pytest.mark.parametrize("state", [State.RUN, State.SUSPEND, State.DIAGNOSE, State.GATHER, State.VERIFY])
+def test_a_full_disk_ends_no_driver_and_decides_nothing_twice(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    append, is_full = Journal._append, [False]
+
+    def full(journal: Journal, entry: dict[str, Any]) -> None:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(journal, entry)
+
+    monkeypatch.setattr(Journal, "_append", full)
+    fleet.until_step(8)
+    is_full[0] = state is State.RUN
+    node = fleet.node(2)
+    node.log("hardware", "NVRM: Xid 79", rank=None)
+    if state is not State.RUN:
+        fleet.until_state(state)
+        is_full[0] = True
+    for _ in range(120):  # half a minute
+        fleet.tick()
+    assert fleet.driver.facts.state is state
+    assert fleet.bus.beacon != b""
+    is_full[0] = False
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("evict", "hardware", [node.name])]
+    assert fleet.driver.facts.restarts == 1
+    assert list(fleet.driver.facts.evicted) == [node.name]
+    assert sum("waits for its disk" in line for line in fleet.lines) == 1
+    assert sum(f"{node.name} is evicted" in line for line in fleet.lines) == 1
+    assert sum("incident 1: evict" in line for line in fleet.lines) == 1
+
+
+def test_a_stop_that_cannot_be_put_down_is_done_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+
+    def full(*_arguments: object) -> None:
+        raise ConfigError("output", None, "cannot be written (No space left on device)", "free some")
+
+    monkeypatch.setattr(RunFolder, "ask", full)
+    fleet.driver.ask_to_stop()
+    assert fleet.finish() is State.STOPPED
+
+
+def test_a_request_that_cannot_be_read_for_a_moment_is_done_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    fleet.folder.ask("stop")
+
+    def stale(_path: Path) -> bytes:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", stale)
+        assert list(fleet.folder.asked()) == []
+    assert fleet.finish() is State.STOPPED
 
 
 def test_an_executor_does_not_go_back_to_an_earlier_driver(tmp_path: Path) -> None:

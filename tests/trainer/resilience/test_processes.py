@@ -53,6 +53,25 @@ def test_all_that_a_rank_started_ends_with_it(module: str, tmp_path: Path) -> No
     assert gone == children
 
 
+def test_who_waits_for_killed_processes_goes_on_meanwhile(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = TrainingProcesses(tmp_path / "node", 1)
+    processes.start([module], [0], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    [status], told = processes.statuses(), list[bool]()
+
+    def tell() -> None:
+        told.append(processes.are_ended)
+        if len(told) == 3:
+            os.kill(status.pid, signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda _group, _signal: None)  # it hangs in the kernel
+        processes.kill(tell)
+    assert told[:3] == [False] * 3
+    assert processes.are_ended
+
+
 def test_a_log_is_read_by_whole_lines_and_escaped(tmp_path: Path) -> None:
     file = tmp_path / "log"
     file.write_bytes(b"from before\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from collectives.health.host import HostCheck
 from congestion.verbs import measure
 from congestion.verbs.device import Device
 from netlayer.errors import CheckFailed, HardwareMissing
-from trainer.resilience import self_check
+from trainer.resilience import processes, self_check
 from trainer.resilience.executor import SelfCheck
 from trainer.resilience.messages import CheckResult
 
@@ -52,6 +53,22 @@ def test_a_check_that_cannot_be_made_says_nothing_of_the_node(program: str, endi
         ("self_check", None, True),
     ]
     assert ending in results[1].detail
+
+
+def test_a_check_that_does_not_die_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[int]()
+    check = SelfCheck(1, [sys.executable, "-c", "import time; time.sleep(60)"], 0.0, meanwhile=lambda: told.append(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda _group, _signal: None)  # it hangs in the kernel
+        patch.setattr(processes, "_KILLED_S", 0.1)
+        [result] = check.results() or []
+    assert result.is_unclear
+    assert told
+    told.clear()
+    check.end()
+    assert told == []
+    check._process.kill()
+    check._process.wait()
 
 
 def test_a_failure_that_was_seen_counts_whatever_comes_of_the_rest(tmp_path: Path) -> None:
