@@ -32,7 +32,7 @@ _LINK = click.option(
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on; beyond loopback every request needs the token.",
+    help="Address to listen on.",
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=8642, show_default=True, help="0: a free one.")
 @_LINK
@@ -41,7 +41,8 @@ def serve(run: tuple[Path, ...], host: str, port: int, link_gbps: float | None) 
 
     RUN is as that of `observe report`: a run's folder, of a run that goes on or is over, or evidence of other programs.
     Files that change are read again, and the page follows. It changes nothing, and listens on loopback; from another
-    machine: ssh -L 8642:localhost:8642 HOST. `netlayer run serve` shows one that `netlayer run` keeps, with its nodes.
+    machine: ssh -L 8642:localhost:8642 HOST. Open the whole address that is printed: its token keeps other users of the
+    machine out. `netlayer run serve` shows a run that `netlayer run` keeps, with its nodes.
 
     Exit 0: ended by Ctrl-C or SIGTERM; 2: nothing can be read, the port is taken, or the page was not built.
 
@@ -140,11 +141,12 @@ def serve_until_signal(
         ConfigError: nothing can be read, the address cannot be listened on, or the page was not built.
     """
     from netlayer.observe.page.prometheus import metrics_text
-    from netlayer.observe.page.server import PageServer, front_end
+    from netlayer.observe.page.server import PageServer, bind, front_end
 
     front_end()  # or it says that it is not built, before minutes of reading
+    bound = bind(host, port)
     source = _open(run, link_gbps)
-    server = PageServer(source, host, port, actions, lambda: metrics_text(source.view).encode())
+    server = PageServer(source, host, port, actions, lambda: metrics_text(source.view).encode(), bound)
     _ending_at_signals(server)
     click.echo(server.url)
     click.echo("Ctrl-C ends it", err=True)

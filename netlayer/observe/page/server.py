@@ -1,15 +1,18 @@
-"""Server of the page: on loopback unless told otherwise, of one run, with a token for whatever changes something.
+"""Server of the page: on loopback unless told otherwise, of one run, with a token for all data.
 
-[Note: who may do what] To read needs no token on loopback, as the files that are shown lie on the same machine; on any
-other address every request for data needs it. A request must name this server in its Host header, so that no page of
-another site reaches it by a name of its own (DNS rebinding). A POST needs the token in the header `X-Netlayer-Token`,
-which no form and no other site can send. The token is drawn at each start and stands behind the # of the address that
-is printed, so that a browser never sends it in a URL.
+[Note: who may do what] Every request for data needs the token, on loopback too: a run's folder may be its owner's
+alone, and a login node has other users. Only /metrics, which has numbers, ranks and hosts and no text of a log, needs
+none on loopback, for a Prometheus of that machine. The page itself holds nothing of a run. A request must name this
+server in its Host header, so that no page of another site reaches it by a name of its own (DNS rebinding); beyond
+loopback any address in numbers will do, for no name stands behind it. The token is sent in the header
+`X-Netlayer-Token`, which no form and no other site can send. It is drawn at each start and stands behind the # of the
+address that is printed, so that a browser never sends it in a URL.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import logging
 import re
@@ -84,6 +87,27 @@ def front_end() -> dict[str, bytes]:
         raise ConfigError("page", None, "its front end is not built", BUILD_REMEDY) from None
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """Take an address, before minutes of reading; nobody can connect to it until a server listens.
+
+    Raises:
+        ConfigError: the address is not of this machine, or the port is taken.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, OverflowError) as exc:
+        bound.close()
+        raise _not_listening(host, port, exc) from exc
+    return bound
+
+
+def _not_listening(host: str, port: int, exc: Exception) -> ConfigError:
+    rule = f"cannot be listened on ({getattr(exc, 'strerror', None) or exc})"
+    return ConfigError("--host, --port", f"{host}:{port}", rule, "give an address of this machine, and a free port")
+
+
 class PageServer(ThreadingHTTPServer):
     """Serves the page of a run.
 
@@ -92,6 +116,7 @@ class PageServer(ThreadingHTTPServer):
         host, port: to listen on; port 0: a free one.
         actions: what the page may change; None: nothing.
         metrics: text of /metrics; None: there is none.
+        bound: socket that `bind` gave for host and port; None: it is bound here.
 
     Raises:
         ConfigError: the address is not of this machine, or the port is taken; the front end is not built.
@@ -107,6 +132,7 @@ class PageServer(ThreadingHTTPServer):
         port: int = 0,
         actions: Actions | None = None,
         metrics: Callable[[], bytes] | None = None,
+        bound: socket.socket | None = None,
     ) -> None:
         self.source, self.actions, self.metrics = source, actions, metrics
         self.token = secrets.token_urlsafe(24)
@@ -114,13 +140,17 @@ class PageServer(ThreadingHTTPServer):
         self.assets = {path: (built[name], kind) for path, (name, kind) in _FILES.items()}
         self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self.ending = threading.Event()
-        if ":" in host:
-            self.address_family = socket.AF_INET6
+        bound = bound or bind(host, port)
+        self.address_family = bound.family
+        super().__init__(bound.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = bound
+        self.server_name, self.server_port = host, bound.getsockname()[1]
         try:
-            super().__init__((host, port), _Handler)
-        except (OSError, OverflowError) as exc:
-            rule = f"cannot be listened on ({getattr(exc, 'strerror', None) or exc})"
-            raise ConfigError("--host, --port", f"{host}:{port}", rule, "give an address of this machine, and a free port") from exc  # fmt: skip  # noqa: E501
+            self.server_activate()
+        except OSError as exc:
+            bound.close()
+            raise _not_listening(host, port, exc) from exc
         self.host = host
         bracketed = f"[{host}]" if ":" in host else host
         names = (*_LOOPBACK, bracketed, socket.gethostname(), socket.getfqdn())
@@ -134,8 +164,7 @@ class PageServer(ThreadingHTTPServer):
         """Address for a browser, with the token behind its #."""
         host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(self.host, self.host)
         host = f"[{host}]" if ":" in host else host
-        needs_token = self.actions is not None or not self.is_local
-        return f"http://{host}:{self.server_port}/" + (f"#token={self.token}" if needs_token else "")
+        return f"http://{host}:{self.server_port}/#token={self.token}"
 
     def serve(self) -> None:
         """Serve until `end`, and read files that change."""
@@ -151,7 +180,7 @@ class PageServer(ThreadingHTTPServer):
         while not self.ending.wait(_POLL_S):
             try:
                 self.source.refresh()
-            except (NetlayerError, OSError, ValueError, MemoryError):
+            except Exception:  # or the page would stand still from then on, and say nothing
                 logger.exception("the run could not be read again")
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -190,8 +219,8 @@ class _Handler(BaseHTTPRequestHandler):
         if parts.path in self.server.assets:
             body, kind = self.server.assets[parts.path]
             self._send(HTTPStatus.OK, body, kind)
-        elif not self.server.is_local and not self._has_token():
-            self._refuse(HTTPStatus.FORBIDDEN, "the token is needed: open the address that `observe serve` printed")
+        elif not self._has_token() and not (self.server.is_local and parts.path == "/metrics"):
+            self._refuse(HTTPStatus.FORBIDDEN, "the token is needed: open the whole address that the command printed")
         else:
             self._data(parts.path, dict(urllib.parse.parse_qsl(parts.query, max_num_fields=20)))
 
@@ -259,7 +288,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Whether the request names this server; it is refused where not."""
         host = self.headers.get("Host", "").lower()
         origin = self.headers.get("Origin")
-        good = _PORT.sub("", host) in self.server.names
+        name = _PORT.sub("", host)
+        good = name in self.server.names or (not self.server.is_local and _is_numeric(name))
         good = good and (origin is None or origin.lower() == f"http://{host}")
         if not good:
             self.close_connection = True
@@ -292,3 +322,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (of http.server)
         logger.debug("%s %s", self.address_string(), format % args)
+
+
+def _is_numeric(name: str) -> bool:
+    """Whether a host is an address in numbers, of IPv6 in brackets."""
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True

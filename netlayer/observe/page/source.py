@@ -41,7 +41,7 @@ class PageSource:
             remedy = "give a run's folder, or files of evidence (`netlayer observe report --help` names their kinds)"
             raise ConfigError("RUN", where, "holds nothing that can be read", remedy)
         self._view = RunView.of(self._title, 1, self._columns, link_gbps)
-        self._packed: dict[str, bytes] = {}
+        self._packed: dict[str, bytes] = {}  # the overview, and a map each measure
         self._took_s, self._read_s = time.monotonic() - started_s, time.monotonic()
 
     @property
@@ -82,7 +82,7 @@ class PageSource:
         view = self._view
         if name not in ("overview", "map"):
             return self._answer(view, name, query)
-        key = f"{name} {query.get('of', '')}"
+        key = name if name == "overview" else f"map {whole(query, 'of', 0, len(view.measures) - 1)}"
         with self._lock:
             known = self._packed.get(key) if view is self._view else None
         if known is None:

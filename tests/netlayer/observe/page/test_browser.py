@@ -183,6 +183,17 @@ def test_nothing_of_a_run_became_markup(browser: Browser) -> None:
     assert "token" not in browser.evaluate("location.href")
 
 
+def test_the_printed_address_opens_the_page_and_a_bare_one_says_what_it_needs(server: PageServer) -> None:
+    with Browser() as browser:
+        bare, _, token = server.url.partition("#")
+        browser.call("Page.navigate", url=bare)
+        browser.wait_for("document.querySelector('[role=alert]')")
+        assert "open the whole address that the command printed" in read(browser, "[role=alert]")
+        browser.evaluate(f"location.hash = {token!r}")  # into the same tab, which only changes what is behind the #
+        browser.wait_for("document.querySelector('.findings')?.innerText.includes('is silent')")
+        assert browser.evaluate("location.href").rstrip("#") == bare
+
+
 @pytest.mark.parametrize("width", [1280, 420])
 def test_an_exported_page_needs_no_server_and_fits(source: PageSource, tmp_path: Path, width: int) -> None:
     exported = export_page(source, tmp_path)

@@ -1,5 +1,6 @@
 """The server of the page: who may ask for what, and what it answers."""
 
+import contextlib
 import gzip
 import http.client
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from netlayer.errors import ConfigError
+from netlayer.observe.page import command
 from netlayer.observe.page import server as page_server
 from netlayer.observe.page.payload import unpack
 from netlayer.observe.page.server import Actions, PageServer
@@ -38,17 +40,28 @@ def server(source: PageSource, evicted: list[str], monkeypatch: pytest.MonkeyPat
         evicted.append(node)
 
     monkeypatch.setattr(page_server, "front_end", lambda: FILES)
-    running = PageServer(source, actions=Actions(lambda: {"nodes": [], "state": "run"}, evict))
+    with served(PageServer(source, actions=Actions(lambda: {"nodes": [], "state": "run"}, evict))) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def served(running: PageServer) -> Iterator[PageServer]:
     thread = threading.Thread(target=running.serve)
     thread.start()
-    yield running
-    running.end()
-    thread.join(10)
-    running.server_close()
+    try:
+        yield running
+    finally:
+        running.end()
+        thread.join(10)
+        running.server_close()
     assert not thread.is_alive()
 
 
-def ask(server: PageServer, path: str, body: object = None, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+def ask(
+    server: PageServer, path: str, body: object = None, *, token: str | None = None, **headers: str
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """Ask with the server's token unless another is given."""
+    headers = {page_server.TOKEN_HEADER.replace("-", "_"): server.token if token is None else token, **headers}
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     data = None if body is None else json.dumps(body) if not isinstance(body, bytes) else body
@@ -98,24 +111,22 @@ def test_a_tunnel_may_have_another_port(server: PageServer) -> None:
 
 @pytest.mark.parametrize("token", ["", "x", "ä"])
 def test_nothing_is_written_without_the_token(server: PageServer, evicted: list[str], token: str) -> None:
-    headers = {page_server.TOKEN_HEADER.replace("-", "_"): token} if token else {}
-    answer, _ = ask(server, "/api/evict", {"node": "node-1"}, **headers)
+    answer, _ = ask(server, "/api/evict", {"node": "node-1"}, token=token)
     assert answer.status == 403
     assert not evicted
 
 
 def test_who_has_the_token_evicts_a_node_and_hears_why_not(server: PageServer, evicted: list[str]) -> None:
     assert server.url.endswith(f"#token={server.token}")
-    headers = {page_server.TOKEN_HEADER.replace("-", "_"): server.token}
-    assert ask(server, "/api/evict", {"node": "node-1"}, **headers)[0].status == 200
+    assert ask(server, "/api/evict", {"node": "node-1"})[0].status == 200
     assert evicted == ["node-1"]
-    answer, content = ask(server, "/api/evict", {"node": "node-7"}, **headers)
+    answer, content = ask(server, "/api/evict", {"node": "node-7"})
     assert answer.status == 409
     assert b"is none of this run" in content
     for body in (b"not json", b"[]", b'{"node": 3}'):
-        assert ask(server, "/api/evict", body, **headers)[0].status == 400
-    assert ask(server, "/api/stop", {}, **headers)[0].status == 404
-    assert ask(server, "/api/evict", b"x" * 5000, **headers)[0].status == 413
+        assert ask(server, "/api/evict", body)[0].status == 400
+    assert ask(server, "/api/stop", {})[0].status == 404
+    assert ask(server, "/api/evict", b"x" * 5000)[0].status == 413
     assert evicted == ["node-1"]
 
 
@@ -141,21 +152,67 @@ def test_a_wrong_question_is_one_line(server: PageServer, path: str, status: int
     assert json.loads(content)["error"]
 
 
-def test_beyond_loopback_data_needs_the_token(source: PageSource, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["/api/overview", "/api/run", "/api/changes?version=0", "/api/counters?name=x"])
+def test_data_needs_the_token_on_loopback_too(server: PageServer, path: str) -> None:
+    """Another user of the machine reaches the port, and must not read what a run's folder keeps to its owner."""
+    assert ask(server, path, token="")[0].status == 403
+    assert ask(server, "/", token="")[0].status == 200  # holds nothing of a run
+
+
+def test_metrics_need_no_token_on_loopback(source: PageSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_server, "front_end", lambda: FILES)
-    running = PageServer(source, host="0.0.0.0")
-    thread = threading.Thread(target=running.serve)
-    thread.start()
-    try:
-        assert ask(running, "/")[0].status == 200
-        assert ask(running, "/api/overview")[0].status == 403
-        headers = {page_server.TOKEN_HEADER.replace("-", "_"): running.token}
-        assert ask(running, "/api/overview", **headers)[0].status == 200
-        assert ask(running, "/api/evict", {"node": "node-1"}, **headers)[0].status == 404
-    finally:
-        running.end()
-        thread.join(10)
-        running.server_close()
+    for host, status in (("127.0.0.1", 200), ("0.0.0.0", 403)):
+        with served(PageServer(source, host=host, metrics=lambda: b"x 1\n")) as running:
+            assert ask(running, "/metrics", token="")[0].status == status
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("10.1.2.3:8642", 200), ("[fe80::1]:8642", 200), ("evil.example", 421), ("10.1.2.3.evil", 421)]
+)
+def test_beyond_loopback_a_browser_may_use_an_ip_address(
+    source: PageSource, monkeypatch: pytest.MonkeyPatch, host: str, status: int
+) -> None:
+    monkeypatch.setattr(page_server, "front_end", lambda: FILES)
+    with served(PageServer(source, host="0.0.0.0")) as running:
+        assert ask(running, "/api/overview", Host=host)[0].status == status
+        assert ask(running, "/api/overview", token="")[0].status == 403
+        assert ask(running, "/api/evict", {"node": "node-1"})[0].status == 404
+
+
+def test_a_query_that_means_nothing_keeps_nothing(source: PageSource) -> None:
+    """Each key that is kept is one of the page's own: the overview, and a map a measure."""
+    for number in range(50):
+        source.get("overview", {"of": str(number)})
+        source.get("map", {"of": f"{0:0{number + 1}}"[:18]})
+    assert set(source._packed) <= {"overview", "map 0"}
+
+
+def test_a_run_that_cannot_be_read_once_is_read_again(
+    source: PageSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(page_server, "front_end", lambda: FILES)
+    monkeypatch.setattr(page_server, "_POLL_S", 0.01)
+    twice = threading.Event()
+    reads: list[int] = []
+
+    def refresh() -> bool:
+        reads.append(1)
+        if len(reads) == 2:
+            twice.set()
+        raise KeyError("a column that is not there")
+
+    monkeypatch.setattr(source, "refresh", refresh)
+    with served(PageServer(source)):
+        assert twice.wait(20)
+    assert "could not be read again" in caplog.text
+
+
+def test_a_taken_port_shows_before_the_run_is_read(
+    server: PageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_open", lambda *_: pytest.fail("the run was read first"))
+    with pytest.raises(ConfigError, match="cannot be listened on"):
+        command.serve_until_signal((tmp_path,), "127.0.0.1", server.server_port, None)
 
 
 def test_a_port_that_is_taken_is_one_line(server: PageServer, source: PageSource) -> None:

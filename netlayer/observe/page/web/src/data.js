@@ -8,19 +8,22 @@ export class Missing extends Error {}
 export const isStatic = () => document.getElementById("netlayer-data") !== null;
 
 // Token of the address, kept for this tab; it never stands in a URL that a browser sends.
+let own = "";
+
 export function token() {
   try {
-    return sessionStorage.getItem("netlayer-token") ?? "";
+    return own || (sessionStorage.getItem("netlayer-token") ?? "");
   } catch {
-    return "";
+    return own;
   }
 }
 
 export function keepToken(value) {
+  own = value;
   try {
     sessionStorage.setItem("netlayer-token", value);
   } catch {
-    // A browser without storage asks again.
+    // A browser without storage needs the printed address again at the next load.
   }
 }
 

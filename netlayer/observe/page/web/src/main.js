@@ -1,6 +1,6 @@
 // The page: what stands out, six views, and the address that says what is selected.
 
-import { forget, isStatic, json, keepToken, load } from "./data.js";
+import { Missing, forget, isStatic, json, keepToken, load } from "./data.js";
 import { h } from "./dom.js";
 import { count } from "./format.js";
 import { Run } from "./run.js";
@@ -32,6 +32,7 @@ class Page {
   async start() {
     const token = state.takeToken();
     if (token) keepToken(token);
+    addEventListener("hashchange", () => this.renew()); // an address with a token, put into a tab that is open
     try {
       this.take(await load("overview"));
     } catch (error) {
@@ -44,6 +45,13 @@ class Page {
     new ResizeObserver(() => this.resize()).observe(this.panel);
     performance.mark("netlayer-ready");
     if (!isStatic()) this.watch();
+  }
+
+  renew() {
+    const token = state.takeToken();
+    if (!token) return;
+    keepToken(token);
+    location.reload();
   }
 
   take(overview) {
@@ -174,8 +182,8 @@ class Page {
           this.take(await load("overview"));
         }
         this.panel.classList.remove("lost");
-      } catch {
-        this.live.textContent = "the server is away";
+      } catch (error) {
+        this.live.textContent = error instanceof Missing ? error.message : "the server is away"; // one that was started again has another token
         await new Promise((resolve) => setTimeout(resolve, 5000));
       }
     }
