@@ -1,6 +1,7 @@
 """Build hook: the front end of the page of a run, by npm into `netlayer/observe/page/web/dist`.
 
-Without npm, or where the registry cannot be reached, the package is built without the page, in one line that says so.
+Without npm, or where the registry cannot be reached, the package is built without the page, in one line that says so:
+one that was built of older sources is left out. A source archive holds the built page, for who has no npm.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 WEB = Path(__file__).parent / "netlayer" / "observe" / "page" / "web"
+ARTIFACTS = "netlayer/observe/page/web/dist/*"  # in no repository
 BUILT = ("index.html", "app.js", "app.css")
 _NPM_S = 300
 _INSTALL = ("ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1", "--fetch-timeout=30000")
@@ -49,12 +51,14 @@ def is_current(web: Path) -> bool:
 
 
 class PageHook(BuildHookInterface):  # type: ignore[type-arg, misc]
-    """Builds the front end before a wheel, or an editable install."""
+    """Builds the front end before a wheel, a source archive, or an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002  (of hatchling)
-        """Build it, or say why `netlayer observe serve` will be missing."""
+        """Build it and have it packed, or say why `netlayer observe serve` will be missing."""
         if reason := build_page():
             self.app.display_warning(f"without the page of `netlayer observe serve`: {reason}")
+        else:
+            build_data["artifacts"].append(ARTIFACTS)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +120,15 @@ def main(
     config = config_of(
         nodes, steps, text, backend, slow_factor=slow_factor, slow_steps=10, slow_floor_s=15.0, silence_floor_s=20.0
     )
-    # A cut takes a host away for good: each fault has one to spare.
-    network = Network(out / "network", nodes + chain) if is_network else None
-    if network is not None:
-        over_ssh = config.job.resilience.model_copy(update={"backend": "ssh", "spares": chain})
-        store = config.job.store.model_copy(update={"url": network.url})
-        job = config.job.model_copy(update={"resilience": over_ssh, "store": store})
-        config = config.model_copy(update={"job": job})
     rows = _rows(out)
-    with ending_at(signal.SIGTERM):  # it ends its run, then
+    # A cut takes a host away for good: each fault has one to spare.
+    hosts = closing(Network(out / "network", nodes + chain)) if is_network else nullcontext()
+    with ending_at(signal.SIGTERM), hosts as network:  # it ends its run, then
+        if network is not None:
+            over_ssh = config.job.resilience.model_copy(update={"backend": "ssh", "spares": chain})
+            store = config.job.store.model_copy(update={"url": network.url})
+            job = config.job.model_copy(update={"resilience": over_ssh, "store": store})
+            config = config.model_copy(update={"job": job})
         healthy = _healthy(out, config, network)
         while len(rows) < len(plan) and not (minutes and time.time() - begin_s > 60 * minutes):
             number = max((row["run"] for row in rows), default=-1) + 1
@@ -137,8 +138,6 @@ def main(
                 with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 click.echo(_line(row), err=True)
-    if network is not None:
-        network.close()
     table = summary(rows)
     record = RunRecord(
         name="bench.fault_matrix",

@@ -76,7 +76,11 @@ class Network:
         options = ["--bind", "10.77.0.1", "--port", str(_PORT), "--save", "", "--protected-mode", "no"]
         with (folder / "redis.log").open("wb") as log:
             self._redis = subprocess.Popen([binary, *options], stdout=log, stderr=log, cwd=folder)
-        time.sleep(0.5)
+        try:
+            time.sleep(0.5)
+        except BaseException:  # Ctrl-C: nobody could close what was never returned
+            self._redis.kill()
+            raise
         if self._redis.poll() is not None:
             raise HardwareMissing(f"the Redis has ended: {folder}/redis.log says why")
 

@@ -371,7 +371,8 @@ def _print(profile: Profile) -> None:
     title = f"planned, nothing is changed: {profile.job} on {profile.gpus:,} {profile.device or 'ranks'}"
     note = "gain: over the default, all others as planned. tune explain PROFILE KEY tells why."
     if profile.gain is not None and profile.step_s is not None:
-        note = f"step of {duration(profile.step_s)} with the defaults; all together {profile.gain.text}. {note}"
+        whole = f"all that are estimated, together: {profile.gain.text}"
+        note = f"step of {duration(profile.step_s)} with the defaults; {whole}. {note}"
     print_table(title, ["setting", "value", "default", "evidence", "expected gain"], lines, note)
 
 

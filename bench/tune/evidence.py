@@ -1,13 +1,14 @@
 """Evidence on settings in records of measurements: gains of switches, channels, idle time, stalls, the NCCL sweep.
 
-A measured gain counts for a job only on the same card, model shape and degrees; else it is told as seen elsewhere,
-without a figure for this job.
+A measured gain counts for a job only on the same card, with the same model shape, degrees and batch, and on one server,
+as bench.mfu measures; else it is told as seen elsewhere, without a figure for this job.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, load_record
 
 PROBE = "tune.probe"
+_IS_JSON = re.compile(r"true|false|-?\d+(\.\d+)?")
 _SHAPE = ("layers", "hidden", "heads", "ffn_hidden", "vocab_size", "seq_len")
-_DEGREES = ("tp", "pp", "vpp", "dp")
+_DEGREES = ("tp", "pp", "vpp", "dp", "dp_replicate")
+_BATCH = ("micro_batch_size", "global_batch_size")
 _NAMES = {
     "all_reduce": "allreduce",
     "all_gather": "allgather",
@@ -52,11 +55,12 @@ class MeasuredSwitch:
     job: JobConfig
     where: str
 
-    def is_of(self, job: JobConfig, device: str) -> bool:
-        """Whether it was measured on this card with a job of this shape and these degrees."""
-        same_shape = all(getattr(self.job.model, name) == getattr(job.model, name) for name in _SHAPE)
-        same = same_shape and all(getattr(self.job.parallel, name) == getattr(job.parallel, name) for name in _DEGREES)
-        return same and self.device == device
+    def is_of(self, job: JobConfig, servers: int, device: str) -> bool:
+        """Whether it was measured on this card and one server, with a job of this shape, these degrees and batch."""
+        sections = {"model": _SHAPE, "parallel": _DEGREES, "batch": _BATCH}
+        pairs = [(getattr(self.job, section), getattr(job, section), names) for section, names in sections.items()]
+        same = all(getattr(own, name) == getattr(other, name) for own, other, names in pairs for name in names)
+        return same and self.device == device and servers == 1  # bench.mfu runs on the GPUs of one machine
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ def _switches(file: Path, record: RunRecord) -> Iterator[MeasuredSwitch]:
         key, equals, text = change.partition("=")
         if equals and "," not in text:
             key = key if key.startswith("job.") else f"job.{key}"
-            value: Any = {"true": True, "false": False}.get(text, text)
+            value: Any = json.loads(text) if _IS_JSON.fullmatch(text) else text
             # Half the spread of each side's runs, at least the least that a spread of two runs tells.
             noise = sum(max(float(one.get("spread") or 0.0), 0.002) / 2 for one in (row, before))
             share = 1 - float(row["step_ms"]) / float(before["step_ms"])

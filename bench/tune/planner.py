@@ -24,7 +24,7 @@ from bench.tune.evidence import Facts, MeasuredSwitch
 from bench.tune.gains import DRAWS, LEAST_GAIN, SEEDS, FabricModel, State, StepModel, gain_of
 from bench.tune.life_plan import CheckpointPlan, life_of, plan_checkpoints, sooner_gain
 from bench.tune.nccl_tuner import check as check_tuner
-from bench.tune.profile import Area, Gain, Profile, Setting
+from bench.tune.profile import CANNOT_TELL, Area, Gain, Profile, Setting
 from congestion.nic.profile import file as nic_file
 from congestion.nic.profile.parameters import PARAMETERS
 from congestion.retransmit.timers import nccl_timeout, schedule
@@ -82,6 +82,7 @@ class Planned:
     Args:
         state: of the step as planned; None without an estimate.
         defaults, offs: of each key of the step, how the state is with its default, and with it switched off.
+        measured: of each key of the step that a record decides, how the state is with the job's own value.
     """
 
     inputs: Inputs
@@ -94,6 +95,7 @@ class Planned:
     state: State | None = None
     defaults: dict[str, Callable[[State], State]] = field(default_factory=dict)
     offs: dict[str, Callable[[State], State]] = field(default_factory=dict)
+    measured: dict[str, Callable[[State], State]] = field(default_factory=dict)
     checkpoints: CheckpointPlan | None = None
     profile: Profile = field(default_factory=Profile)
 
@@ -312,39 +314,58 @@ def _plan_overlap(planned: Planned) -> None:
             rests_on=_STEP_RESTS,
         )  # fmt: skip
     device = inputs.device.driver_name if inputs.device else ""
-    for switch in inputs.facts.switches:
+    for switch in sorted(
+        inputs.facts.switches, key=lambda each: each.gain.share
+    ):  # the best of a key has the last word
         _add_measured(planned, switch, device)
 
 
 def _add_measured(planned: Planned, switch: MeasuredSwitch, device: str) -> None:
-    """Take a measured switch of this card, shape and layout as it came out; of another it is named without a figure."""
+    """Take a measured switch of this very job as it came out; of another it is named without a figure.
+
+    Where the runs' spread leaves open which value is faster, the job keeps its own.
+    """
     current = planned.settings.get(switch.key)
     if not switch.key.startswith(("job.overlap.", "job.loop.", "job.parallel.balance", "job.model.operators")):
         return
     if switch.key == "job.overlap.reduce_dtype":  # changes the numerics
         return
-    if not switch.is_of(planned.job, device):
+    if not switch.is_of(planned.job, planned.inputs.config.cluster.servers, device):
         if current is not None:
             seen = f"seen elsewhere, {switch.value} over {switch.other}: {switch.gain.share:+.1%} of {switch.where}"
             rests = "; ".join(filter(None, (current.rests_on, seen)))
             planned.settings[switch.key] = current.model_copy(update={"rests_on": rests})
         return
-    is_better = switch.gain.low > 0
-    value, other = (switch.value, switch.other) if is_better else (switch.other, switch.value)
-    share = switch.gain.share if is_better else -switch.gain.share
-    half = switch.gain.high - switch.gain.share
-    gain = Gain(of="step time", share=share, low=share - half, high=share + half, evidence="measured")
-    own = _value_of(planned.inputs.config.job, switch.key)
+    own, seen_gain = _value_of(planned.inputs.config.job, switch.key), switch.gain
+    gain = None
+    if seen_gain.low <= 0 <= seen_gain.high:
+        if switch.key in planned.measured or (current is not None and current.evidence == "measured"):
+            return  # another row of the key has decided
+        # What memory needs has no default among those of the step, and stays.
+        value = own if current is None or switch.key in planned.defaults else current.value
+        why = f"{CANNOT_TELL} {switch.value} from {switch.other}: {seen_gain.text}"
+    else:
+        is_better = seen_gain.low > 0
+        value, other = (switch.value, switch.other) if is_better else (switch.other, switch.value)
+        low, high = (seen_gain.low, seen_gain.high) if is_better else (-seen_gain.high, -seen_gain.low)
+        share = seen_gain.share if is_better else -seen_gain.share
+        why = f"over {other}: {share:+.2%} of the step, measured"
+        if own == other:
+            gain = Gain(of="step time", share=share, low=low, high=high, evidence="measured")
+            why = ""
+        elif own == value:
+            why = f"is the job's already; {why}"
     planned.defaults.pop(switch.key, None)
     planned.offs.pop(switch.key, None)
     planned.add(
-        switch.key, "collectives", value, own, "trainer", "measured", switch.where,
-        gain=gain if own == other else None,
-        no_gain="" if own == other else f"is the job's already; over {other}: {share:+.2%} of the step, measured",
+        switch.key, "collectives", value, own, "trainer", "measured", switch.where, gain=gain, no_gain=why,
         rests_on="half the runs' spread on each side",
     )  # fmt: skip
     _, section, name = switch.key.split(".", 2)
     planned.job = _with(planned.job, section, **{name: value})
+    if planned.state is not None:
+        planned.state = planned.state.with_job(section, **{name: value})
+        planned.measured[switch.key] = lambda state: state.with_job(section, **{name: own})
 
 
 def _plan_congestion(planned: Planned) -> None:
@@ -478,29 +499,30 @@ def communicators_of(config: Config) -> list[tuple[int, int]]:
 
 
 def _plan_loader(planned: Planned) -> None:
+    """Take the shared loader where a record of this card has it least idle; another job's idle time is no gain here."""
     inputs, data = planned.inputs, planned.job.data
     device = inputs.device.driver_name if inputs.device else ""
     own = [(shares, where) for card, shares, where in inputs.facts.idle if card == device and "loader" in shares]
-    gain, why, rests, evidence, source = None, "no record of bench.data_idle on this card", "", "none", "the default"
-    if own:
-        shares, where = own[0]
+    value, evidence, source = data.loader, "none", "the job's"
+    why, rests = "no record of bench.data_idle on this card", ""
+    for shares, where in own[:1]:
+        why = "idle time is the host's, and was measured with another job's step"
         others = {name: share for name, share in shares.items() if name != "loader"}
-        best = min(others, key=lambda name: others[name])
-        evidence, source = "measured", where
-        why = f"is the job's already; over {best}: {others[best] - shares['loader']:+.2%} of a step, measured"
-        if not data.loader:
-            saved = others[best] - shares["loader"]
-            gain = Gain(of="step time", share=saved, low=min(0.0, saved), high=saved, evidence="measured")
-        rests = "another model than this job's, perhaps: idle time is the host's, a share of that step"
+        best = min(others, key=lambda name: others[name], default=None)
+        if best is None:
+            why = f"{where} has the loader alone"
+        else:
+            rests = f"seen elsewhere, loader over {best}: {others[best] - shares['loader']:+.2%} of a step of {where}"
+            if shares["loader"] < others[best]:
+                value, evidence, source = True, "measured", where
     planned.add(
-        "job.data.loader", "loader", True, data.loader, "trainer", evidence, source, gain=gain, no_gain=why,
-        rests_on=rests,
+        "job.data.loader", "loader", value, data.loader, "trainer", evidence, source, no_gain=why, rests_on=rests,
     )  # fmt: skip
     planned.add(
         "job.data.read_ahead", "loader", data.read_ahead, data.read_ahead, "trainer", "none", "the trainer's default",
         no_gain="how late the storage answers at worst is not known here",
     )  # fmt: skip
-    planned.job = _with(planned.job, "data", loader=True)
+    planned.job = _with(planned.job, "data", loader=value)
 
 
 def _take_gains(planned: Planned) -> None:
@@ -558,7 +580,7 @@ def _profile(planned: Planned) -> Profile:
     gain = None
     is_changed = any(planned.settings[key].is_changed for key in planned.defaults)
     if model is not None and planned.state is not None and is_changed:
-        saved = 1 - model.steps(planned.state) / model.steps(start_of(planned))
+        saved = 1 - model.steps(planned.state) / model.steps(estimated_start(planned))
         gain = gain_of(saved, "simulated" if planned.fabric else "formula")
     return Profile(
         job=planned.job.name,
@@ -574,11 +596,19 @@ def _profile(planned: Planned) -> Profile:
     )
 
 
-def start_of(planned: Planned) -> State:
-    """Return the state in which every setting of the step is its default."""
+def estimated_start(planned: Planned) -> State:
+    """Return the state in which every setting that the estimate judges is its default, and measured ones as planned."""
     assert planned.state is not None
     state = planned.state
     for default in planned.defaults.values():
+        state = default(state)
+    return state
+
+
+def start_of(planned: Planned) -> State:
+    """Return the state in which every setting of the step is its default."""
+    state = estimated_start(planned)
+    for default in planned.measured.values():
         state = default(state)
     return state
 

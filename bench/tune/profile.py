@@ -86,7 +86,7 @@ class Profile(Section):
     nccl: str = Field("", description="release of NCCL whose defaults count")
     created_utc: str = Field("", description="when")
     step_s: float | None = Field(None, description="predicted step with the defaults, seconds")
-    gain: Gain | None = Field(None, description="of all settings of the step together")
+    gain: Gain | None = Field(None, description="of all settings of the step that are estimated, together")
     tuner_rows: tuple[str, ...] = Field((), strict=False, description="rows for NCCL's example tuner, measured")
     settings: dict[str, Setting] = Field(default_factory=dict, description="by key")
 

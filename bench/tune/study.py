@@ -15,7 +15,7 @@ import click
 import numpy as np
 
 from bench.tune.gains import State, StepModel, gain_of
-from bench.tune.planner import Planned, make_plan, start_of
+from bench.tune.planner import Planned, estimated_start, make_plan
 from bench.tune.profile import Gain
 from netlayer.command import RunOptions, run_options
 from netlayer.errors import ConfigError
@@ -66,7 +66,7 @@ def study_rows(planned: Planned, on_progress: Any = lambda _done, _total, _name:
     for off in planned.offs.values():
         plain = off(plain)
     rows = [
-        _whole("defaults", model, state, start_of(planned)),
+        _whole("defaults", model, state, estimated_start(planned)),
         _whole("all off", model, state, plain),
     ]
     for index, (key, off) in enumerate(planned.offs.items()):

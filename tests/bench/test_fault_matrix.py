@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
+import bench.fault_matrix.__main__ as fault_matrix
 from bench.fault_matrix.report import BEGIN, END, lower_bound, main
-from netlayer.errors import ConfigError
+from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import RunRecord
 
 
@@ -62,3 +64,33 @@ def test_the_bound_is_that_of_the_literature() -> None:
     """No failure in 39 trials: 0.05 ** (1 / 39); "rule of three" in its exact form."""
     assert lower_bound(39, 39) == pytest.approx(0.05 ** (1 / 39), abs=1e-9)
     assert lower_bound(0, 10) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(KeyboardInterrupt(), click.Abort), (CheckFailed("a run without faults: exit code 1"), CheckFailed)],
+)
+def test_the_network_and_its_redis_end_with_a_run_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[Exception]
+) -> None:
+    closed: list[bool] = []
+
+    class Hosts:
+        url = "redis://10.77.0.1:6379"
+
+        def __init__(self, _folder: Path, num_hosts: int) -> None:
+            assert num_hosts == 6
+
+        def close(self) -> None:
+            closed.append(True)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fault_matrix, "Network", Hosts)
+    monkeypatch.setattr(fault_matrix, "enter", lambda: None)
+    monkeypatch.setattr(fault_matrix, "_healthy", fail)
+    arguments = ["--network", "--kinds", "cut", "--chain", "2", "--out", str(tmp_path)]
+    with pytest.raises(raised):
+        fault_matrix.main.main(arguments, standalone_mode=False)
+    assert closed == [True]

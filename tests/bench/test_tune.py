@@ -25,7 +25,7 @@ from bench.tune.nccl_tuner import (
     read_rows,
     to_csv,
 )
-from bench.tune.planner import Inputs, communicators_of, make_plan
+from bench.tune.planner import Inputs, communicators_of, make_plan, start_of
 from bench.tune.probes import run_probe
 from bench.tune.profile import Gain, Profile, Setting, diff, read_profile
 from bench.tune.study import markdown, study_rows
@@ -305,6 +305,11 @@ def test_example_profile_is_of_this_version() -> None:
     assert profile.explain("job.overlap.dp").value is True
 
 
+def one_server(**changes: Any) -> Config:
+    """The same job on 16 A100 of one machine, as bench.mfu runs."""
+    return config(cluster__servers=1, cluster__servers_per_tor_set=1, cluster__gpus_per_server=16, **changes)
+
+
 def mfu_record(step_ms: float, **changes: Any) -> RunRecord:
     job = config(**changes).job
     rows = [
@@ -328,20 +333,75 @@ def write(tmp_path: Path, record: RunRecord) -> Path:
 def test_a_measured_switch_of_this_layout_decides(tmp_path: Path, step_ms: float, value: bool, share: float) -> None:
     """Also against the estimate, which would switch it on: what was measured slower is switched off."""
     facts = read_facts([write(tmp_path, mfu_record(step_ms))])
-    each = make_plan(inputs(config(), facts=facts)).profile.settings["job.overlap.pp"]
+    own = make_plan(inputs(one_server(), facts=facts))
+    each = own.profile.settings["job.overlap.pp"]
     assert (each.value, each.evidence) == (value, "measured")
+    assert own.state.plan.job.overlap.pp is own.job.overlap.pp is value
+    assert start_of(own).plan.job.overlap.pp is True
     if not value:
         assert each.gain is not None
         assert each.gain.evidence == "measured"
         assert each.gain.share == pytest.approx(share)
 
 
-def test_a_measured_switch_of_another_layout_is_named_without_a_figure(tmp_path: Path) -> None:
-    record = mfu_record(97.0, job__parallel={"tp": 2, "pp": 2, "dp": 4})
-    each = make_plan(inputs(config(), facts=read_facts([write(tmp_path, record)]))).profile.settings["job.overlap.pp"]
+@pytest.mark.parametrize("step_ms", [99.9, 100.1])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_difference_within_the_spread_changes_nothing(tmp_path: Path, step_ms: float, is_on: bool) -> None:
+    facts = read_facts([write(tmp_path, mfu_record(step_ms))])
+    own = make_plan(inputs(one_server(job__overlap__pp=is_on), facts=facts))
+    each = own.profile.settings["job.overlap.pp"]
+    assert (each.value, each.default, each.gain) == (is_on, is_on, None)
+    assert "cannot tell False from True" in each.no_gain
+    assert own.job.overlap.pp is own.state.plan.job.overlap.pp is is_on
+
+
+def test_of_several_values_of_a_key_the_fastest_is_planned(tmp_path: Path) -> None:
+    record = mfu_record(100.0)
+    changes = [("overlap.bucket_mib=256", 95.0), ("overlap.bucket_mib=0", 110.0), ("overlap.bucket_mib=128", 99.95)]
+    rows = [
+        {"run": "median", "system": f"ours: {change}", "change": change, "step_ms": step_ms, "spread": 0.002}
+        for change, step_ms in changes
+    ]
+    record.rows[1:] = rows
+    each = make_plan(inputs(one_server(), facts=read_facts([write(tmp_path, record)]))).profile.settings
+    setting = each["job.overlap.bucket_mib"]
+    assert setting.value == 256
+    assert setting.gain is not None
+    assert setting.gain.share == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("of_record", "own"),
+    [
+        ({"job__parallel": {"tp": 2, "pp": 2, "dp": 4}}, one_server()),
+        ({"job__parallel": {"tp": 4, "pp": 2, "dp": 1, "dp_replicate": 2}}, one_server()),
+        ({"job__batch": {"global_batch_size": 32, "micro_batch_size": 1}}, one_server()),
+        ({"job__batch": {"global_batch_size": 16, "micro_batch_size": 2}}, one_server()),
+        ({}, config()),  # over several servers, where bench.mfu had NVLink
+    ],
+)
+def test_a_measured_switch_of_another_job_is_named_without_a_figure(
+    tmp_path: Path, of_record: dict[str, Any], own: Config
+) -> None:
+    facts = read_facts([write(tmp_path, mfu_record(97.0, **of_record))])
+    each = make_plan(inputs(own, facts=facts)).profile.settings["job.overlap.pp"]
     assert each.value is True
     assert each.evidence == "formula"
     assert "seen elsewhere" in each.rests_on
+
+
+@pytest.mark.parametrize("others", [{"plain": 0.08}, {}])
+def test_idle_time_of_another_job_is_no_gain_of_this_one(tmp_path: Path, others: dict[str, float]) -> None:
+    rows = [
+        {"table": "idle", "system": name, "idle_share": share} for name, share in {"loader": 0.01, **others}.items()
+    ]
+    cards = ["NVIDIA A100-SXM4-80GB"]
+    record = RunRecord("bench.data_idle", "measured", rows, "2026-11-27T00:00:00Z", "", {}, {}, devices=cards)
+    facts = read_facts([write(tmp_path, record)])
+    each = make_plan(inputs(one_server(job__data__loader=False), facts=facts)).profile.settings["job.data.loader"]
+    assert each.gain is None
+    assert each.value is bool(others)
+    assert ("seen elsewhere, loader over plain: +7.00%" in each.rests_on) == bool(others)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """A clean install from a wheel, alone and beside a distribution that also has a top-level `bench`."""
 
+import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -102,3 +105,33 @@ def test_a_foreign_package_in_front_of_ours_is_refused(wheel: Path, environment:
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: package bench: is found at")
     assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("is_current", [True, False])
+@pytest.mark.parametrize("target", ["sdist", "wheel"])
+def test_the_page_is_packed_unless_it_is_older_than_its_sources(tmp_path: Path, target: str, is_current: bool) -> None:
+    """A source archive has it too, for who has no npm; of this project's own build, with no other files."""
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, tmp_path)
+    web = tmp_path / "netlayer/observe/page/web"
+    dist = [web / "dist" / name for name in ("index.html", "app.js", "app.css")]
+    others = [web / name for name in ("src/main.js", "package.json", "package-lock.json")]
+    for file in (*dist, *others, tmp_path / "netlayer/__init__.py", tmp_path / "examples/laptop.toml"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    for file in dist:
+        os.utime(file, (0, web.stat().st_mtime + (60 if is_current else -60)))
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", tmp_path / "out"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PATH": ""}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("without the page" in done.stdout + done.stderr) is not is_current
+    file = next((tmp_path / "out").iterdir())
+    if target == "sdist":
+        with tarfile.open(file) as archive:
+            names = archive.getnames()
+    else:
+        names = zipfile.ZipFile(file).namelist()
+    assert sum("/web/dist/" in name for name in names) == (3 if is_current else 0)
+    assert any(name.endswith("netlayer/__init__.py") for name in names)

@@ -1,6 +1,6 @@
 // The page: what stands out, six views, and the address that says what is selected.
 
-import { forget, isStatic, json, keepToken, load } from "./data.js";
+import { Missing, forget, isStatic, json, keepToken, load } from "./data.js";
 import { h } from "./dom.js";
 import { count } from "./format.js";
 import { Run } from "./run.js";
@@ -182,8 +182,8 @@ class Page {
           this.take(await load("overview"));
         }
         this.panel.classList.remove("lost");
-      } catch {
-        this.live.textContent = "the server is away";
+      } catch (error) {
+        this.live.textContent = error instanceof Missing ? error.message : "the server is away"; // one that was started again has another token
         await new Promise((resolve) => setTimeout(resolve, 5000));
       }
     }
