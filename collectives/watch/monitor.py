@@ -666,8 +666,9 @@ def _portions(records: Sequence[Any]) -> Iterable[Sequence[Any]]:
 
 def _int(value: object) -> int | None:
     """Return a number that its column can hold; None: it is none, and the batch would be lost for it."""
-    is_held = isinstance(value, int) and not isinstance(value, bool) and -_INT32 < value < _INT32
-    return value if is_held else None
+    if isinstance(value, int) and not isinstance(value, bool) and -_INT32 < value < _INT32:
+        return value
+    return None
 
 
 def _exempt_from_captures() -> None:
