@@ -56,8 +56,9 @@ from trainer.worker import init_process_groups
 _TIMEOUT = timedelta(minutes=10)
 _WAYS = ("on", "recorder", "marks")
 _OFF = "off"
-_BATCHES = 2.5  # of a block, where its steps are chosen
-_FEWEST_BATCHES = 2.0
+_BATCHES = 8.5  # of a block, where its steps are chosen
+_FEWEST_BATCHES = 8.0
+"""What is recorded after the last whole interval is handed over behind the block: of fewer, that share is too large."""
 _RECORDS = 2000  # whose cost is measured apart
 
 
@@ -148,7 +149,7 @@ class Row:
 @click.option("--micro", type=click.IntRange(1), default=1, show_default=True, help="Sequences of a micro-batch.")
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True, help="Of a step and rank.")
 @click.option("--pairs", type=click.IntRange(2), default=20, show_default=True, help="Pairs of blocks, on and off.")
-@click.option("--steps", type=click.IntRange(1), help="Steps of a block; else as many as take 2.5 intervals.")
+@click.option("--steps", type=click.IntRange(1), help="Steps of a block; else as many as take 8.5 intervals.")
 @click.option("--ways", default="on", show_default=True, help="What is compared with nothing: on,recorder,marks.")
 @click.option("--time-limit", type=click.FloatRange(1), help="Seconds of measuring after which no pair begins.")
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
@@ -301,8 +302,8 @@ def describe(rows: Sequence[Row]) -> str:
         )
     if row.batches < _FEWEST_BATCHES:
         lines.append(
-            f"a block has {row.batches:.1f} intervals of the monitor: its thread's part is there by chance; give more"
-            " --steps"
+            f"a block has {row.batches:.1f} intervals of the monitor: up to {min(1.0, 1 / row.batches):.0%} of its"
+            " thread's part is not in it, for that is handed over behind the block; give more --steps"
         )
     lines.append(f"a record costs the thread that launches {row.record_us:.1f} us, its two marks included")
     if row.events_per_step:

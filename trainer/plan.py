@@ -22,7 +22,7 @@ from netlayer.errors import ConfigError
 from netlayer.launch.rank import RankEnv
 from netlayer.nccl.environment import Choice, for_ranks
 from netlayer.workload.fit import check_room, in_room, settle, with_overlap
-from netlayer.workload.memory import estimate, gib, snapshot_bytes
+from netlayer.workload.memory import estimate, gib, saving_ranks, snapshot_bytes
 from netlayer.workload.model_size import stage_elements
 from trainer.checkpoint.meta import check_model, check_same_text, find, resume_notes, seed_of
 from trainer.checkpoint.names import TOKENIZER
@@ -302,9 +302,12 @@ def check_snapshots(job: JobConfig, ranks: int) -> str:
     Raises:
         ConfigError: it has less in all.
     """
-    needed, there = snapshot_bytes(job) * ranks, environ.total_memory_bytes()
+    saving = saving_ranks(job, ranks)
+    needed, there = snapshot_bytes(job) * saving, environ.total_memory_bytes()
     if needed > there:
-        rule = f"needs {gib(needed)} of the host's memory for snapshots of {ranks} ranks, and this one has {gib(there)}"
+        rule = (
+            f"needs {gib(needed)} of the host's memory for snapshots of {saving} ranks, and this one has {gib(there)}"
+        )
         remedy = "set it to false, so that training waits for saves, or use more machines"
         raise ConfigError("job.checkpoint.asynchronous", True, rule, remedy)
     return f"; snapshots for checkpoints take {gib(needed)} of the host's memory" if needed else ""

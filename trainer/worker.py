@@ -227,8 +227,11 @@ def _use_expandable_segments() -> None:
     Activations, gathered parameters and gradients on their way differ in size: of a 7B over four H100, 5 GiB lay free
     in segments that fitted nothing, and the job did not fit; with expandable segments 1 GiB (reports/zero_202611.md).
     """
-    if not any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    values = [value for name in _ALLOCATOR_VARIABLES if (value := os.environ.get(name))]
+    # CUDA's own asynchronous allocator has no segments.
+    if not any(key in value for value in values for key in ("expandable_segments", "cudaMallocAsync")):
+        # With what is set already, of which torch reads the first: each call puts the others back to their defaults.
+        torch._C._accelerator_setAllocatorSettings(",".join([*values[:1], "expandable_segments:True"]))
 
 
 def _same(plan: Plan) -> dict[str, str]:

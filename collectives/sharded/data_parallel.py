@@ -75,11 +75,11 @@ from collectives.sharded.prepare import (
     open_communicators,
     open_replicas,
     plan_module,
+    resolve_windows,
     same_start,
     send_buffers,
     shard_ranks,
     usual_bytes,
-    windows_are_worth_it,
     wire_dtype,
 )
 from collectives.sharded.reduce import GradientReduce, inside_backward
@@ -203,10 +203,10 @@ class ShardedDataParallel(StandIn):
         in_flight = overlap.most_in_flight(usual_bytes(plans, reduce_dtype))
         buffer_bytes = sum(buffer_sizes([plan.padded_numel for plan in plans], in_flight + 1)) * reduce_dtype.itemsize
         windows = overlap.windows
-        if windows == "auto":
-            # With groups of the caller's it is the caller who knows.
-            is_able = stage < 3 and groups is None and comms is None
-            windows = is_able and windows_are_worth_it(group, device, buffer_bytes)
+        if groups is None and comms is None:
+            windows = resolve_windows(windows, group, device, buffer_bytes, stage)
+        elif windows == "auto":
+            windows = False  # with groups of the caller's it is the caller who knows
         comms = comms or open_communicators(group, groups, device, timeout, recorder, watch, windows)
         self.gather_comm, self.reduce_comm = comms[:2]
         self.replicas = comms[2] if len(comms) > 2 else open_replicas(same_shard, device, timeout, recorder, watch)

@@ -12,7 +12,7 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -279,6 +279,11 @@ def check_same(
         described[f"frozen parameter or buffer {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
     # The order of the parameters counts, which a difference by name would not show.
     described["order"] = ", ".join(slot.name for plan in plans for slot in plan.slots)
+    _check_alike(comm, described)
+
+
+def _check_alike(comm: Communicator, described: Mapping[str, str]) -> None:
+    """Raise the same ValueError on all ranks if their texts differ; it names the first difference."""
     text = json.dumps(described)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     if len({one for [one] in comm.all_gather_ints([digest], "arguments")}) == 1:
@@ -380,19 +385,35 @@ def usual_bytes(plans: Sequence[BucketPlan], dtype: torch.dtype) -> int:
     return sizes[min(REDUCTIONS_IN_FLIGHT, len(sizes) - 1)] if sizes else 0
 
 
-def windows_are_worth_it(group: dist.ProcessGroup | None, device: torch.device, num_bytes: int) -> bool:
-    """Whether the ranks of `group` (None: all) shall have windows: the same on all of them, who all call it.
+def resolve_windows(
+    windows: bool | Literal["auto"], group: dist.ProcessGroup | None, device: torch.device, num_bytes: int, stage: int
+) -> bool:
+    """Return whether the ranks of `group` (None: all) shall have windows: the same on all of them, who all call it.
 
     Args:
+        windows: what the caller wants.
         num_bytes: of the buffers that are held for it.
+        stage: of ZeRO.
+
+    Raises:
+        ValueError: ranks differ in what they want, or in their stage.
     """
-    free = free_bytes(device)
-    if free is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return False
+    # Asked without a collective: what has no NCCL gets its own error, or goes without. Outsiders have a number here.
+    is_member = isinstance(group, dist.ProcessGroup | None)
+    if device.type != "cuda" or not is_member or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return windows is True
+    if "cuda:nccl" not in dist.get_backend_config(group):
+        return windows is True
     ranks = group or dist.group.WORLD
     # On the caller's own group: how the wrapper's are made depends on the answer.
     comm = Communicator("windows", ranks, device)
-    return are_worth_it(ranks, comm, has_room=num_bytes <= MOST_OF_FREE * free)
+    # Of all ranks, whatever they want: one that differs would not take part in the agreement below.
+    _check_alike(comm, {"windows": str(windows), "stage": str(stage)})
+    if windows != "auto":
+        return windows
+    free = free_bytes(device)
+    has_room = free is not None and num_bytes <= MOST_OF_FREE * free
+    return stage < 3 and are_worth_it(ranks, comm, has_room=has_room)
 
 
 def find_resharding(module: nn.Module, plans: Sequence[BucketPlan], units: Sequence[nn.Module]) -> frozenset[int]:

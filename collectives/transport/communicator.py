@@ -165,6 +165,7 @@ class Work:
         self._then, self._keep = [] if then is None else [then], keep
         # Until `launch_rest`, there is no event yet that a follower's stream could wait for.
         self._rest, self._callbacks = late, list[tuple[Callable[[], None], torch.cuda.Stream | None]]()
+        self._joined: list[Work] = []
         self._done = False
 
     def launch_rest(self) -> None:
@@ -203,6 +204,22 @@ class Work:
             # Whoever waits from now on waits for this too.
             self._done_event = stream.record_event()
 
+    def then_launch(self, launch: Callable[[], Work], stream: torch.cuda.Stream | None) -> None:
+        """Launch another collective when it has landed; what follows, and `wait`, waits for both. `stream`: of `then`.
+
+        The wait of a side stream is no part of a record: it holds up no computation, the one in `wait` does.
+        """
+
+        def follow() -> None:
+            other = launch()
+            if stream is None or other.done_event is None:  # inside `wait`
+                other.wait()
+                return
+            stream.wait_event(other.done_event)
+            self._joined.append(other)
+
+        self.then(follow, stream)
+
     @property
     def was_waited_for(self) -> bool:
         return self._done
@@ -218,13 +235,15 @@ class Work:
             elif self._work is not None:
                 with self._comm.explaining(self._kind):
                     self._work.wait()
+        for other in self._joined:
+            other.wait()
         if self._done_event is not None:  # apart: what follows it is computation
             current_stream(self._comm.device).wait_event(self._done_event)
         for function in self._then:
             function()
         if self._work is not None:
             self._comm.ended.append(self._work)
-        self._done, self._work, self._then, self._keep = True, None, [], ()
+        self._done, self._work, self._then, self._joined, self._keep = True, None, [], [], ()
 
 
 class Communicator(CommContext):

@@ -144,7 +144,10 @@ class _Timed:
         if self.waited_ns is not None:
             monitor._processor.omit_since(self.waited_ns)
         if self.start is not None:  # else in a graph's capture
-            self.end = monitor._now(self.timing, can_capture=False)
+            # Asked again: a capture may have begun in the block, whose end has no time then.
+            self.end = monitor._now(self.timing)
+            if self.end is None:
+                return
             if self.step is None:
                 self.step = monitor.open_step
             monitor._ring.add(self)
@@ -407,10 +410,19 @@ class Monitor:
         """Take the oldest entry off the ring if the device has come to its end; None: it has not, or there is none."""
         if self._head is None:
             self._head = self._ring.take()
-        if self._head is None or not self._is_ready(self._head, is_last=is_last):
-            return None
-        entry, self._head = self._head, None
-        return entry
+        while self._head is not None:
+            try:
+                if not self._is_ready(self._head, is_last=is_last):
+                    return None
+            except RuntimeError:
+                # CUDA refuses to tell, of an event that a graph has captured, say: what follows shall not wait for it.
+                self.num_dropped += 1
+                self._ring.add(self._dropped(1, "device"))
+                self._head = self._ring.take()
+                continue
+            entry, self._head = self._head, None
+            return entry
+        return None
 
     def _new_rows(self) -> EventColumns:
         if self._table.is_full:
@@ -615,11 +627,9 @@ class Monitor:
         """Marks that have happened, on the rank's clock."""
         return self._time_base.ns_of_ended(marks, self.clock.anchor_ns)
 
-    def _now(self, timing: str, *, can_capture: bool = True) -> TimeMark | None:
-        """Take a mark; None while a graph is captured, unless the caller has asked."""
-        if timing == "host" or self._events is None:
-            return time.perf_counter_ns()
-        return self._events.take() if can_capture else self._events.take_unchecked()
+    def _now(self, timing: str) -> TimeMark | None:
+        """Take a mark; None while a graph is captured."""
+        return time.perf_counter_ns() if timing == "host" or self._events is None else self._events.take()
 
     def _close_step(self, mark: TimeMark | None) -> None:
         start, self._step_start = self._step_start, None
@@ -666,8 +676,9 @@ def _portions(records: Sequence[Any]) -> Iterable[Sequence[Any]]:
 
 def _int(value: object) -> int | None:
     """Return a number that its column can hold; None: it is none, and the batch would be lost for it."""
-    is_held = isinstance(value, int) and not isinstance(value, bool) and -_INT32 < value < _INT32
-    return value if is_held else None
+    if isinstance(value, int) and not isinstance(value, bool) and -_INT32 < value < _INT32:
+        return value
+    return None
 
 
 def _exempt_from_captures() -> None:

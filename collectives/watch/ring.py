@@ -49,5 +49,6 @@ class Ring(Generic[Entry]):
 
     def take_lost(self) -> int:
         """Number of events that were lost since the last call."""
-        lost, self._num_reported = self._num_lost - self._num_reported, self._num_lost
+        now = self._num_lost  # read once: who adds may raise it meanwhile
+        lost, self._num_reported = now - self._num_reported, now
         return lost

@@ -30,7 +30,10 @@ class CheckpointConfig(Section):
         0.0, ge=0, description="limit of a rank's copy to the host, GB/s, which spreads it over a step; 0: none"
     )
     write_gbps: float = Field(
-        0.0, ge=0, description="limit of what a rank's process writes to storage, GB/s; 0: none, as fast as it goes"
+        0.0,
+        ge=0,
+        description="limit of what a rank's process writes to storage beside the training, GB/s; 0: none. A save that "
+        "training waits for, as the last one, has none",
     )
     direct_io: bool = Field(
         True, description="write past the page cache where the file system can (O_DIRECT), on a disk of this machine"

@@ -178,6 +178,19 @@ def snapshot_bytes(job: JobConfig) -> int:
     return 3 * -(-elements // job.parallel.dp_cp) * DTYPE_BYTES[master_dtype(job)]
 
 
+def saving_ranks(job: JobConfig, ranks: int) -> int:
+    """Return how many of a host's ranks hold a snapshot, on the host with the most: of replicas the first one saves.
+
+    Args:
+        ranks: of each host.
+    """
+    layout = job.parallel.layout
+    if layout.dp_replicate == 1:
+        return ranks
+    saves = [layout.coordinates(rank).dp_replicate == 0 for rank in range(layout.world_size)]
+    return max(sum(saves[first : first + ranks]) for first in range(0, len(saves), ranks))
+
+
 def _mastered_elements(job: JobConfig, stage: int, elements: int) -> int:
     """Return the elements whose masters lie apart: all of another dtype, and what is freed; else none."""
     if DTYPE_BYTES[job.model.dtype] < DTYPE_BYTES[master_dtype(job)]:

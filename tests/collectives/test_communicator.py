@@ -49,6 +49,44 @@ def test_an_update_behind_a_collective_is_waited_for_apart(monkeypatch: pytest.M
     assert calls == ["waiting", "arrived", "waited", "updated"]
 
 
+def test_a_collective_behind_another_is_recorded_where_the_computation_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: str) -> None:
+            calls.append(f"{self.name} waits for {event}")
+
+        def record_event(self) -> str:
+            return "mean"
+
+    @contextmanager
+    def waiting(collective: str) -> Iterator[None]:
+        calls.append(f"record of {collective}")
+        yield
+
+    comm = mock.Mock(spec=Communicator, device=CPU, waiting=waiting)
+    side: Any = Stream("side")
+    monkeypatch.setattr("collectives.transport.communicator.current_stream", lambda _: Stream("compute"))
+    monkeypatch.setattr(torch.cuda, "stream", mock.MagicMock())
+    shards, replicas = (Work(comm, name, None, f"{name} sum", None, ()) for name in ("shard", "replica"))  # type: ignore[arg-type]
+    shards.then_launch(lambda: replicas, side)
+    shards.then(lambda: calls.append("store"), side)
+    assert calls == ["side waits for shard sum", "side waits for replica sum", "side waits for mean", "store"]
+    calls.clear()
+    shards.wait()
+    assert calls == [
+        "record of shard",
+        "compute waits for shard sum",
+        "record of replica",
+        "compute waits for replica sum",
+        "compute waits for replica sum",  # and what follows it: nothing here
+        "compute waits for mean",
+    ]
+
+
 def test_a_callback_of_a_work_waits_until_its_rest_is_launched() -> None:
     calls: list[str] = []
     handle = Work(

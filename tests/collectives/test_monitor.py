@@ -18,6 +18,7 @@ from collectives import clock as clock_module
 from collectives.transport import current_stream as current_stream_module
 from collectives.watch.monitor import Monitor
 from collectives.watch.processor import ProcessorWait
+from collectives.watch.ring import Ring
 from netlayer.observe.events import Counter, Event, Mark, Origin, Segment, events_of, to_batch
 from tests.collectives.conftest import RunCase
 from tests.collectives.harness import Case, Ranks, on_ranks
@@ -385,6 +386,48 @@ def test_a_capture_is_not_timed_and_a_replay_says_that_it_is_one(
     recorder.end_step()
     monitor.close()
     assert [(each.segment, each.timing) for each in kept.segments()] == [("step", "graph"), ("other", "graph")]
+
+
+def test_a_capture_that_begins_within_a_block_holds_nothing_up(
+    fake_cuda: None, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor, recorder = Monitor(kept, ORIGIN, device="cuda:0", interval_s=600), Recorder("cuda")
+    monitor.follow(recorder)
+    with monitor.segment("forward"):  # whose end is not taken
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with recorder.launching("gather", "all_gather", 8) as captured:
+        pass
+
+    def fails() -> bool:
+        raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+
+    end: Any = captured.end
+    monkeypatch.setattr(end.event, "query", fails)
+    with monitor.segment("backward"):
+        pass
+    monitor.close()
+    assert [each.segment for each in kept.segments()] == ["backward"]
+    assert kept.dropped() == monitor.num_dropped == 1
+
+
+def test_what_is_lost_while_losses_are_counted_is_counted_next() -> None:
+    class Losing(Ring[int]):
+        """Loses an event after each reading of how many are lost."""
+
+        lost = 0
+
+        @property
+        def _num_lost(self) -> int:
+            self.lost += 1
+            return self.lost - 1
+
+        @_num_lost.setter
+        def _num_lost(self, number: int) -> None:
+            self.lost = number
+
+    ring = Losing(1)
+    assert sum(ring.take_lost() for _ in range(5)) == ring.lost - 1
 
 
 def test_the_ring_counts_whole_steps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collectives.sharded import prepare
 from collectives.transport.windows import are_worth_it
 
 GROUP: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(supports_tensor_alloc=lambda _: True))
@@ -68,3 +70,45 @@ def test_other_backends_and_devices_have_none(monkeypatch: pytest.MonkeyPatch) -
 def test_a_gpu_that_nccl_makes_no_memory_for_has_none() -> None:
     lacking = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(supports_tensor_alloc=lambda _: False))
     assert not worth(World(), lacking)
+
+
+class Ranks(World):
+    """As many ranks, of which the last wants something else, if that is given."""
+
+    def __init__(self, other: str | None = None) -> None:
+        super().__init__()
+        self._other = other
+
+    def all_gather_ints(self, values: list[int], _what: str) -> list[list[int]]:
+        return [values, values, values, values if self._other is None else [0]]
+
+    def all_gather_text(self, text: str, what: str) -> list[str]:
+        return [text, text, text, self._other or text] if what == "arguments" else super().all_gather_text(text, what)
+
+
+def resolved(monkeypatch: pytest.MonkeyPatch, ranks: Ranks | None, windows: Any, stage: int = 2) -> bool:
+    """What a rank on a GPU gets; without ranks no collective may be asked for."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 4)
+    monkeypatch.setattr(dist, "ProcessGroup", SimpleNamespace)
+    monkeypatch.setattr(prepare, "free_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr(prepare, "Communicator", lambda *_: ranks or pytest.fail("a collective"))
+    return prepare.resolve_windows(windows, GROUP, torch.device("cuda", 0), 1 << 20, stage)
+
+
+def test_a_group_without_nccl_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
+    assert [resolved(monkeypatch, None, windows) for windows in ("auto", False, True)] == [False, False, True]
+
+
+@pytest.mark.parametrize("windows", ["auto", True, False])
+def test_ranks_that_want_different_windows_all_say_so(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Ranks(json.dumps({"windows": "another", "stage": "2"}))
+    with pytest.raises(ValueError, match=r"ranks differ in .* windows"):
+        resolved(monkeypatch, other, windows)
+
+
+def test_windows_are_taken_where_all_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolved(monkeypatch, Ranks(), "auto")
+    assert not resolved(monkeypatch, Ranks(), "auto", stage=3)
+    assert not resolved(monkeypatch, Ranks(), False)

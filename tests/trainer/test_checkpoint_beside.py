@@ -28,7 +28,8 @@ from trainer.checkpoint.meta import find
 from trainer.checkpoint.names import checkpoints_in, pending_in
 from trainer.checkpoint.reader import open_checkpoint
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.writer import KILL, SLOW
+from trainer.checkpoint.storage import LocalStorage
+from trainer.checkpoint.writer import KILL, SLOW, Aborted, Write, run_command
 from trainer.checkpoint.writer_process import WriterProcess
 from trainer.data.prepare import Corpus
 from trainer.loop import RankInfo, Row, Trainer, run
@@ -242,6 +243,31 @@ def test_a_writer_answers_no_signal_and_ends_with_its_rank(
     assert losses(rows) == whole[0]
     assert len(pids) == 1
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_save_that_training_waits_for_has_no_limit(
+    waits: bool, text_folder: Path, corpus: Corpus, tmp_path: Path, whole: Whole
+) -> None:
+    """At the limit, of a byte a second, the first one alone would take more than a day."""
+    rows, _ = train(job_of(text_folder, waits=waits, write_gbps=1e-9), corpus, tmp_path)
+    assert losses(rows) == whole[0]
+    assert same(tmp_path / "step-000009", whole[1] / "step-000009")
+
+
+def test_a_save_is_given_up_within_an_item(tmp_path: Path) -> None:
+    disk, phases = LocalStorage(tmp_path), list[str]()
+    disk.create("part", 0)
+
+    def check(phase: str) -> None:
+        phases.append(phase)
+        if phases.count("piece") == 2:
+            raise Aborted
+
+    with pytest.raises(Aborted):
+        run_command(disk, Write("part", "file"), lambda: [[bytes(9)] * 5], check)
+    assert phases == ["write", "piece", "piece"]
+    assert not list((tmp_path / "part").iterdir())
 
 
 def test_a_writer_is_gone_where_its_rank_was_killed(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
 from netlayer.workload.buckets import reductions_in_flight
 from netlayer.workload.fit import _smaller, has_room_for_copies, has_room_for_windows, remedy, settle
-from netlayer.workload.memory import _deferred_bytes, block_bytes, estimate, estimate_stage, in_flight
+from netlayer.workload.memory import _deferred_bytes, block_bytes, estimate, estimate_stage, in_flight, saving_ranks
 from netlayer.workload.model_size import num_parameters, stage_elements
 from netlayer.workload.schedule import micro_batches
 from netlayer.workload.stages import num_layers, run_of
@@ -528,5 +528,11 @@ def test_snapshots_are_in_the_estimate_and_refused_where_no_host_has_them(monkey
     monkeypatch.setattr(environ, "total_memory_bytes", lambda: needed - 2**20)
     with pytest.raises(ConfigError, match=r"^job\.checkpoint\.asynchronous = True: needs .* snapshots of 8 ranks"):
         check_memory(saving, 8, "nccl")
+    parallel = job.parallel.model_copy(update={"tp": 1, "pp": 1, "dp": 4, "dp_replicate": 2})
+    replicated = saving.model_copy(update={"parallel": parallel})
+    assert saving_ranks(replicated, 8) == 4, "of replicas one saves"
+    assert (saving_ranks(replicated, 4), saving_ranks(replicated, 3)) == (4, 3)
+    of_stages = parallel.model_copy(update={"pp": 4, "dp": 1})
+    assert saving_ranks(saving.model_copy(update={"parallel": of_stages}), 4) == 2
     waiting = saving.checkpoint.model_copy(update={"asynchronous": False})
     check_memory(saving.model_copy(update={"checkpoint": waiting}), 8, "nccl")

@@ -178,16 +178,21 @@ def test_the_first_rank_says_that_its_corpus_is_in_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "is_set"),
+    ("variables", "setting"),
     [
-        ({}, True),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, "max_split_size_mb:128,expandable_segments:True"),
+        (
+            {"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8"},
+            "garbage_collection_threshold:0.8,expandable_segments:True",
+        ),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, ""),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, ""),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, ""),
     ],
 )
 def test_segments_expand_unless_the_environment_says_how_memory_is_held(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_set: bool
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], setting: str
 ) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
@@ -195,4 +200,4 @@ def test_segments_expand_unless_the_environment_says_how_memory_is_held(
         monkeypatch.setenv(name, value)
     with mock.patch("torch._C._accelerator_setAllocatorSettings") as settings:
         worker._use_expandable_segments()
-    assert settings.mock_calls == [mock.call("expandable_segments:True")] * is_set
+    assert settings.mock_calls == ([mock.call(setting)] if setting else [])

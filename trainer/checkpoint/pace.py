@@ -20,10 +20,11 @@ class Pace:
 
     Args:
         rate_bps: bytes a second; 0: no limit.
+        hurry: set by another thread when there is no limit any more; it ends a wait, too.
     """
 
-    def __init__(self, rate_bps: float) -> None:
-        self._rate_bps = rate_bps
+    def __init__(self, rate_bps: float, hurry: threading.Event | None = None) -> None:
+        self._rate_bps, self._hurry = rate_bps, hurry or threading.Event()
         self._due_s = 0.0
 
     def delay_s(self, num_bytes: int) -> float:
@@ -41,7 +42,7 @@ class Pace:
         """Wait until more may follow these bytes."""
         delay_s = self.delay_s(num_bytes)
         if delay_s > _SOONEST_S:
-            time.sleep(delay_s)
+            self._hurry.wait(delay_s)
 
 
 class PacedCopies:

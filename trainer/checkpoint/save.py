@@ -185,12 +185,14 @@ class Saver:
         self._writer: Writer = (
             WriterProcess(self._plan, staging, nice=config.writer_nice, direct=config.direct_io)
             if staging
-            else InlineWriter(str(folder), self._plan.pieces)
+            else InlineWriter(str(folder), self._plan.pieces, direct=config.direct_io)
         )
         self.stage: Stage = "idle"
         self.epoch = 0
         """Counts the stages, so that numbers which belong to an earlier one are not taken for this one's."""
         self._save: _Save | None = None
+        self._is_waited_for = staging is None
+        """Whether training waits for the save: what limits a rate is for saves beside it."""
         self._own: Reply | None = None
         self._failures = 0
         self.outcomes: list[Published | Failed] = []
@@ -329,10 +331,15 @@ class Saver:
             self._leave_target(save)
             if self._save is None:
                 return None
-        while self._save is save:
-            is_done, is_failed = self._poll(waits=True)
-            ranks = self._model.world.all_gather_ints([int(is_done), int(is_failed)], "checkpoint")
-            self._advance(sum(done for done, _ in ranks), sum(failed for _, failed in ranks))
+        self._is_waited_for = True
+        self._writer.hurry()
+        try:
+            while self._save is save:
+                is_done, is_failed = self._poll(waits=True)
+                ranks = self._model.world.all_gather_ints([int(is_done), int(is_failed)], "checkpoint")
+                self._advance(sum(done for done, _ in ranks), sum(failed for _, failed in ranks))
+        finally:
+            self._is_waited_for = not self.is_beside
         last = self.outcomes[-1]
         return last.path if isinstance(last, Published) else None
 
@@ -414,7 +421,8 @@ class Saver:
             self._enter("writing")
             further = list(self._settings(save.step)) if self._rank == 0 else []
             # Copies for the peers are to be there soon, and no disk takes part.
-            rate_bps = 0.0 if save.target.is_peers else self._config.write_gbps * 1e9
+            has_limit = not (save.target.is_peers or self._is_waited_for)
+            rate_bps = self._config.write_gbps * 1e9 if has_limit else 0.0
             self._writer.start(Write(save.part, self._plan.file, further, rate_bps), save.target.location)
         elif self.stage == "writing":
             self._enter("publishing")

@@ -165,9 +165,10 @@ class LocalStorage:
 
 
 def set_aside(path: Path) -> str:
-    """Make a damaged checkpoint one that no run resumes from, without losing what is in it, and return where it is now.
+    """Make a damaged checkpoint one that no run resumes from, and return where it is now.
 
-    A folder is renamed to `.damaged`; in an object store, which cannot, its `meta.json` is.
+    A folder is renamed to `.damaged`, and stays. In an object store, which cannot, its `meta.json` is; the rest stays
+    until the same step is saved again, and takes its place.
     """
     target, number = path.with_name(path.name + DAMAGED), 1
     has_renames = isinstance(path, Path)

@@ -16,7 +16,8 @@ delays each item by so many seconds. For tests of what is left then.
 [Note: in the background] What the training loses to this process is a share of processors, memory bandwidth and disk.
 It is nice, also in what it reads and writes (Linux derives that from the niceness); each byte is read once for its
 digest and its copy, 4 MiB at a time; on a local disk it goes past the page cache (`trainer.checkpoint.storage`); and
-job.checkpoint.write_gbps limits all of that together. What it took of a processor is in its reply.
+job.checkpoint.write_gbps limits all of that together, until training waits for it. What it took of a processor is in
+its reply.
 """
 
 from __future__ import annotations
@@ -155,13 +156,18 @@ class Aborted(Exception):
 
 
 def run_command(
-    storage: Storage, command: Command, items: Callable[[], Iterable[Pieces]], check: Callable[[str], None]
+    storage: Storage,
+    command: Command,
+    items: Callable[[], Iterable[Pieces]],
+    check: Callable[[str], None],
+    hurry: threading.Event | None = None,
 ) -> int:
     """Do what a command says; return the number of bytes written.
 
     Args:
         items: of this rank's file, in their order.
         check: called at each moment at which the process may be killed or the save given up, with the phase.
+        hurry: as in `Pace`.
 
     Raises:
         OSError: the system refuses it.
@@ -173,7 +179,7 @@ def run_command(
         check("prepare")
         return 0
     if isinstance(command, Write):
-        return _write(storage, command, items, check)
+        return _write(storage, command, items, check, hurry)
     if isinstance(command, Publish):
         return _publish(storage, command, check)
     if isinstance(command, Commit):
@@ -188,13 +194,22 @@ def run_command(
 
 
 def _write(
-    storage: Storage, command: Write, items: Callable[[], Iterable[Pieces]], check: Callable[[str], None]
+    storage: Storage,
+    command: Write,
+    items: Callable[[], Iterable[Pieces]],
+    check: Callable[[str], None],
+    hurry: threading.Event | None,
 ) -> int:
     check("write")
-    pace = Pace(command.rate_bps)
+    pace = Pace(command.rate_bps, hurry)
+
+    def after(num_bytes: int) -> None:
+        pace.after(num_bytes)
+        check("piece")  # an item may take minutes at a low rate
+
     with storage.write(command.part, command.file) as stream:
         into = cast(IO[bytes], _Nowhere()) if command.without == "writes" else stream
-        writer = ItemWriter(into, pace.after, has_digests=command.without != "digests")
+        writer = ItemWriter(into, after, has_digests=command.without != "digests")
         try:
             for pieces in items():
                 writer.add(pieces)
@@ -269,7 +284,9 @@ class _Process:
         self._connection, self._buffer, self._direct = connection, buffer, direct
         self._storages: dict[str, Storage] = {}
         self._items: list[Framed] = []
-        self._commands: queue.Queue[tuple[int, Command, str]] = queue.Queue()
+        self._commands: queue.Queue[tuple[int, Command, str, threading.Event]] = queue.Queue()
+        self._hurry = threading.Event()
+        """Of the command that came last: without a limit of its rate from now on."""
         self._number = self._aborted = 0  # of commands
         self._kill, self._slow_s = _kill_of(os.environ.get(KILL, "")), float(os.environ.get(SLOW, 0))
 
@@ -282,14 +299,18 @@ class _Process:
                 os._exit(0)
             if isinstance(message, int):
                 self._aborted = message
+                self._hurry.set()
+            elif message is None:
+                self._hurry.set()
             elif isinstance(message, list):
                 self._items = message
             else:
-                self._commands.put(message)
+                self._hurry = threading.Event()
+                self._commands.put((*message, self._hurry))
 
     def work(self) -> None:
         while True:
-            number, command, location = self._commands.get()
+            number, command, location, hurry = self._commands.get()
             self._number = number
             try:
                 if location not in self._storages:
@@ -298,7 +319,7 @@ class _Process:
                 self._connection.send(Reply(number, errno=-1, text=f"{exc}"))
                 continue
             storage = self._storages[location]
-            run = lambda: run_command(storage, command, self._pieces, self._check)  # noqa: B023, E731
+            run = lambda: run_command(storage, command, self._pieces, self._check, hurry)  # noqa: B023, E731
             begun_s = time.process_time()
             reply = reply_of(number, storage, run)
             self._connection.send(dataclasses.replace(reply, cpu_s=time.process_time() - begun_s))

@@ -42,22 +42,31 @@ class Writer(Protocol):
     def abort(self) -> None:
         """Have the command that runs end soon."""
 
+    def hurry(self) -> None:
+        """Have the command that runs go on without a limit of its rate."""
+
     def close(self) -> None:
         """End it."""
 
 
 class InlineWriter:
-    """Runs each command at once, in this process; elements come straight from the device."""
+    """Runs each command at once, in this process; elements come straight from the device.
 
-    def __init__(self, location: str, pieces: Callable[[], Iterator[Pieces]]) -> None:
+    Args:
+        location: of the checkpoints.
+        pieces: of the items, each time anew.
+        direct: as in `WriterProcess`.
+    """
+
+    def __init__(self, location: str, pieces: Callable[[], Iterator[Pieces]], *, direct: bool = True) -> None:
         # Opened now: a package that is missing is said before the first step.
-        self._storages: dict[str, Storage] = {location: open_storage(location)}
-        self._pieces = pieces
+        self._storages: dict[str, Storage] = {location: open_storage(location, direct=direct)}
+        self._pieces, self._direct = pieces, direct
         self._reply: Reply | None = None
 
     def start(self, command: Command, location: str) -> None:
         if location not in self._storages:
-            self._storages[location] = open_storage(location)
+            self._storages[location] = open_storage(location, direct=self._direct)
         storage = self._storages[location]
         run = lambda: run_command(storage, command, self._pieces, lambda _phase: None)  # noqa: E731
         self._reply = reply_of(0, storage, run)
@@ -66,6 +75,9 @@ class InlineWriter:
         return self._reply
 
     def abort(self) -> None:
+        """Nothing runs."""
+
+    def hurry(self) -> None:
         """Nothing runs."""
 
     def close(self) -> None:
@@ -120,6 +132,11 @@ class WriterProcess:
         if self._pipe is not None:
             with contextlib.suppress(OSError):
                 self._pipe.send(self._number)
+
+    def hurry(self) -> None:
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                self._pipe.send(None)
 
     def close(self) -> None:
         self._pipe = self._process = None

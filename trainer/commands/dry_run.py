@@ -15,7 +15,7 @@ from netlayer import environ
 from netlayer.config.tree import Config, JobConfig
 from netlayer.results import RunRecord, utc_now
 from netlayer.workload import fit
-from netlayer.workload.memory import estimate, gib, snapshot_bytes
+from netlayer.workload.memory import estimate, gib, saving_ranks, snapshot_bytes
 from netlayer.workload.schedule import Schedule, bubble_fraction, micro_batches
 from netlayer.workload.schedule_check import check_job, num_actions
 from netlayer.workload.schedule_simulation import flops_costs, simulate
@@ -94,7 +94,7 @@ def check_fits(config: Config, here: bool) -> str:
     line = f"a rank will hold about {needed}; with CUDA, NCCL, what peers copy and fragments {gib(needed.reserved)}"
     line += f"; a GPU has {gib(cluster.gpu_memory_bytes)}"
     fit.check_room(job, line, cluster.gpu_memory_bytes)
-    snapshots = snapshot_bytes(job) * min(cluster.gpus_per_server, cluster.num_gpus)
+    snapshots = snapshot_bytes(job) * saving_ranks(job, min(cluster.gpus_per_server, cluster.num_gpus))
     if snapshots:
         line += f"; snapshots for checkpoints take {gib(snapshots)} of a host's memory"
     return f"it fits: {line}"
