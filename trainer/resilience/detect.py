@@ -224,7 +224,7 @@ class View:
                     yield name, rank
 
     def look(self, members: Sequence[str], incarnation: int) -> tuple[int, str, float] | None:
-        """Rank and node that wait least for others, and by how much less than all others, as a share of a step.
+        """Return the rank and node that wait least for others, and by which share of a step less than all others.
 
         None: fewer than three ranks tell that, or one has told of no step since the last look.
         """
@@ -236,7 +236,7 @@ class View:
         return (*waits[0][1:], waits[1][0] - waits[0][0]) if len(waits) > 2 else None
 
     def usual_gap(self, rank: int) -> float | None:
-        """By how much less a rank waits than all others in normal steps, in the median; None: too little is known."""
+        """Share of a normal step by which a rank waits less than all others, median; None: too little is known."""
         gaps = [gap if least == rank else 0.0 for least, gap in self.usual_gaps]
         return statistics.median(gaps) if len(gaps) >= _LEAST_LOOKS else None
 
