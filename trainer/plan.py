@@ -302,6 +302,7 @@ def check_snapshots(job: JobConfig, ranks: int) -> str:
     Raises:
         ConfigError: it has less in all.
     """
+    # Of replicas one is saved: the ranks of the others hold no snapshot.
     saving = saving_ranks(job, ranks)
     needed, there = snapshot_bytes(job) * saving, environ.total_memory_bytes()
     if needed > there:

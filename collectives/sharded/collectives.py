@@ -171,6 +171,7 @@ class ReduceScatter(ABC):
         # The one collective of the bucket: all that follows waits for it on the side stream, not on the host.
         work = self._reduce(output_S, copy_in)
         if self.replicas is not None:
+            # The side stream's wait for it holds up no computation, and is in no record.
             work.then_launch(functools.partial(self.replicas.start_all_reduce, output_S), self.stream)
         # Else the sum has landed where, and as, the optimiser reads it.
         if self.scale != 1 or output_S is not bucket.grad_S:

@@ -42,7 +42,7 @@ def test_the_ratio_is_that_of_the_slowest_rank(ratio: float) -> None:
     text = describe([row])
     assert f"{row.ratio:.4f} of that" in text
     assert "50% of the blocks without" in text
-    assert "there by chance" in text  # a block of a second has one batch
+    assert "handed over behind the block" in text  # a block of a second has one batch
 
 
 def test_a_recorder_that_is_off_takes_no_marks() -> None:
