@@ -400,9 +400,7 @@ def resolve_windows(
     """
     # Asked without a collective: what has no NCCL gets its own error, or goes without. Outsiders have a number here.
     is_member = isinstance(group, dist.ProcessGroup | None)
-    if device.type != "cuda" or not is_member or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return windows is True
-    if "cuda:nccl" not in dist.get_backend_config(group):
+    if not is_member or not dist.is_initialized() or dist.get_world_size(group) == 1 or not _has_nccl(group, device):
         return windows is True
     ranks = group or dist.group.WORLD
     # On the caller's own group: how the wrapper's are made depends on the answer.
@@ -414,6 +412,11 @@ def resolve_windows(
     free = free_bytes(device)
     has_room = free is not None and num_bytes <= MOST_OF_FREE * free
     return stage < 3 and are_worth_it(ranks, comm, has_room=has_room)
+
+
+def _has_nccl(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a group exchanges what lies on a device by NCCL."""
+    return device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group)
 
 
 def find_resharding(module: nn.Module, plans: Sequence[BucketPlan], units: Sequence[nn.Module]) -> frozenset[int]:

@@ -704,6 +704,7 @@ def windows_and_copies_are_taken_where_they_can_be_had(rank: int, world_size: in
                 ("collectives.why_unusable", mock.Mock(return_value=None)),
                 ("collectives.free_bytes", mock.Mock(return_value=free)),
                 ("prepare.free_bytes", mock.Mock(return_value=free)),
+                ("prepare._has_nccl", lambda *_: True),
                 ("prepare.are_worth_it", lambda *_, has_room, able=is_able: has_room and able),
             ):
                 stack.enter_context(mock.patch(f"collectives.sharded.{name}", value))
