@@ -202,6 +202,7 @@ COMMANDS: tuple[Command, ...] = (
         ".venv/bin/netlayer train examples/laptop.toml --set parallel.tp=2 --set parallel.dp=1 "
         "--resume runs/a/checkpoints/step-000250 --out runs/b"
     ),
+    Command(".venv/bin/netlayer train examples/laptop.toml --set parallel.cp=2 --set parallel.dp=1"),
     Command(".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/a"),
     Command(".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/c"),
     Command(".venv/bin/netlayer train examples/laptop.toml --set model.parallel_block=true --set optimizer.name=lamb"),
@@ -338,6 +339,7 @@ COMMANDS: tuple[Command, ...] = (
     # Named in its text.
     Command("make help"),
     Command("make setup"),
+    Command("make page"),
     Command("make check"),
     Command("make reports"),
     Command("make clean"),

@@ -468,8 +468,8 @@ class Trainer:
         # The last stage has the losses, and tensor-parallel ranks have the same ones: one rank stands for each. Of the
         # parts of a sequence the sum does not say which one is lost.
         first = layout.rank(pp=layout.pp - 1)
-        step = layout.tp * layout.cp  # to the next part of the batch
-        ends = [layout.group_of("cp", first + step * part) for part in range(layout.data_ranks)]
+        stride = layout.tp * layout.cp  # to the next part of the batch
+        ends = [layout.group_of("cp", first + stride * part) for part in range(layout.data_ranks)]
         lost = [pair for pair in zip(ends, losses_D, strict=True) if not math.isfinite(pair[1])]
         if lost:
             # No step of this run has changed the parameters, so a lower learning rate is no remedy.
