@@ -211,7 +211,7 @@ def test_held_out_batches_are_read_once_a_machine_and_are_those_of_a_rank_alone(
     ]
     rings[1].share_wakeup(rings[0])
     loader = Loader(plan, *rings)
-    prepare = partial(_batch, micro_batch_size=1, counts=None, device=torch.device("cpu"), chunks=(range(SEQ_LEN),))
+    prepare = partial(_batch, micro_batch_size=1, counts=None, device=torch.device("cpu"), chunks=(range(8),))
     readers = [_EvaluationReader(rings[1], 0, plan, dp, prepare, loader) for dp in (1, 2)]
 
     def windows(batch: _Batch) -> list[list[int]]:

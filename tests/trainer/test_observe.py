@@ -76,7 +76,7 @@ def test_every_rank_writes_what_it_launched(text_folder: Path, corpus: Corpus, t
     assert set(split["error_ns"].to_pylist()) == {0}, "one host has one clock"
     start = next(event for event in events if isinstance(event, Mark) and event.name == "run_start")
     assert start.attributes is not None
-    assert start.attributes["layout"] == {"tp": 1, "pp": 2, "dp": 1, "vpp": 1, "cp": 1}
+    assert start.attributes["layout"] == {"tp": 1, "pp": 2, "dp": 1, "vpp": 1, "cp": 1, "dp_replicate": 1}
 
     without = trained(text_folder, corpus, tmp_path / "off", observe={"enabled": False})
     assert not (tmp_path / "off" / "events").exists()

@@ -37,7 +37,7 @@ def asked(overlap: dict[str, object], dtype: str = "bfloat16") -> tuple[str, str
     ):
         groups = {"tp": mock.Mock(), "pp": mock.Mock(), "dp": mock.Mock()}
         ParallelModel(JobConfig.model_validate(tree), 0, 0, device, groups)
-    peer_reduce = sharded.call_args.kwargs["peer_reduce"]
+    peer_reduce = sharded.call_args.kwargs["overlap"].peer_reduce
     return exchange.call_args.kwargs["path"], links.call_args.kwargs["path"], peer_reduce
 
 
