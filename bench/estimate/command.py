@@ -184,7 +184,7 @@ def arena(options: RunOptions, estimator: Path | None, rows_file: Path | None, p
         bars = room.bars(table)
         record_rows = [*_prediction_rows(predictions), *_score_rows(table), *_bar_rows(bars)]
         arguments = {"estimator": str(estimator or ""), "rows": str(rows_file or "")}
-        record = _record(options, "estimate.arena", record_rows, started, arguments, {})
+        record = make_record(options, "estimate.arena", record_rows, started, arguments, {})
         record.save(out.part / "records")
         if pages:
             from bench.estimate.page import arena_page
@@ -444,7 +444,7 @@ def _print_arena(table: Mapping[str, Sequence[Any]], bars: Sequence[Any]) -> Non
     print_table("bars of ours, points of MFU", ["bar", "reached", "limit", ""], lines)
 
 
-def _record(
+def make_record(
     options: RunOptions,
     name: str,
     rows: Sequence[Mapping[str, Any]],
@@ -452,6 +452,7 @@ def _record(
     arguments: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> Any:
+    """Return a record of what is predicted."""
     from netlayer.environ import snapshot
     from netlayer.results import RunRecord, utc_now
 
@@ -478,7 +479,7 @@ def _keep(
     """Write a record: to --out where that is given, to --json where that is."""
     from netlayer.output import open_output
 
-    record = _record(options, name, rows, started, arguments, config)
+    record = make_record(options, name, rows, started, arguments, config)
     if options.out:
         with open_output(options.out, name.replace(".", "-")) as out:
             record.save(out.part / "records")

@@ -220,7 +220,7 @@ def _run(
         folder = folder.with_name(folder.name + "-again")
     for link in range(len(network.hosts) if network else 0):
         assert network is not None
-        network.mend(link)
+        network.restore(link)
     job = FaultyJob(folder, config, network=network, own_disk="disk" in kinds)
     rows: list[Row] = []
     begin_s = time.time()

@@ -88,7 +88,7 @@ class Network:
         """Take a host's link down."""
         _ip("link", "set", f"nl-{number}", "down")
 
-    def mend(self, number: int) -> None:
+    def restore(self, number: int) -> None:
         """Bring a host's link up."""
         _ip("link", "set", f"nl-{number}", "up")
 
@@ -97,7 +97,7 @@ class Network:
         for _ in range(times):
             self.cut(number)
             time.sleep(down_s)
-            self.mend(number)
+            self.restore(number)
             time.sleep(up_s)
 
     def close(self) -> None:

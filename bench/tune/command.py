@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from bench.estimate.command import make_record
 from netlayer.command import RunOptions, run_options, run_options_without_config
 from netlayer.errors import ConfigError, HardwareMissing
 
@@ -302,25 +303,6 @@ def _rows(profile: Profile) -> list[dict[str, Any]]:
         }
         for key, setting in profile.settings.items()
     ]
-
-
-def make_record(
-    options: RunOptions, name: str, rows: Sequence[Any], started: str, arguments: dict[str, Any], config: Any
-) -> Any:
-    """Return a record of what is predicted."""
-    from netlayer.environ import snapshot
-    from netlayer.results import RunRecord, utc_now
-
-    return RunRecord(
-        name=name,
-        source="predicted",
-        rows=rows,
-        started_utc=started,
-        ended_utc=utc_now(),
-        arguments={**options.arguments(), **arguments},
-        config=config,
-        environment=snapshot(options.seed),
-    )
 
 
 def keep_record(options: RunOptions, record: Any, profile: Profile | None = None) -> None:
