@@ -35,7 +35,8 @@ def main(options: RunOptions, device: str, records: tuple[Path, ...], simulate: 
     Example:
       python -m bench.tune.study --config examples/megascale-12288.toml --device A100 --simulate
     """
-    from bench.tune.command import keep_record, make_record, read_inputs
+    from bench.estimate.command import make_record
+    from bench.tune.command import keep_record, read_inputs
     from netlayer.progress import Stages
     from netlayer.results import utc_now
 
