@@ -59,6 +59,7 @@ _OF_A_HOST: Any = {
 }
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_LONGEST_VALUE = 60  # characters of a setting that ranks compare: each rank that waits writes down all of its own
 _LAST_EVENTS_S = 0.5  # before a rank ends because of another
 _NOTE_EVERY_S = 600.0  # well within the hour for which a cache of corpora takes it
 
@@ -237,16 +238,26 @@ def _use_expandable_segments() -> None:
 def _same(plan: Plan) -> dict[str, str]:
     """Return the settings that all ranks must have alike; an early one may be why a later one differs."""
     resumed = None if plan.resume is None else find(plan.resume)
-    job = plan.job.model_dump(mode="json", exclude=_OF_A_HOST)
+    job = plan.job.model_dump(mode="json", exclude=_OF_A_HOST, exclude_defaults=True)
     text = plan.corpus.identity
     return {
         "checkpoint": "none" if resumed is None else f"step {resumed.step} ({_digest_of(resumed)})",
         "--seed": str(plan.seed),
-        **{f"job.{section}": _digest(keys) for section, keys in job.items()},
+        "defaults of the job": _digest(JobConfig().model_dump(mode="json", exclude=_OF_A_HOST)),
+        # Key by key, so that the one that differs is named; a rank that has the default does not give it.
+        **_leaves("job", job),
         "--trace": f"{plan.trace.start}-{plan.trace.stop - 1}" if plan.trace else "none",
         "--out": "given" if plan.is_shared else "not given",
         "text": f"{text['text'][:8]} in tokens {text['tokenizer'][:8]}",
     }
+
+
+def _leaves(path: str, value: object) -> dict[str, str]:
+    """Return the keys of a tree of settings by their dotted paths, each with its value as a short text."""
+    if isinstance(value, Mapping):
+        return {key: text for name, part in value.items() for key, text in _leaves(f"{path}.{name}", part).items()}
+    text = json.dumps(value, sort_keys=True) if isinstance(value, list) else str(value)
+    return {path: text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({_digest(value)})"}
 
 
 def _digest_of(meta: Meta) -> str:

@@ -23,7 +23,7 @@ wrapping raise, and so does replacing or adding some. Not covered: optimisers th
 sharding of frozen parameters.
 
 [Note: a step omitted] Ranks skip a step together or not at all. Where one does so alone, the steps of all ranks
-are compared now and then (`collectives.sharded.collectives`), and CheckFailed names ranks and steps; say the step, by
+are compared now and then (`collectives.sharded.step_check`), and CheckFailed names ranks and steps; say the step, by
 `start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that omitted its forward pass too goes
 unnoticed. A rank that omits `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 
@@ -53,7 +53,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan
-from collectives.sharded.collectives import AllGather, open_reduce_scatter
+from collectives.sharded.collectives import AllGather, Reduction, open_reduce_scatter
 from collectives.sharded.gather import ParameterGather
 from collectives.sharded.gradient import clip_pieces
 from collectives.sharded.optimizer_state import named_state
@@ -64,6 +64,7 @@ from collectives.sharded.prepare import (
     as_groups,
     build_buckets,
     check_arguments,
+    check_communication,
     check_module,
     check_reshards,
     check_same,
@@ -203,6 +204,8 @@ class ShardedDataParallel(StandIn):
         in_flight = overlap.most_in_flight(usual_bytes(plans, reduce_dtype))
         buffer_bytes = sum(buffer_sizes([plan.padded_numel for plan in plans], in_flight + 1)) * reduce_dtype.itemsize
         windows = overlap.windows
+        choices = {"replicas": same_shard is not None, "windows": windows, "stage": stage}
+        check_communication(group, groups, comms, device, choices)
         if groups is None and comms is None:
             windows = resolve_windows(windows, group, device, buffer_bytes, stage)
         elif windows == "auto":
@@ -226,12 +229,9 @@ class ShardedDataParallel(StandIn):
         self.reduce_comm.can_reduce_scatter(reduce_dtype)
         self._all_gather = AllGather(self.gather_comm, plans if in_windows else ())
         self._reduce_scatter = open_reduce_scatter(
-            self.reduce_comm,
+            Reduction(self.reduce_comm, reduce_dtype, mean, self.replicas),
             plans,
-            reduce_dtype,
             master_dtypes(module, plans),
-            mean=mean,
-            replicas=self.replicas,
             in_flight=in_flight,
             adds=stage >= 2,
             windows=in_windows,

@@ -12,7 +12,7 @@ import os
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,16 @@ from collectives.transport.nccl_options import nccl_options
 from collectives.transport.windows import are_worth_it
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch, timeout_of
-from netlayer.errors import ConfigError
+from netlayer.errors import ConfigError, RanksMissing
+from netlayer.store.arrivals import await_all
 from netlayer.workload.buckets import REDUCTIONS_IN_FLIGHT
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import PrefixStore
+else:
+    from torch.distributed import PrefixStore  # which torch's own types do not show
+
+_LONGEST_WAIT = timedelta(minutes=5)  # for the other ranks, where their group does not say: torch's own for stores
 
 Init = Callable[[str, Tensor], None]
 """Fills a parameter, in place, by its name."""
@@ -262,6 +270,70 @@ def plan_module(
     return plan_buckets(layout, bucket_bytes, world_size, units_of, align, is_whole)
 
 
+def check_communication(
+    group: dist.ProcessGroup | None,
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None,
+    comms: Sequence[Communicator] | None,
+    device: torch.device,
+    settings: Mapping[str, object],
+) -> None:
+    """Raise the same ValueError on all ranks if they differ in what their communicators are made by, before they are.
+
+    A rank that makes groups waits for all others there, and one that was given its own would never come: so ranks
+    compare over the store of `init_process_group`, which needs no group, in three operations each.
+
+    Args:
+        group, groups, comms: as in `ShardedDataParallel`.
+        device: that the groups carry tensors of.
+        settings: what else must be the same, by its name; it shows in the message.
+
+    Raises:
+        RanksMissing: not every rank of the group has come in the group's timeout.
+    """
+    # Of its own where there are none: the groups of a rank that differs are among the same ranks.
+    shards = comms[1].group if comms else groups[1] if groups else group
+    has_others = comms is None or comms[1].group is not None
+    if not dist.is_initialized() or not has_others or not isinstance(shards, dist.ProcessGroup | None):
+        return
+    ranks = dist.get_process_group_ranks(shards or dist.group.WORLD)
+    if len(ranks) == 1 or (groups is not None and groups[1] is None):
+        return
+    rank = dist.get_rank()
+    opened = None if comms is None else [comm.group for comm in comms]
+    values = {"groups": _names_of(groups), "comms": _names_of(opened), **settings}
+    key = f"sharded/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]}"
+    store = PrefixStore(key, dist.distributed_c10d._get_default_store())
+    # A wrapper's own keys: every rank of these counts its wrappers, and makes them in one order.
+    store = PrefixStore(f"{store.add(f'wrappers/{rank}', 1)}", store)
+    try:
+        await_all(
+            store,
+            ranks.index(rank),
+            len(ranks),
+            same=values,
+            timeout=timeout_of(shards, device) or _LONGEST_WAIT,
+            serves=rank == 0,  # which as a rule serves the store of the world
+            names=ranks,
+        )
+    except ConfigError as exc:
+        if exc.field not in values:
+            raise
+        difference = f"{exc.field} = {exc.value} {exc.rule}"
+        raise ValueError(
+            f"ranks differ in the arguments of the wrapper: {difference}; give every rank the same"
+        ) from None
+    except RanksMissing as exc:
+        rule = "every rank of the group makes a ShardedDataParallel, with the same arguments"
+        raise RanksMissing(f"{exc}; {rule}", exc.missing) from None
+
+
+def _names_of(groups: Sequence[dist.ProcessGroup | None] | None) -> str:
+    """Return the names of groups made beforehand, by which torch knows them on all of their ranks."""
+    if groups is None:
+        return "not given"
+    return " and ".join("none" if group is None else f"group {group.group_name}" for group in groups)
+
+
 def check_same(
     comm: Communicator, module: nn.Module, plans: Sequence[BucketPlan], settings: Mapping[str, object]
 ) -> None:
@@ -279,11 +351,6 @@ def check_same(
         described[f"frozen parameter or buffer {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
     # The order of the parameters counts, which a difference by name would not show.
     described["order"] = ", ".join(slot.name for plan in plans for slot in plan.slots)
-    _check_alike(comm, described)
-
-
-def _check_alike(comm: Communicator, described: Mapping[str, str]) -> None:
-    """Raise the same ValueError on all ranks if their texts differ; it names the first difference."""
     text = json.dumps(described)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     if len({one for [one] in comm.all_gather_ints([digest], "arguments")}) == 1:
@@ -394,21 +461,17 @@ def resolve_windows(
         windows: what the caller wants.
         num_bytes: of the buffers that are held for it.
         stage: of ZeRO.
-
-    Raises:
-        ValueError: ranks differ in what they want, or in their stage.
     """
     # Asked without a collective: what has no NCCL gets its own error, or goes without. Outsiders have a number here.
     is_member = isinstance(group, dist.ProcessGroup | None)
     if not is_member or not dist.is_initialized() or dist.get_world_size(group) == 1 or not _has_nccl(group, device):
         return windows is True
     ranks = group or dist.group.WORLD
-    # On the caller's own group: how the wrapper's are made depends on the answer.
-    comm = Communicator("windows", ranks, device)
-    # Of all ranks, whatever they want: one that differs would not take part in the agreement below.
-    _check_alike(comm, {"windows": str(windows), "stage": str(stage)})
+    # All ranks want the same, and are in the same stage: `check_communication`.
     if windows != "auto":
         return windows
+    # On the caller's own group: how the wrapper's are made depends on the answer.
+    comm = Communicator("windows", ranks, device)
     free = free_bytes(device)
     has_room = free is not None and num_bytes <= MOST_OF_FREE * free
     return stage < 3 and are_worth_it(ranks, comm, has_room=has_room)

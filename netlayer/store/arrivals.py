@@ -26,7 +26,7 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -70,6 +70,7 @@ def await_all(
     timeout: timedelta,
     patience_s: float = _PATIENCE_S,
     serves: bool = False,
+    names: Sequence[int] | None = None,
 ) -> None:
     """Return when all ranks have called this with the same values.
 
@@ -81,6 +82,7 @@ def await_all(
             seconds longer for its verdict.
         patience_s: after this much of it, half of `timeout` at the most, names are exchanged.
         serves: the store ends with this process, which therefore stays a moment for the others to hear a failure.
+        names: numbers by which errors name the ranks, those of another world, in rank order; None: `rank` itself.
 
     Raises:
         RanksMissing: not all came in time.
@@ -91,7 +93,7 @@ def await_all(
     if not 0 <= rank < world_size:
         raise ConfigError("rank", rank, f"must be below the world size {world_size}", "correct RANK or WORLD_SIZE")
     values = {_WORLD_SIZE: str(world_size), **{name: str(value) for name, value in (same or {}).items()}}
-    waiting = _Waiting(store, rank, world_size, values, timeout.total_seconds(), patience_s)
+    waiting = _Waiting(store, rank, world_size, values, timeout.total_seconds(), patience_s, names)
     timeout_before: timedelta = store.timeout  # type: ignore[attr-defined] # not in torch's types
     try:
         waiting.wait()
@@ -129,8 +131,16 @@ class _Card:
 
 class _Waiting:
     def __init__(
-        self, store: Store, rank: int, world_size: int, values: dict[str, str], timeout_s: float, patience_s: float
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        values: dict[str, str],
+        timeout_s: float,
+        patience_s: float,
+        names: Sequence[int] | None = None,
     ) -> None:
+        self._names = range(world_size) if names is None else names
         self._store, self._rank, self._world_size, self._values = store, rank, world_size, values
         self._patience_s = min(patience_s, timeout_s / 2)
         self._digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
@@ -225,9 +235,9 @@ class _Waiting:
     def _obey(self, verdict_json: bytes) -> None:
         verdict = json.loads(verdict_json)
         if "missing" in verdict:
-            missing, message = tuple(verdict["missing"]), verdict["said"]
-            if self._rank in missing:
-                message = f"rank {self._rank:,} came after the others had given up ({message})"
+            missing, message = tuple(self._names[rank] for rank in verdict["missing"]), verdict["said"]
+            if self._rank in verdict["missing"]:
+                message = f"rank {self._names[self._rank]:,} came after the others had given up ({message})"
             raise RanksMissing(message, missing)
         if "field" in verdict:
             raise ConfigError(verdict["field"], verdict["value"], verdict["rule"], "start every rank of the run alike")
@@ -247,8 +257,8 @@ class _Waiting:
         for name, by_value in by_name.items():
             if len(by_value) > 1:
                 fewest = min(by_value, key=lambda value: len(by_value[value]))
-                others = [f"{value} on {_named(ranks)}" for value, ranks in by_value.items() if value != fewest]
-                rule = f"on {_named(by_value[fewest])}, but {', '.join(others)}"
+                others = [f"{value} on {self._named(ranks)}" for value, ranks in by_value.items() if value != fewest]
+                rule = f"on {self._named(by_value[fewest])}, but {', '.join(others)}"
                 self._decide({"field": name, "value": fewest, "rule": rule})
 
     def _refuse_twice(self, cards: list[_Card]) -> None:
@@ -260,8 +270,8 @@ class _Waiting:
             places = ", ".join(dict.fromkeys(hosts[twice[0]]))
             missing = self._missing(cards)
             rule = f"is the rank of {len(hosts[twice[0]])} processes (of {places})"
-            rule += f", and none is {_named(missing)}" if missing else ""
-            self._decide({"field": "RANK", "value": twice[0], "rule": rule})
+            rule += f", and none is {self._named(missing)}" if missing else ""
+            self._decide({"field": "RANK", "value": self._names[twice[0]], "rule": rule})
 
     def _cards(self) -> list[_Card]:
         """Return the cards of those who have waited long, in rank order."""
@@ -285,18 +295,17 @@ class _Waiting:
         known = list(dict.fromkeys(hosts[rank] for rank in missing if rank in hosts))
         where = f" (of {', '.join(known[:_MOST_NAMED])})" if known else ""
         come = self._world_size - len(missing)
-        return f"waiting for {_named(missing)}{where}: {come:,} of {self._world_size:,} have come"
+        return f"waiting for {self._named(missing)}{where}: {come:,} of {self._world_size:,} have come"
+
+    def _named(self, ranks: list[int]) -> str:
+        numbers = ", ".join(f"{self._names[rank]:,}" for rank in ranks[:_MOST_NAMED])
+        more = f" and {len(ranks) - _MOST_NAMED:,} more" if len(ranks) > _MOST_NAMED else ""
+        return f"rank{'s' * (len(ranks) > 1)} {numbers}{more}"
 
 
 def _local_world_size() -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(text) if text.isdigit() and int(text) else 1
-
-
-def _named(ranks: list[int]) -> str:
-    names = ", ".join(f"{rank:,}" for rank in ranks[:_MOST_NAMED])
-    more = f" and {len(ranks) - _MOST_NAMED:,} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {names}{more}"
 
 
 def _mark(rank: int) -> int:

@@ -16,9 +16,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from collectives import Recorder, ShardedDataParallel
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.data_parallel import CommunicatorPair
-from collectives.sharded.prepare import open_communicators
+from collectives.sharded.prepare import open_communicators, open_groups
 from collectives.watch.track import NEAR
-from netlayer.errors import CheckFailed, CollectiveFailed
+from netlayer.errors import CheckFailed, CollectiveFailed, RanksMissing
+from netlayer.store.arrivals import await_all
 from tests.collectives.cases import (
     adamw,
     assert_alike_on_ranks,
@@ -201,6 +202,29 @@ def settings_that_differ_later_are_named_at_the_first_reduction(rank: int, world
     sharded = small()
     sharded.prefetch = 5 if odd else 2
     assert_raises(ValueError, "settings: prefetch = 2 on .*, 5 on rank", lambda: sharded(x).sum().backward())
+
+
+@case
+def ranks_that_differ_in_how_their_groups_are_made_are_named_before_they_hang(rank: int, world_size: int) -> None:
+    culprit, device = world_size - 1, torch.get_default_device()
+    gather, reduce = open_groups(None, device, ("gather", "reduce"))
+    comms = open_communicators(None, (gather, reduce), device, None)
+    quick = functools.partial(await_all, patience_s=0.1)  # else as many seconds as ranks may rightly come apart
+    with mock.patch("collectives.sharded.prepare.await_all", quick):
+        for name, odd in (("groups", (gather, reduce)), ("comms", comms), ("windows", True), ("stage", 2)):
+            arguments = {name: odd} if rank == culprit else {}
+            says = rf"arguments of the wrapper: {name} = (?=.* on rank {culprit}\b).* on ranks? 0\b.*; give every rank"
+            assert_raises(ValueError, says, lambda arguments=arguments: small(**arguments))
+    train_small(small(groups=(gather, reduce)), lambda _: False, 1)
+
+
+@case
+def a_rank_that_makes_no_wrapper_is_named(rank: int, world_size: int) -> None:
+    ranks = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=1))
+    if rank == 0:
+        others = "rank 1:" if world_size == 2 else "ranks 1, "
+        assert_raises(RanksMissing, f"waiting for {others}.* every rank of the group makes", lambda: small(group=ranks))
+    meet("the end")
 
 
 @case

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
-from collectives.sharded.collectives import GlooReduceScatter
+from collectives.sharded.collectives import GlooReduceScatter, Reduction
 from collectives.transport.communicator import Communicator
 from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
 
@@ -142,7 +142,7 @@ def test_float16_is_divided_before_the_sum_as_far_as_it_must_be(world_size: int,
     comm = mock.Mock(
         spec=Communicator, world_size=world_size, device=torch.device("cpu"), stream=None, divides_on_the_way=False
     )
-    reduce_scatter = GlooReduceScatter(comm, torch.float16)
+    reduce_scatter = GlooReduceScatter(Reduction(comm, torch.float16))
     sum_N = torch.zeros(world_size, dtype=torch.float16)
     for bucket in buckets:
         bucket.parameters[0].grad = torch.full((world_size,), 57344.0)

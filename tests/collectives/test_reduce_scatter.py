@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives.sharded.collectives import GlooReduceScatter
+from collectives.sharded.collectives import GlooReduceScatter, Reduction
 from collectives.sharded.reduce import GradientReduce, ReduceScatterQueue
 from collectives.transport.communicator import Communicator, Work
 from tests.collectives.test_bucket import made_buckets
@@ -36,7 +36,9 @@ def comm_of_two(landing: Callable[[], None] | None = None, failing: int = -1) ->
 
 def test_what_failed_to_leave_is_not_added_to_the_step_before() -> None:
     [bucket, *_] = made_buckets([torch.Size([4])], 2, torch.float32)
-    reduce = GradientReduce([bucket], GlooReduceScatter(comm_of_two(failing=0), torch.float32), 1, overlap=True)
+    reduce = GradientReduce(
+        [bucket], GlooReduceScatter(Reduction(comm_of_two(failing=0), torch.float32)), 1, overlap=True
+    )
     bucket.grad_S.fill_(100.0)
     bucket.parameters[0].grad = torch.ones(4)
     with pytest.raises(RuntimeError, match="no memory"):
@@ -48,7 +50,7 @@ def test_what_failed_to_leave_is_not_added_to_the_step_before() -> None:
 def test_the_last_lands_behind_all_others() -> None:
     landed = list[int]()
     [bucket, *_] = made_buckets([torch.Size([4])], 2, torch.float32)
-    reduce_scatter = GlooReduceScatter(comm_of_two(lambda: landed.append(1)), torch.float32)
+    reduce_scatter = GlooReduceScatter(Reduction(comm_of_two(lambda: landed.append(1)), torch.float32))
     reduce_scatters = ReduceScatterQueue(reduce_scatter, 2, overlap=True)
     for expected in (0, 1):
         reduce_scatters.launch(bucket, adds=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,13 +98,6 @@ def resolved(monkeypatch: pytest.MonkeyPatch, ranks: Ranks | None, windows: Any,
 def test_a_group_without_nccl_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo")
     assert [resolved(monkeypatch, None, windows) for windows in ("auto", False, True)] == [False, False, True]
-
-
-@pytest.mark.parametrize("windows", ["auto", True, False])
-def test_ranks_that_want_different_windows_all_say_so(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Ranks(json.dumps({"windows": "another", "stage": "2"}))
-    with pytest.raises(ValueError, match=r"ranks differ in .* windows"):
-        resolved(monkeypatch, other, windows)
 
 
 def test_windows_are_taken_where_all_agree(monkeypatch: pytest.MonkeyPatch) -> None:
