@@ -472,6 +472,7 @@ class _Training:
         )
 
         def seconds() -> float | None:
+            """Return the seconds from the call to the end of the save, once it has ended on every rank; None before."""
             # Together: a rank that ended its turn alone would leave the others in a step.
             done = min(each[0] for each in self.everyones([float(future.done())]))
             if not done:

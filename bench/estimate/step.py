@@ -165,6 +165,11 @@ class _Timing:
         self.optimizer_s = max(self.operators.optimizer(facts.elements) for facts in plan.stages)
 
     def pipeline_s(self, exact: bool) -> float:
+        """Return the seconds from a step's first forward pass to its last weight gradient.
+
+        Args:
+            exact: by a simulation of the schedule; False: by the closed form.
+        """
         run = pipeline_s if exact else closed_form_s
         whole = run(self.plan.share_job, self.costs, self.plan.num_micro_batches)
         # The last stage has done its passes when p - 1 chunks' backward passes are still to come.

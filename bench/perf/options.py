@@ -128,6 +128,7 @@ class PerfOptions:
 
 
 def _steps(size: int, max_bytes: int, step_bytes: int, step_factor: int) -> Iterator[int]:
+    """Yield the sizes to measure, in bytes: from `size` on by a factor, or by a step, up to the largest."""
     while size <= max_bytes:
         yield size
         if step_factor <= 1 and step_bytes == 0:

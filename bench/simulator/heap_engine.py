@@ -109,6 +109,7 @@ def _heap_of(s: State) -> Heap:
 
 @entry
 def _run(s, h):  # type: ignore[no-untyped-def]
+    """Handle events in the order of their times, from the flows' starts on, until none is left."""
     for f in range(len(s.flow)):
         _push(h, s.flow[f].start, _START, f, 0)
     while h.tally[0].events:

@@ -318,6 +318,7 @@ class _PeerScattering(Scattering):
         yield _rows_of(rank), self._partial_WmC[rank].unsqueeze(0)
 
     def result(self, bias_C: Tensor | None = None) -> Tensor:
+        """Wait for the peers' parts of this rank's rows, and return their sum, plus a bias, [m, C]."""
         own_mC = self._partial_WmC[self._exchange.rank]
         out_mC = torch.empty_like(own_mC)
         with self._exchange.comm.waiting(self._collective):

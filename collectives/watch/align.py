@@ -144,6 +144,7 @@ class ClockClient:
         return None
 
     def _burst(self, address: str) -> list[Exchange]:
+        """Exchange a few datagrams with the reference at an address, and return those that were answered."""
         exchanges: list[Exchange] = []
         missed = 0
         try:

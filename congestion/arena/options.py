@@ -27,9 +27,13 @@ _STDOUT = Path("-")
 
 
 def known_laws(laws: str, field: str) -> list[str]:
-    """
+    """Return the laws of a list with commas, each once.
+
+    Args:
+        field: option that errors name.
+
     Raises:
-        ConfigError: one of the names, with commas between, is none of ours.
+        ConfigError: one of them is none of ours.
     """
     names = list(dict.fromkeys(laws.split(",")))
     for name in names:

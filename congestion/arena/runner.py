@@ -119,7 +119,13 @@ def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = Non
 def tight_buffers(
     cases: Sequence[Case], out: Path, stages: Stages, processes: int | None = None, suite: Suite = SUITE
 ) -> dict[tuple[str, str], Row]:
-    """`arena.run.tight_buffer` of those cases that want one, by workload and condition; kept in `out` as runs are."""
+    """Find the buffer for each case that is run with a tight one (`arena.run.tight_buffer`), in processes side by side.
+
+    Rows are kept in a file of `out`, and what stands there already is not found again.
+
+    Returns:
+        rows by workload and condition.
+    """
     file = out / BUFFERS
     tight_cases = [case for case in cases if case.condition.buffer == "tight"]
     known = {(row["workload"], row["condition"]): row for row in kept_rows(file, [published("dcqcn", suite)], suite)}

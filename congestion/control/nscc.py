@@ -182,7 +182,11 @@ def _adjust(p, own, now):  # type: ignore[no-untyped-def]
 
 @kernel
 def _adapt(p, own, flow, now, delay, marked):  # type: ignore[no-untyped-def]
-    """Quick adapt: whether it struck, or this is still an echo of the last time."""
+    """Cut the window to what was acknowledged in the last round trip, where packets were lost or far too late.
+
+    NSCC's quick adapt. True where it has cut now, and for marked ACKs of what was sent before: the rest of the law
+    leaves both alone.
+    """
     if not p.quick_adapt:
         return False
     struck = marked and own.ignored < own.to_ignore

@@ -48,7 +48,7 @@ class Looks(NamedTuple):
     stopped: NDArray[np.uint8]
 
     def read(self) -> Looks:
-        """Copies of the rows that are filled, which are free then."""
+        """Return copies of the filled rows, and mark all rows as free again."""
         plan = self.plan[0]
         rows = {name: getattr(self, name)[: plan["row"]].copy() for name in self._fields[2:]}
         plan["row"] = 0

@@ -206,7 +206,16 @@ class Timeline:
 def repeated(
     segments: Sequence[Segment], counts: Sequence[int], num_flows: Sequence[int], seen: Timeline
 ) -> list[Repeated]:
-    """The run of `phases_of` taken apart: what each repetition of each segment took, and whether they repeat."""
+    """Cut a simulated run of several segments (`phases_of`) into these: durations of their repetitions, in ps.
+
+    For each segment it is also found whether its repetitions are alike, so that those that were not simulated take as
+    long.
+
+    Args:
+        counts: simulated repetitions of each segment.
+        num_flows: of one repetition of each segment.
+        seen: the run, flows in the order of segments and repetitions.
+    """
     if sum(count * many for count, many in zip(counts, num_flows, strict=True)) != len(seen.finish_ps):
         raise ValueError(f"{len(seen.finish_ps)} flows, not those of the segments")
     parts, first, before = [], 0, 0
@@ -214,13 +223,13 @@ def repeated(
         stop = first + count * many
         start, finish = (each[first:stop].reshape(count, many) for each in (seen.start_ps, seen.finish_ps))
         ends = np.maximum.accumulate(np.append(before, finish.max(axis=1)))
-        took = tuple(np.diff(ends).tolist())
+        took_ps = tuple(np.diff(ends).tolist())
         leaves = min(int(finish[-1].min()), int(seen.start_ps[stop:].min(initial=finish[-1].min())))
         drawn = np.array(seen.drawn_ps, dtype=np.int64).reshape(-1, 2)
         period = _period(start, finish, leaves, drawn) if seen.is_plain else (0, 0)
         middle = count // 2  # before, what came before may be under way, and behind, what comes next
         is_random = not seen.is_plain or _meets(drawn, int(start[middle].min()), int(finish[middle].max()))
-        parts.append(Repeated(segment, took, *period, is_random))
+        parts.append(Repeated(segment, took_ps, *period, is_random))
         first, before = stop, int(ends[-1])
     return parts
 

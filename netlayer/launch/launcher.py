@@ -162,6 +162,10 @@ class _StopSignals:
             self._deliver(self.seen[0])
 
     def _note(self, signum: int, _frame: types.FrameType | None) -> None:
+        """Handle a signal: pass the first of those for ranks on to them, and stop for any other.
+
+        The same signal again stops too, unless it comes at once: then it is the echo of one sent to the whole group.
+        """
         if signum in self.passed_on:
             now_s = time.monotonic()
             if not self.to_pass_on:

@@ -327,6 +327,12 @@ def _run_work(work: bytes, main: tuple[str, str] | None, context: RankContext) -
 
 
 def _import_main(kind: str, where: str) -> None:
+    """Import the launching program's `__main__` under that name, as multiprocessing does: pickles name what is in it.
+
+    Args:
+        kind: "module", or a file.
+        where: the module's name, or the file's path.
+    """
     global _importing_main
     _importing_main = True
     name = "__mp_main__"

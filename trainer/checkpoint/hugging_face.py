@@ -258,6 +258,7 @@ def _architecture(config: Mapping[str, Any], file: Path) -> str:
 
 
 def _gpt2(values: Mapping[str, Any], file: Path, seq_len: int | None) -> ModelConfig:
+    """Return our configuration of a GPT-2 from its config.json; ConfigError names what cannot be represented."""
     if values["activation_function"] not in _ACTIVATIONS:
         rule = "GeLU is computed in its tanh form, gelu_new"
         raise _refusal(file, "activation_function", values["activation_function"], rule)

@@ -343,6 +343,7 @@ class OldCheckpoint(Checkpoint):
             file.release()
 
     def verify(self) -> Iterator[tuple[str, str]]:
+        """Read every file of the checkpoint, and yield its name and what is damaged in it; "": nothing."""
         yield META, ""
         if TOKENIZER in self._checked.digests:
             yield TOKENIZER, _damage(lambda: self._checked.tokenizer_file)

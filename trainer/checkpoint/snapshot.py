@@ -186,7 +186,15 @@ def _in_whole(
     part: Part | None,
     spans: Sequence[tuple[int, int, int]] | None,
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
-    """Cut a box of a rank's part where the whole has other rows between, and yield each piece as `whole_boxes`."""
+    """Yield the boxes of the whole tensor that a box of a rank's part covers, as `whole_boxes` yields them.
+
+    What is adjacent in the part need not be in the whole: there rows of other ranks lie between, and the box is cut.
+
+    Args:
+        offsets, sizes: of the box, in the rank's part.
+        start: number of its first element among those of the part.
+        spans: (start in the whole, start in the part, length) along the dimension that is cut.
+    """
     numel = 1
     for size in sizes:
         numel *= size

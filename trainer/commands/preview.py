@@ -145,6 +145,7 @@ def _metrics_without_effect(metrics: MetricsConfig) -> Iterator[tuple[str, str]]
 
 
 def _scaling_without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield keys of `model.rope_scaling` that change nothing here, each with the reason."""
     scaling = model.rope_scaling
     if model.positions != "rotary":
         if scaling.rope_type != "default":

@@ -52,6 +52,12 @@ class Permutation:
         return self._walk(place_N, self._keys[::-1], turned=True)
 
     def _walk(self, value_N: NDArray[np.int64], keys: NDArray[np.uint64], *, turned: bool) -> NDArray[np.int64]:
+        """Permute numbers below `size`: pass each through the network until it comes out below `size` (cycle walking).
+
+        Args:
+            keys: of the rounds, in the order of use.
+            turned: run the network backwards, for the inverse.
+        """
         if len(value_N) and (value_N.min() < 0 or value_N.max() >= self.size):
             raise ValueError(f"an index lies outside 0 .. {self.size - 1}")
         place_N = self._network(value_N.astype(np.uint64), keys, turned)

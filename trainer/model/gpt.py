@@ -276,7 +276,12 @@ class Block(nn.Module):
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed | None = None) -> Tensor:
-        """[T, B, heads of this rank * K] each -> the same shape as `q`."""
+        """Return the attention of this rank's heads, in the shape of `q`; queries and keys are normalised and rotated first.
+
+        Args:
+            q, k, v: [T, B, heads of this rank * K].
+            packed: documents that share a sequence, and do not see each other; None: there is one a sequence.
+        """
         q, k, v = (each.view(*each.shape[:-1], -1, self.head_width) for each in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q)[0], self.k_norm(k)[0]

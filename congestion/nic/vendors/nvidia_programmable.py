@@ -42,6 +42,7 @@ def asked_switches(draft: Draft) -> list[str]:
 
 
 def _firmware(draft: Draft) -> None:
+    """Add the steps by which mlxconfig sets what the profile's section `firmware` asks of NVIDIA's NICs alone."""
     switches, tool = asked_switches(draft), draft.find_tool("mlxconfig", "mstconfig")
     if switches and (refusal := refuse_tool(draft, "mlxconfig", "mstconfig")):
         draft.cannot(", ".join(switches), *refusal)

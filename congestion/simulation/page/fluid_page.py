@@ -141,7 +141,7 @@ def from_starts(model: FluidModel) -> pd.DataFrame:
 
 
 def from_unequal(model: FluidModel) -> pd.DataFrame:
-    """Paths as `from_starts`, of two flows that begin apart, with `rate_0` and `rate_1`."""
+    """Return paths of two flows that begin at unequal rates: columns as `from_starts`, and `rate_0` and `rate_1`."""
     parts = []
     for rates in _UNEQUAL:
         windows = np.array(rates) * model.capacity * model.base_us
