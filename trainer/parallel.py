@@ -364,6 +364,7 @@ class ParallelModel:
             block.compile(dynamic=False)
 
     def _wrap(self, module: GPT) -> ShardedDataParallel:
+        """Shard a chunk of the model over the data-parallel ranks, as the job says."""
         overlap = self.job.overlap
         if self._is_wide:
             module.double()

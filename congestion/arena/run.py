@@ -159,6 +159,7 @@ def _fct_us(outcome: Outcome, suite: Suite) -> Any:
 
 
 def _metrics(outcome: Outcome, made: scenario_catalogue.Case, fct_us: Any, case: Case, suite: Suite) -> Row:
+    """Return the figures of a run by which laws are compared: completion times, slowdowns, queues, pauses."""
     from congestion.simulation.measures import ideal_ps
 
     ended = outcome.finish_ps >= 0

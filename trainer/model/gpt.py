@@ -276,7 +276,7 @@ class Block(nn.Module):
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed | None = None) -> Tensor:
-        """Return the attention of this rank's heads, in the shape of `q`; queries and keys are normalised and rotated first.
+        """Return the attention of this rank's heads, in the shape of `q`, with queries and keys normalised and rotated.
 
         Args:
             q, k, v: [T, B, heads of this rank * K].

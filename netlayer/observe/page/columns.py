@@ -215,7 +215,7 @@ class _Builder:
             self._readings(batch.filter(_mask(kinds == 3)))
 
     def finish(self) -> None:
-        """Join the parts of all batches once the last one is read: segments, and counters by name, rank, host and port."""
+        """Join the parts of all batches once the last is read: segments, and counters by name, rank, host and port."""
         self._file.tail = [batch for _, batch in self._tail]
         for one in self._file.marks:
             if one.origin.rank is not None:
