@@ -238,7 +238,9 @@ def _operations(view: RunView, number: int) -> list[dict[str, Any]]:
         if mark.name.startswith("launch "):
             facts = mark.attributes or {}
             what = f"{mark.name.removeprefix('launch ')} #{facts.get('seq', '')} ({facts.get('group', '')})"
-            rows.append((-1, mark.start_ns, {"what": what, "state": facts.get("state", ""), "size": facts.get("size", "")}))
+            rows.append(
+                (-1, mark.start_ns, {"what": what, "state": facts.get("state", ""), "size": facts.get("size", "")})
+            )
     last = list(view.run.steps)[-2:]
     if last:
         for batch in view.columns.rows([number], (last[0], last[-1])):

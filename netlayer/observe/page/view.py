@@ -258,7 +258,12 @@ class RunView:
             for name, value in zip(_PLACES, (*numbers, None), strict=True):
                 places[name].append(value if isinstance(value, int) else -1)
             # An event's `dp` counts the parts of a batch through all replicas, which follow each other.
-            if isinstance(replicas, int) and isinstance(degree, int) and replicas > 1 and places["dp"][-1] >= 0 < degree:
+            if (
+                isinstance(replicas, int)
+                and isinstance(degree, int)
+                and replicas > 1
+                and places["dp"][-1] >= 0 < degree
+            ):
                 places["dp_replicate"][-1], places["dp"][-1] = divmod(places["dp"][-1], degree)
         return hosts, places
 

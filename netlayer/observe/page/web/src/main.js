@@ -102,7 +102,7 @@ class Page {
     for (const verdict of facts.verdicts) {
       const asked = verdict.subject === "straggler" && this.run.steps.length;
       const alarming = verdict.subject in PLACE && (verdict.state === "found" || verdict.state === "suspected");
-      const rank = verdict.subject === "straggler" ? facts.stragglers[0]?.rank : undefined;
+      const rank = verdict.subject === "straggler" ? facts.stragglers[0]?.rank ?? firstRank(verdict.line, this.run) : undefined;
       const card = this.card(verdict.state, verdict.subject, verdict.line, { view: PLACE[verdict.subject] ?? "life", rank });
       (alarming || asked ? cards : calm).push(card);
     }
