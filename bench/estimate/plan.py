@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.estimate.devices import Device
+from bench.estimate.host import Host
 from netlayer.config.tree import ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
 from netlayer.workload.comm_bytes import stage_collectives, total_bytes
@@ -69,6 +70,7 @@ class Plan:
             done, while the others still compute (Megatron's `defer_embedding_wgrad_compute` and its limit).
         recompute_share: share of a forward's linears that backward computes again, where it is not 0 or 1.
         dp_channels: channels of data-parallel collectives: multiprocessors that computation lacks meanwhile.
+        host: what launching costs; None: not modelled. A job with `loop.cuda_graph` has none.
     """
 
     job: JobConfig
@@ -82,6 +84,7 @@ class Plan:
     deferred_heads: int = 0
     recompute_share: float | None = None
     dp_channels: int = CHANNELS
+    host: Host | None = None
 
     @functools.cached_property
     def num_gpus(self) -> int:

@@ -54,6 +54,7 @@ class StepEstimate:
         tp_exposed_s, cp_exposed_s, dp_exposed_s: communication that it waits for, by kind.
         bubble_s: what the pipeline's busiest stage waits: for micro-batches, and for messages.
         pp_exposed_s: the part of it that messages cost: the step less the same with messages free.
+        host_s: by how much launching takes longer than computing.
         straggler_s: what the slowest rank adds to a rank of mean speed.
         memory_bytes: of the rank that holds most; `memory` are its parts.
     """
@@ -73,6 +74,7 @@ class StepEstimate:
     dp_exposed_s: float
     pp_exposed_s: float
     bubble_s: float
+    host_s: float
     straggler_s: float
     memory_bytes: int
     memory: Estimate
@@ -128,6 +130,7 @@ def estimate_step(
         dp_exposed_s=timing.exposed_s + count * timing.late_s,
         pp_exposed_s=max(0.0, pipeline - without),
         bubble_s=max(0.0, pipeline - count * _work_s(timing.costs, timing.busiest)),
+        host_s=timing.host_s,
         straggler_s=step_s - mean,
         memory_bytes=memory.total,
         memory=memory,
@@ -159,10 +162,13 @@ class _Timing:
         self.stages = [self.operators.stage(stage) for stage in range(pp)]
         self.late_s = 0.0
         """What a micro-batch of the busiest stage waits for FSDP's exchanges."""
+        self.waits_s: list[float] = []
+        """Of each stage, by how much launching a micro-batch takes longer than computing it."""
         self.costs = self._costs()
         self.busiest = max(range(pp), key=lambda stage: _work_s(self.costs, stage))
         self.exposed_s, self.slowed_s = max((self._data_parallel(stage) for stage in range(pp)), key=sum)
         self.optimizer_s = max(self.operators.optimizer(facts.elements) for facts in plan.stages)
+        self.host_s = plan.num_micro_batches * self.waits_s[self.busiest] + self._late_optimizer_s()
 
     def pipeline_s(self, exact: bool) -> float:
         run = pipeline_s if exact else closed_form_s
@@ -173,7 +179,7 @@ class _Timing:
 
     def mean_s(self, pipeline: float) -> float:
         """Seconds of a step of a rank of mean speed."""
-        return pipeline + self.exposed_s + self.slowed_s + self.optimizer_s
+        return pipeline + self.exposed_s + self.slowed_s + self.optimizer_s + self._late_optimizer_s()
 
     def step_s(self, pipeline: float) -> float:
         return self.mean_s(pipeline) * (1 + self.numbers.spread * slowest_of(self.plan.num_gpus))
@@ -190,10 +196,39 @@ class _Timing:
         for stage, chunks in enumerate(self.stages):
             late = self._sharded_exchange(stage) if plan.zero == 3 else (0.0, 0.0)
             copies = self.copies(stage) / 2
-            forward.append([chunk.forward.total + (late[0] + copies) / len(chunks) for chunk in chunks])
-            backward.append([chunk.backward.total + (late[1] + copies) / len(chunks) for chunk in chunks])
+            firsts = [chunk.forward.total + (late[0] + copies) / len(chunks) for chunk in chunks]
+            seconds = [chunk.backward.total + (late[1] + copies) / len(chunks) for chunk in chunks]
             self.late_s = max(self.late_s, sum(late))
+            device_s = sum(firsts) + sum(seconds)
+            # The queue between host and device is deep: a pass takes what the slower of them takes.
+            for chunk, (first, second) in enumerate(self._launching(stage)):
+                firsts[chunk], seconds[chunk] = max(firsts[chunk], first), max(seconds[chunk], second)
+            self.waits_s.append(sum(firsts) + sum(seconds) - device_s)
+            forward.append(firsts)
+            backward.append(seconds)
         return Costs(forward, backward, [transfer] * job.parallel.pp)
+
+    def _launching(self, stage: int) -> list[tuple[float, float]]:
+        """Return the host's seconds of one micro-batch's forward and backward, a chunk; none without a host."""
+        host, job = self.plan.host, self.plan.job
+        if host is None or job.loop.cuda_graph:
+            return []
+        each = []
+        for halves in self.plan.stages[stage].chunks:
+            times = [(number, host.half_s(job, is_mlp)) for (_, is_mlp), number in halves.items()]
+            each.append((sum(n * one for n, (one, _) in times), sum(n * two for n, (_, two) in times)))
+        if stage == job.parallel.pp - 1:
+            head = host.head_s()
+            each[-1] = each[-1][0] + head[0], each[-1][1] + head[1]
+        return each
+
+    def _late_optimizer_s(self) -> float:
+        """Return by how much launching the optimiser's step takes longer than the step."""
+        host, job = self.plan.host, self.plan.job
+        if host is None or job.loop.cuda_graph:
+            return 0.0
+        buckets = max(facts.num_buckets for facts in self.plan.stages) if self.plan.group_size > 1 else 0
+        return max(0.0, host.optimizer_s(job.model.layers / job.parallel.pp, buckets) - self.optimizer_s)
 
     def _sharded_exchange(self, stage: int) -> tuple[float, float]:
         """Return by what FSDP's exchanges lengthen a micro-batch's forward and its backward."""

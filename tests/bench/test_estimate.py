@@ -88,6 +88,7 @@ def test_parts_of_a_step_add_up_to_it(layout: dict[str, Any]) -> None:
         + result.cp_exposed_s
         + result.dp_exposed_s
         + result.bubble_s
+        + result.host_s
         + result.straggler_s
     )
     assert parts == pytest.approx(result.step_s, rel=0.02)
