@@ -333,6 +333,8 @@ def _plan(
         cp, job = job.parallel.cp, job.model_copy(update={"parallel": job.parallel.model_copy(update={"cp": 1})})
     if job.model.fp8 != "off":
         precision = "fp8"
+    if job.parallel.stage == 3:
+        zero = 3
     plan = Plan(
         job=job,
         cluster=config.cluster,

@@ -31,15 +31,19 @@ _HEAD = 20
 _OPTIMIZER = 2.5
 """Launches of a block's share of the optimiser's step: 33 for 8 and 12 blocks, 81 for 32."""
 _BUCKET = 4
-MOST_QUEUED = 1000
-"""Launches that the device's queue holds: behind more of them the host waits for the device, and seems slower."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """How long a launch takes: through torch, autograd and the model's Python included."""
+    """How long launches take.
+
+    Args:
+        launch_s: one through torch, autograd and the model's Python included.
+        direct_s: one that goes straight to the driver.
+    """
 
     launch_s: float
+    direct_s: float = DIRECT_S
 
     def half_s(self, job: JobConfig, is_mlp: bool) -> tuple[float, float]:
         """Return seconds of one half block's forward and of its backward, for one micro-batch."""
@@ -52,7 +56,7 @@ class Host:
             share = 0.5 if not job.model.parallel_block else 0.0 if is_mlp else 1.0
             peers = job.parallel.tp - 1
             if job.overlap.tp:
-                number, direct = number + share * _PARTS * peers, share * _DIRECT * peers * DIRECT_S
+                number, direct = number + share * _PARTS * peers, share * _DIRECT * peers * self.direct_s
             else:
                 number += share * _COLLECTIVES
         whole = number * self.launch_s + direct

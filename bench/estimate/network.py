@@ -61,9 +61,14 @@ class Network:
         """The same in the group that shares parameters, `times` collectives of this size in all."""
         return self._ring(num_bytes, self.plan.group_size, self.plan.job.parallel.tp, times)
 
+    def replicas(self, num_bytes: float, times: int = 1) -> float:
+        """Seconds of `times` all-reduces of this size in all between the replicas of a shard: its two halves."""
+        stride = self.plan.job.parallel.tp * self.plan.group_size
+        return 2 * self._ring(num_bytes, self.plan.job.parallel.dp_replicate, stride, times)
+
     def pp(self, num_bytes: float) -> float:
         """Seconds of a message between neighbouring stages."""
-        stride = self.plan.job.parallel.tp * self.plan.group_size
+        stride = self.plan.job.parallel.tp * self.plan.group_size * self.plan.job.parallel.dp_replicate
         if stride * 2 <= self.plan.cluster.gpus_per_server:
             return _NVLINK_HOP_S + num_bytes / self.nvlink_bps
         return _NIC_HOP_S + num_bytes / self.nic_bps * self.pp_slowdown

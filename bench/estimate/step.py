@@ -227,12 +227,12 @@ class _Timing:
         host, job = self.plan.host, self.plan.job
         if host is None or job.loop.cuda_graph:
             return 0.0
-        buckets = max(facts.num_buckets for facts in self.plan.stages) if self.plan.group_size > 1 else 0
+        buckets = max(facts.num_buckets for facts in self.plan.stages) if self._has_exchange else 0
         return max(0.0, host.optimizer_s(job.model.layers / job.parallel.pp, buckets) - self.optimizer_s)
 
     def _sharded_exchange(self, stage: int) -> tuple[float, float]:
         """Return by what FSDP's exchanges lengthen a micro-batch's forward and its backward."""
-        if self.plan.group_size == 1:
+        if not self._has_exchange:
             return 0.0, 0.0
         gather, reduce, num_buckets = self._exchanges(stage)
         forward = sum(chunk.forward.total for chunk in self.stages[stage])
@@ -251,11 +251,12 @@ class _Timing:
         all but its last bucket; all-gathers mirror that at the start.
         """
         plan = self.plan
-        if plan.group_size == 1 or plan.zero == 3:
+        if not self._has_exchange or plan.zero == 3:
             return 0.0, 0.0
         gather, reduce, num_buckets = self._exchanges(stage)
+        others = plan.reductions - 1  # each with the backward pass of the next micro-batch to hide under
         if not plan.job.overlap.dp:
-            return gather + reduce, 0.0
+            return gather + reduce * plan.reductions, 0.0
         pp, vpp = plan.job.parallel.pp, plan.job.parallel.vpp
         rounds = (vpp - 1) / vpp * min(pp, plan.num_micro_batches) + (1 - 1 / num_buckets) / vpp
         exposed = 0.0
@@ -265,7 +266,13 @@ class _Timing:
         ):
             last = exchange / num_buckets
             exposed += last + max(0.0, exchange - last - rounds * sum(passes))
-        return exposed, BORROWED * plan.dp_channels / CHANNELS * (gather + reduce - exposed)
+        exposed += others * max(0.0, reduce - sum(chunk.backward.compute for chunk in self.stages[stage]))
+        hidden = gather + reduce * plan.reductions - exposed
+        return exposed, BORROWED * plan.dp_channels / CHANNELS * hidden
+
+    @property
+    def _has_exchange(self) -> bool:
+        return self.plan.group_size * self.plan.job.parallel.dp_replicate > 1
 
     def _exchanges(self, stage: int) -> tuple[float, float, int]:
         """Return seconds of all all-gathers and reduce-scatters of a rank's parameters, and the number of buckets.
@@ -273,8 +280,9 @@ class _Timing:
         FP8 parameters are gathered in one byte an element. ZeRO 0 all-reduces: as long as both, and after the backward.
         """
         facts = self.plan.stages[stage]
-        narrow = 0.5 if self.plan.precision == "fp8" else 1.0
+        narrow = 0.5 if self.plan.narrow_exchanges else 1.0
         reduce = self.network.dp(facts.reduced_bytes, facts.num_buckets)
+        reduce += self.network.replicas(facts.replicated_bytes, facts.num_buckets)
         if self.plan.zero == 0:
             return 0.0, 2 * reduce, facts.num_buckets
         return self.network.dp(facts.gathered_bytes * narrow, facts.num_buckets), reduce, facts.num_buckets
@@ -346,7 +354,8 @@ def memory_of(plan: Plan, stage: int) -> Estimate:
     """Bytes of a rank of a stage: `netlayer.workload.memory`'s, changed by what the trainer does not build.
 
     FP8 keeps a copy of the weights and its transpose, a byte an element each. ZeRO 0 keeps masters, moments and
-    gradients whole; FSDP parameters in shards, and two units of them whole. Gradients of stage 1 are as the trainer's.
+    gradients whole; FSDP parameters in shards, and two units of them whole. What a job's own `parallel.zero` and
+    `model.fp8` take is the workload's to say.
     """
     job = plan.share_job
     estimate = estimate_stage(job, stage)
@@ -355,12 +364,12 @@ def memory_of(plan: Plan, stage: int) -> Estimate:
     changes: dict[str, int] = {}
     if plan.zero == 0 and plan.group_size > 1:
         changes = {"masters": elements * wide, "optimizer": 2 * elements * wide, "gradients": elements * wide}
-    elif plan.zero == 3 and plan.group_size > 1:
+    elif plan.zero == 3 and plan.group_size > 1 and job.parallel.stage < 3:
         width = DTYPE_BYTES[job.model.dtype]
         units = 2 * max(block_elements(job.model, job.parallel.tp), table_elements(job))
         changes = {"parameters": min(elements, share + units) * width, "gradients": share * wide}
         changes["construction"] = 0  # made in shards
-    if plan.precision == "fp8":
+    if plan.narrow_exchanges:
         resident = min(elements, share) if plan.zero == 3 else elements
         changes["parameters"] = changes.get("parameters", estimate.parameters) + 2 * resident
     return dataclasses.replace(estimate, **changes)
