@@ -90,7 +90,7 @@ def step(
       netlayer estimate step --precision fp8 --zero 3 --set model.preset=llama3-8b --set model.dtype=bfloat16 \\
           --set cluster.gpus_per_server=8 --set parallel.dp=8 --set batch.micro_batch_size=1
     """
-    from bench.estimate.network import fabric_slowdown
+    from bench.estimate.network import fabric_slowdowns
     from bench.estimate.step import MFU_FORMULA, estimate_step
     from netlayer.results import utc_now
 
@@ -98,14 +98,15 @@ def step(
     config = options.load_config()
     config.check_world()
     plan = _plan(config, device, precision, zero, cp, kernels, launch_us)
-    slowdown = fabric_slowdown(config, options.seed) if fabric else 1.0
-    result = estimate_step(plan, slowdown=slowdown)
-    row = {**_row(plan, result), "fabric_slowdown": slowdown, "days": result.days(tokens), "mfu_formula": MFU_FORMULA}
+    slowdown, pp_slowdown = fabric_slowdowns(config, options.seed) if fabric else (1.0, 1.0)
+    result = estimate_step(plan, slowdown=slowdown, pp_slowdown=pp_slowdown)
+    slowdowns = {"fabric_slowdown": slowdown, "fabric_pp_slowdown": pp_slowdown}
+    row = {**_row(plan, result), **slowdowns, "days": result.days(tokens), "mfu_formula": MFU_FORMULA}
     arguments = {"device": device, "precision": precision, "zero": zero, "cp": cp, "kernels": kernels, "tokens": tokens}
     arguments["launch_us"] = launch_us
     _keep(options, "estimate.step", [row], started, {**arguments, "fabric": fabric}, config.model_dump(mode="json"))
     if str(options.json_file) != "-":
-        _print_step(plan, result, slowdown, tokens)
+        _print_step(plan, result, slowdown, pp_slowdown, tokens)
 
 
 @estimate.command()
@@ -252,6 +253,12 @@ def paper(options: RunOptions) -> None:
             for row in own
         ]
         print_table(f"{table}: the paper's beside predicted", ["case", "paper", "predicted", "error", "bar"], lines)
+    steps = [row for row in rows if row.parts]
+    names = list(steps[0].parts)
+    lines = [
+        [row.case, *(f"{row.parts[name]:.2f}" for name in names), f"{row.paper - row.predicted:+.2f}"] for row in steps
+    ]
+    print_table("where a predicted step goes, seconds", ["case", *names, "not predicted"], lines)
     for line in summary(rows):
         click.echo(line)
 
@@ -372,7 +379,7 @@ def _row(plan: Plan, result: StepEstimate) -> dict[str, Any]:
     return {**row, **figures, **{f"memory_{part}_bytes": num_bytes for part, num_bytes in parts.items()}}
 
 
-def _print_step(plan: Plan, result: StepEstimate, slowdown: float, tokens: float) -> None:
+def _print_step(plan: Plan, result: StepEstimate, slowdown: float, pp_slowdown: float, tokens: float) -> None:
     """Print an estimate: the head lines, then the parts of the step, the exposed ones, and the memory."""
     from bench.estimate.search import describe
     from bench.estimate.step import MFU_FORMULA
@@ -389,8 +396,11 @@ def _print_step(plan: Plan, result: StepEstimate, slowdown: float, tokens: float
     click.echo(f"  {result.days(tokens):,.1f} days for {tokens:.3g} tokens, without restarts")
     full = " (does not fit)" if result.memory_bytes > plan.device.memory_bytes else ""
     click.echo(f"  memory a rank: {result.memory}, of {gib(plan.device.memory_bytes)}{full}")
-    if slowdown > 1:
-        click.echo(f"  collisions on the fabric slow rings between servers by {slowdown:.2f}")
+    if max(slowdown, pp_slowdown) > 1:
+        click.echo(
+            f"  collisions on the fabric slow rings between servers by {slowdown:.2f}, messages between stages by "
+            f"{pp_slowdown:.2f}"
+        )
     parts = {
         "GEMMs": result.gemm_s,
         "attention": result.attention_s,

@@ -2,8 +2,8 @@
 
 A ring through all ranks of a group crosses each server once a channel, and a server's ranks bring their NICs: the rate
 is that of NVLink inside a server, else of the NICs that the group has there, if that is less (nccl-tests' bus
-bandwidth). Collisions on the fabric slow what leaves a server by `slowdown`, which `fabric_slowdown` takes from
-topology's hashed paths and max-min rates.
+bandwidth). Collisions on the fabric slow what leaves a server by what `fabric_slowdowns` takes from topology's hashed
+paths and max-min rates.
 """
 
 from __future__ import annotations
@@ -99,17 +99,22 @@ class Network:
         )
 
 
-def fabric_slowdown(config: Config, seed: int = 0) -> float:
-    """Return by how much hash collisions slow the job's rings on its fabric: topology's time over that without any.
+def fabric_slowdowns(config: Config, seed: int = 0) -> tuple[float, float]:
+    """Return by how much hash collisions slow the job's rings, and messages between its stages: topology's times over
+    those without any.
 
-    1 where no ring leaves a ToR. Hashed by CRC-32C (`topology`); a fabric that sprays packets has 1.
+    1 where nothing leaves a ToR. Hashed by CRC-32C (`topology`); a fabric that sprays packets has 1.
     """
     from topology.fabric.clos import Clos
     from topology.traffic.job import Kind
     from topology.traffic.step import slot_flows
 
-    flows = slot_flows(config.job, config.cluster).select(Kind.DP_REDUCE_SCATTER, Kind.DP_ALL_GATHER)
-    return phase_slowdowns(Clos.build(config.cluster), flows, "crc32c", seed).get("ring", 1.0) if len(flows) else 1.0
+    kinds = Kind.DP_REDUCE_SCATTER, Kind.DP_ALL_GATHER, Kind.PP_FORWARD, Kind.PP_BACKWARD
+    flows = slot_flows(config.job, config.cluster).select(*kinds)
+    if not len(flows):
+        return 1.0, 1.0
+    slowdowns = phase_slowdowns(Clos.build(config.cluster), flows, "crc32c", seed)
+    return slowdowns.get("ring", 1.0), slowdowns.get("pipeline", 1.0)
 
 
 def phase_slowdowns(

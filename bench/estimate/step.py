@@ -96,7 +96,7 @@ def estimate_step(
 
     Args:
         numbers: fitted ones; by default those of the device's generation.
-        slowdown: of rings that leave a server; see `network.fabric_slowdown`.
+        slowdown: of rings that leave a server; see `network.fabric_slowdowns`.
         pp_slowdown: of messages between stages that do.
         exact: run the schedule; False: its closed form, for the first look at many layouts.
     """
@@ -191,7 +191,8 @@ class _Timing:
         """Return what the schedule's simulation takes; FSDP's exchanges that do not hide are in the passes."""
         plan, job = self.plan, self.plan.share_job
         message = plan.tokens * job.model.hidden * DTYPE_BYTES[job.model.dtype] / job.parallel.tp
-        transfer = self.network.pp(message) if job.parallel.pp > 1 else 0.0
+        # Where messages are coupled, a stage's forward and its backward message leave by one port at one time.
+        transfer = self.network.pp(message * (1 if job.overlap.pp else 2)) if job.parallel.pp > 1 else 0.0
         forward, backward = [], []
         for stage, chunks in enumerate(self.stages):
             late = self._sharded_exchange(stage) if plan.zero == 3 else (0.0, 0.0)
