@@ -423,6 +423,8 @@ def _run_all(commands: list[Command], num_gpus: int, venv: Path | None) -> int:
         print("note: changes that are not committed are omitted", file=sys.stderr)
     if venv is not None:
         (clone / ".venv").symlink_to(venv)
+        # As `make setup` does: the page's front end lies in the checkout, not in the environment.
+        subprocess.run([".venv/bin/python", "hatch_build.py"], cwd=clone, env=environment, check=True)
         commands = [command for command in commands if not command.shown.startswith("make ")]
     elif commands[0].shown != "make quickstart":
         subprocess.run(["make", "setup"], cwd=clone, env=environment, check=True, stdout=sys.stderr)

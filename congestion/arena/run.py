@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -73,6 +74,25 @@ def published(law: str, suite: Suite = SUITE) -> Contender:
     return Contender(law, law, suite.rules.published_dcqcn if law == "dcqcn" else "ns3")
 
 
+def law_file(contenders: Sequence[Contender]) -> Path | None:
+    """Return the file of the one law that is not ours, if there is one among the contenders."""
+    return next((one.file for one in contenders if one.file), None)
+
+
+def enter_law(file: Path | None) -> None:
+    """Enter a law's file in this process, if there is one.
+
+    A worker does so before its first run, whichever law that is of: a run loads the engine, and then it is too late.
+
+    Raises:
+        ConfigError, RuntimeError: as `congestion.control.plugin.enter`.
+    """
+    if file:
+        from congestion.control.plugin import enter
+
+        enter(file)
+
+
 def lacking(condition: Condition) -> str:
     """Name what the engine would need for this condition and does not have; empty where it can run."""
     return "" if condition.routing in _ROUTINGS else f"{condition.routing} routing"
@@ -101,10 +121,7 @@ def run_one(
         ConfigError: the law's file or its settings cannot be used.
         KeyboardInterrupt: in the middle of it.
     """
-    if contender.file:
-        from congestion.control.plugin import enter
-
-        enter(contender.file)
+    enter_law(contender.file)
     from congestion.simulation.samples import Samples
     from congestion.simulation.simulate import Simulation
 

@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from congestion.arena.protocol import SUITE, Case, Suite
-from congestion.arena.run import Contender, Row, lacking, published, run_one, settings_in, tight_buffer
+from congestion.arena.run import (
+    Contender,
+    Row,
+    enter_law,
+    lacking,
+    law_file,
+    published,
+    run_one,
+    settings_in,
+    tight_buffer,
+)
 from congestion.kernels.compile import compile_variants
 from netlayer.errors import ConfigError
 from netlayer.progress import Stages
@@ -101,8 +111,11 @@ def run_arena(plan: Plan, out: Path, stages: Stages, processes: int | None = Non
     if not rows.keys() >= set(order):
         compile_first(plan.contenders, plan.cases, stages, plan.suite)
     buffers = tight_buffers(plan.cases, out, stages, processes, plan.suite)
+    file_entered = law_file(plan.contenders)
     tasks = [
-        _Task(lacks, case, seed, _buffer(case, buffers, plan.suite), _is_drawn(case, seed, plan), plan.suite)
+        _Task(
+            lacks, case, seed, _buffer(case, buffers, plan.suite), _is_drawn(case, seed, plan), plan.suite, file_entered
+        )
         for seed in plan.seeds
         for case in plan.cases
         for lacks in _together([one for one in plan.contenders if (one.name, *_place(case), seed) not in rows])
@@ -211,7 +224,11 @@ def remaining(before: float = 0) -> Callable[[float, float], str]:
 
 @dataclass(frozen=True)
 class _Task:
-    """A case and a seed under contenders that lack it, of few all: pairs are complete whenever the run ends."""
+    """A case and a seed under contenders that lack it, of few all: pairs are complete whenever the run ends.
+
+    Args:
+        law_file: of the whole plan, whose contender may be in another task of the same worker.
+    """
 
     contenders: tuple[Contender, ...]
     case: Case
@@ -219,6 +236,7 @@ class _Task:
     buffer_bytes: int
     is_drawn: bool
     suite: Suite
+    law_file: Path | None
 
     @property
     def link_hops(self) -> int:
@@ -226,6 +244,7 @@ class _Task:
 
 
 def _run_task(task: _Task) -> list[Row]:
+    enter_law(task.law_file)
     keeps = {"keep_flows": task.is_drawn, "keep_samples": task.is_drawn and task.case.workload.scenario in _SAMPLED}
     return [run_one(one, task.case, task.seed, task.buffer_bytes, suite=task.suite, **keeps) for one in task.contenders]
 

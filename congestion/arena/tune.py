@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from congestion.arena.protocol import SUITE, Case, Suite
-from congestion.arena.run import Contender, lacking, run_one
+from congestion.arena.run import Contender, enter_law, lacking, law_file, run_one
 from congestion.arena.runner import append, compile_first, kept_rows, remaining, tight_buffers
 from congestion.arena.tune_profile import write_profile
 from congestion.arena.tune_ranges import ranges_of
@@ -55,7 +55,8 @@ def tune(
     compile_first(contenders, cases, stages, suite)
     buffers = tight_buffers(cases, out, stages, processes, suite)
     sizes = {place: int(row["buffer_bytes"]) for place, row in buffers.items()}
-    runs = _Runs([(case, sizes[case.workload.name, case.condition.name]) for case in cases], suite)
+    sized = [(case, sizes[case.workload.name, case.condition.name]) for case in cases]
+    runs = _Runs(sized, suite, law_file(contenders))
     searches = [_Search(one, out, runs) for one in contenders]
     for row in kept_rows(out / TRIALS, contenders, suite):
         next(one for one in searches if one.contender.name == row["law"]).known[tuple(row["set"])] = row["score"]
@@ -73,21 +74,27 @@ def tune(
 
 @dataclass(frozen=True)
 class _Task:
-    """Some seeds of a tuning case under a trial's settings."""
+    """Some seeds of a tuning case under a trial's settings.
+
+    Args:
+        law_file: of all laws that are tuned, whose tasks share workers.
+    """
 
     contender: Contender
     case: Case
     buffer_bytes: int
     seeds: tuple[int, ...]
     suite: Suite
+    law_file: Path | None
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs of a trial: cases with their buffers."""
+    """Runs of a trial: cases with their buffers, and the law's file that workers enter."""
 
     cases: Sequence[tuple[Case, int]]
     suite: Suite
+    law_file: Path | None
 
     def tasks(self, contender: Contender) -> list[_Task]:
         """The long ones first, so that no worker is left with one at the end."""
@@ -95,7 +102,8 @@ class _Runs:
         for case, size in sorted(self.cases, key=lambda one: -one[0].workload.link_hops):
             many = max(1, _TASK_LINK_HOPS // case.workload.link_hops)
             tasks += [
-                _Task(contender, case, size, seeds[at : at + many], self.suite) for at in range(0, len(seeds), many)
+                _Task(contender, case, size, seeds[at : at + many], self.suite, self.law_file)
+                for at in range(0, len(seeds), many)
             ]
         return tasks
 
@@ -184,6 +192,7 @@ def _search(searches: Sequence[_Search], trials_per_parameter: int, submit: Subm
 
 def _run(task: _Task) -> list[tuple[float, float]]:
     """Completion time, us, and pause share of each seed."""
+    enter_law(task.law_file)
     runs = [run_one(task.contender, task.case, seed, task.buffer_bytes, suite=task.suite) for seed in task.seeds]
     return [(run["completion_us"], run["pause_share"]) for run in runs]
 
