@@ -162,7 +162,14 @@ def go_on(text_folder: Path, corpus: Corpus, out: Path, whole: Whole) -> None:
 PHASES = ["prepare:1", "prepare:4", "write:1", "write:40", "write:88", "write:130", "publish:1", "publish:6"]
 
 
-@pytest.mark.parametrize("moment", PHASES)
+# CI has one moment of each phase.
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each not in ("prepare:1", "write:40", "publish:6")))
+        for each in PHASES
+    ],
+)
 def test_a_writer_that_is_killed_costs_its_checkpoint_and_no_step(
     text_folder: Path, corpus: Corpus, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

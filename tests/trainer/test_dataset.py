@@ -135,6 +135,7 @@ def test_threads_read_at_once_while_files_are_closed(monkeypatch: pytest.MonkeyP
     assert not wrong
 
 
+@pytest.mark.slow  # a thousand files, each synced to the disk
 def test_more_shards_than_descriptors_can_be_read(tmp_path: Path) -> None:
     """A map or an open file a shard would end at the limit of 1,024, in the middle of a run."""
     program = (

@@ -97,7 +97,7 @@ def on_ranks(job: JobConfig, data: Corpus | Mixture, out: Path, resume: Path | N
         return train(resolve(job, data, ranks=ranks, init_method=url, backend="gloo", out=out, seed=0, resume=resume))
 
 
-@pytest.mark.parametrize("packing", ["stream", "documents"])
+@pytest.mark.parametrize("packing", [pytest.param("stream", marks=pytest.mark.slow), "documents"])
 def test_read_ahead_or_not_losses_are_the_same_to_the_bit(sets: dict[str, Any], packing: str) -> None:
     jobs = [set_job(sets, data={"loader": loader, "packing": packing}) for loader in (True, False)]
     mixture = prepare_mixture(jobs[0])

@@ -67,10 +67,12 @@ SHARDED = [
 
 REPLICATED = [
     ({"dp": 2, "dp_replicate": 2}, PLAIN, {}),
-    ({"dp": 1, "dp_replicate": 4}, LLAMA, {}),
     ({"tp": 2, "dp_replicate": 2}, QWEN, {}),
-    ({"dp": 2, "dp_replicate": 2, "zero": 2}, LLAMA, {"dp": False}),
     ({"dp": 2, "dp_replicate": 2, "zero": 3}, PARALLEL, {}),
+]
+MORE_REPLICATED = [
+    ({"dp": 1, "dp_replicate": 4}, LLAMA, {}),
+    ({"dp": 2, "dp_replicate": 2, "zero": 2}, LLAMA, {"dp": False}),
     ({"pp": 2, "dp_replicate": 2, "vpp": 2}, LLAMA, {}),
     ({"cp": 2, "dp_replicate": 2}, LLAMA, {}),
 ]
@@ -173,6 +175,12 @@ def test_every_zero_stage_trains_as_one_process_in_float64(work: Work, by_rank: 
 
 @on_ranks(4, layout_ranks.run_rank, [job_of(*case) for case in REPLICATED], 2)
 def test_replicas_train_as_one_process_in_float64(work: Work, by_rank: ByRank) -> None:
+    check(work.args[0], by_rank(work)[0], 2, 1e-10)
+
+
+@pytest.mark.slow
+@on_ranks(4, layout_ranks.run_rank, [job_of(*case) for case in MORE_REPLICATED], 2)
+def test_replicas_of_more_layouts_train_as_one_process_in_float64(work: Work, by_rank: ByRank) -> None:
     check(work.args[0], by_rank(work)[0], 2, 1e-10)
 
 

@@ -185,6 +185,7 @@ def damage(pid: int, path: Path) -> None:
     assert count == 1
 
 
+@pytest.mark.slow
 def test_a_store_that_is_full_or_killed_costs_its_copy_and_no_step(
     text_folder: Path, corpus: Corpus, out: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
