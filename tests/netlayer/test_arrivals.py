@@ -242,7 +242,7 @@ await_all(server, 0, 2, timeout=timedelta(hours=1), patience_s=0.1)
 """
 
 
-@pytest.mark.parametrize("num_readers", [0, 1])
+@pytest.mark.parametrize("num_readers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ctrl_c_ends_a_long_wait_at_a_tcp_store(num_readers):
     """Of the one that reads, and of one that waits for it."""
     command = [sys.executable, "-c", LONG_WAIT, str(num_readers)]
