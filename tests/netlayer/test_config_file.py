@@ -2,7 +2,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netlayer.config.file import load_config, to_toml
@@ -42,6 +42,7 @@ def trees(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
+@settings(max_examples=40)
 @given(trees())
 def test_config_to_toml_and_back_is_identity(tree: dict[str, object]) -> None:
     config = build_config(tree)

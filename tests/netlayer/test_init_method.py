@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,30 +17,12 @@ from torch.distributed.rendezvous import rendezvous
 from netlayer.errors import ConfigError, StoreUnreachable
 from netlayer.init_method import SCHEMES
 from netlayer.store.redis_store import RedisStore
+from tests.forked import start_module
 
 from .conftest import keys_of
 
 LONG = timedelta(seconds=60)
 
-RANK = """
-import datetime, json, sys
-import torch
-import torch.distributed as dist
-import netlayer.init_method
-
-method, arguments = sys.argv[1], json.loads(sys.argv[2])
-for _ in range(2):  # a process may open and close its groups again under the same run
-    dist.init_process_group("gloo", init_method=method, timeout=datetime.timedelta(seconds=120), **arguments)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tensor = torch.full((3,), float(rank + 1))
-    dist.all_reduce(tensor)
-    group = dist.new_group([0, 1])
-    dist.barrier(group)
-    objects = [None] * size
-    dist.all_gather_object(objects, f"from {rank}", group)
-    dist.destroy_process_group()
-sys.stdout.write(f"rank {rank} of {size}: {tensor.tolist()} {objects}\\n")  # at once: the ranks share the pipe
-"""
 ANSWERS = [f"rank {rank} of 2: [3.0, 3.0, 3.0] ['from 0', 'from 1']" for rank in range(2)]
 
 
@@ -65,18 +48,31 @@ def meet(redis_url: str) -> Iterator[Callable[..., Any]]:
         store.close()
 
 
-def test_two_processes_meet(redis_binary: Path, start_redis: Callable[..., int]) -> None:
+def test_two_processes_meet(redis_binary: Path, start_redis: Callable[..., int], short_dir: Path) -> None:
     server = f"redis://:s3cret@127.0.0.1:{start_redis(redis_binary, '--requirepass', 's3cret')}"
-    command = [sys.executable, "-W", "error", "-c", RANK, f"{server}/team/run?db=3"]
-    by_arguments = start(*command, '{"rank": 0, "world_size": 2}')
-    by_environment = start(*command, "{}", RANK="1", WORLD_SIZE="2")
-    assert [answer(by_arguments), answer(by_environment)] == ANSWERS
+    url, places = f"{server}/team/run?db=3", ({}, {"RANK": "1", "WORLD_SIZE": "2"})
+    with contextlib.ExitStack() as files:
+        outputs = [files.enter_context((short_dir / str(number)).open("w+")) for number in range(2)]
+        ranks = [
+            start_module(
+                "tests.netlayer.init_method_rank",
+                url,
+                arguments,
+                stdout=output,
+                stderr=output,
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | place,
+            )
+            for arguments, place, output in zip(('{"rank": 0, "world_size": 2}', "{}"), places, outputs, strict=True)
+        ]
+        codes = [rank.wait(120) for rank in ranks]
+        texts = [output.seek(0) or output.read().strip() for output in outputs]
+    assert (codes, texts) == ([0, 0], ANSWERS)
     assert keys_of(f"{server}/3", "") == []
 
 
-def test_torchrun(redis_url: str, short_dir: Path, run_id: str) -> None:
-    script = short_dir / "rank.py"
-    script.write_text(RANK)
+@pytest.mark.slow  # torchrun and two ranks import torch anew; `test_launch.py` has a torchrun in every CI
+def test_torchrun(redis_url: str, run_id: str) -> None:
+    script = Path(__file__).with_name("init_method_rank.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     job = start(*torchrun, str(script), f"{redis_url}?run={run_id}", "{}")
     assert sorted(answer(job).split("\n")) == ANSWERS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,20 @@ from netlayer.launch.launcher import launch
 from netlayer.layout import DIMENSIONS
 from netlayer.rendezvous import open_world
 from netlayer.store.meeting import with_run
+from tests.forked import forked_ranks
 
 from .conftest import keys_of
 from .group_ranks import LAYOUTS, every_layout, faults, on_tcp, retried
 
 NUM_RANKS = 8
 LAZY = {"TORCH_GLOO_LAZY_INIT": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> Iterator[None]:
+    """What ranks do once they have started is tested here; how they start, in `test_launch.py`."""
+    with forked_ranks():
+        yield
 
 
 @pytest.fixture(scope="module")

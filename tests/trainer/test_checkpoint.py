@@ -264,15 +264,17 @@ def test_a_disk_that_is_really_full(text_folder: Path, corpus: Corpus, tmp_path:
         job = tiny_job(text_folder, optimizer={"steps": 9}, checkpoint={"every_steps": 2, "keep": 1})
         trainer, rows, warnings = Trainer(job, corpus, 0, ALONE), list[dict[str, Any]](), list[str]()
 
-        def note(row: dict[str, Any]) -> None:
-            rows.append(row)
-            if row["step"] == 5:
+        def make_room(line: str) -> None:
+            warnings.append(line)
+            if "no checkpoint" in line:
                 (disk / "ballast").unlink()
 
-        run(trainer, EvaluationConfig(), note, lambda _row: None, disk / "a", on_warning=warnings.append)
-        assert [row["step"] for row in rows if row["checkpoint_failures"]] == [4]
+        run(trainer, EvaluationConfig(), rows.append, lambda _row: None, disk / "a", on_warning=make_room)
+        # Of that step, or of a later one: the writer says it beside the training.
+        assert sum(row["checkpoint_failures"] for row in rows) == 1
         assert [path.name for path in (disk / "a").iterdir()] == ["step-000009"]
-        assert "no checkpoint of step 4, training goes on: " in warnings[0]
+        [line] = [line for line in warnings if "no checkpoint" in line]
+        assert "no checkpoint of step 4, training goes on: " in line
     finally:
         subprocess.run(["umount", disk], check=True)
 

@@ -33,6 +33,7 @@ Reader = Callable[[Path, list[str]], Iterator[Event]]
 _BY_TEXT: tuple[tuple[str, Callable[[str], bool], Reader], ...] = (
     ("MLPerf", mlperf.is_log, mlperf.read),
     ("NCCL Inspector", nccl.is_inspector, nccl.read_inspector),
+    ("NCCL Inspector", nccl.is_metrics, nccl.read_metrics),
     ("NCCL profiler plug-in", nccl.is_profiler, nccl.read_profiler),
     ("Kineto", kineto.is_trace, kineto.read),
 )

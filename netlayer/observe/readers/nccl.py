@@ -1,4 +1,4 @@
-"""Readers of NCCL's profiler plug-ins: Inspector's records (JSON lines, v4 and v5), and the example plug-in's traces.
+"""Readers of NCCL's profiler plug-ins: Inspector's records (v4) and metrics (v5), and the example plug-in's traces.
 
 Inspector writes an object a line for each collective or point-to-point transfer of a rank of a communicator; the time
 is the kernel's, which waits until the last rank has come, so that all ranks of a collective share one time. Only with
@@ -10,6 +10,10 @@ From v4.3 of its output on, a line `dump_stats` carries the header of the record
 also says what was overwritten in Inspector's memory before it was written, of which a mark `dropped` is made. A record
 without that line before it, for somebody has cut or sorted the file, belongs to nobody known and is skipped. Proxy
 traces are not read.
+
+With `NCCL_INSPECTOR_PROM_DUMP=1` (v5) Inspector keeps a file a GPU in Prometheus' text format and writes it anew at
+each interval: means of bandwidth and time by communicator, operation and range of sizes. These are counters at the time
+of the file, of a host and a GPU, for ranks that they do not name.
 
 The example plug-in (profiler API v4 to v6) writes a list of Chrome's asynchronous events, a file a communicator and
 rank; times count from the plug-in's start, so that times of two ranks do not compare.
@@ -25,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from netlayer.observe.events import Event, Mark, Origin, Segment
+from netlayer.observe.events import Counter, Event, Mark, Origin, Segment
 from netlayer.observe.evidence import family
 from netlayer.observe.readers.json_stream import EventStream, open_text
 
@@ -36,6 +40,9 @@ _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _OPERATIONS = ("COLL", "P2P")
 _STATS, _PROXY = "dump_stats", "proxy_trace"
 _FOLLOWING = ("coll_records", "p2p_records", "proxy_records")
+_METRIC = re.compile(r"^(nccl_\w+)\{(.*)\} (\S+)$")
+_LABEL = re.compile(r'(\w+)="(.*?)"(?=,\w+="|$)')  # NCCL escapes no quote
+_UNITS = {"_gbs": "GB/s", "_microseconds": "us"}
 _OVERWRITTEN = ("coll_dropped_since_last_dump", "p2p_dropped_since_last_dump")
 _DTYPE_BYTES = {
     "ncclInt8": 1, "ncclUint8": 1, "ncclInt32": 4, "ncclUint32": 4, "ncclInt64": 8, "ncclUint64": 8, "ncclFloat16": 2,
@@ -46,6 +53,41 @@ _DTYPE_BYTES = {
 def is_inspector(head: str) -> bool:
     """Whether the beginning of a file is that of Inspector's records."""
     return any(f'"{key}"' in head for key in ("coll_perf", "p2p_perf", _STATS))
+
+
+def is_metrics(head: str) -> bool:
+    """Whether the beginning of a file is that of Inspector's metrics."""
+    return re.search(r'^nccl_\w+\{version="v\d', head, re.MULTILINE) is not None
+
+
+def read_metrics(path: Path, notes: list[str]) -> Iterator[Event]:
+    """One counter a line; lines that are none are counted in `notes`.
+
+    Raises:
+        ValueError: no line is a metric.
+    """
+    num_good = num_bad = 0
+    written_ns = path.stat().st_mtime_ns
+    with open_text(path) as file:
+        while line := file.readline(_LONGEST_LINE):
+            text = line.decode("utf-8", "replace").strip()
+            if not text or text.startswith("#"):
+                continue
+            metric = _METRIC.match(text)
+            labels = dict(_LABEL.findall(metric[2])) if metric else {}
+            value = _number(metric[3]) if metric else None
+            if metric is None or value is None or "node" not in labels:
+                num_bad += 1
+                continue
+            num_good += 1
+            unit = next((unit for end, unit in _UNITS.items() if metric[1].endswith(end)), None)
+            origin = Origin(source=INSPECTOR, host=labels.pop("node")[:200])
+            facts = {key[:40]: each[:200] for key, each in labels.items()}
+            yield Counter(origin, metric[1][:80], written_ns, written_ns, value, unit, attributes=facts)
+    if not num_good:
+        raise ValueError("holds no metric of NCCL's Inspector")
+    if num_bad:
+        notes.append(f"{path}: {num_bad} lines are no metric of NCCL's Inspector: skipped")
 
 
 def is_profiler(head: str) -> bool:
@@ -253,6 +295,14 @@ def _profiler_event(begin: Mapping[str, Any], end: Mapping[str, Any]) -> Segment
         peer=_whole(args.get("Peer")),
         attributes={key: str(args[key])[:40] for key in ("Algorithm", "Protocol", "nChannels") if key in args} or None,
     )
+
+
+def _number(text: str) -> float | None:
+    """Return a finite number; None for anything else, as a metric without a reading has."""
+    try:
+        return _real(float(text))
+    except ValueError:
+        return None
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
 from bench.blame.worlds import FAULTS, FaultKind, random_world, write_dumps
 from netlayer.observe import Blame, Evidence, Group, Launch, RankLog, diagnose, read_files
+from tests.forked import start_module
 
 SEEDS = range(8)
 _EXPECTED = {"hang": "hang", "dead": "dead", "size": "mismatch", "dtype": "mismatch", "op": "mismatch"}
-
-# Two gloo ranks; the second one does not come to the last collective. argv: rank, folder.
-_JOB = """
-import os, sys, time
-import torch, torch.distributed as dist
-from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
-rank, folder = int(sys.argv[1]), sys.argv[2]
-store = dist.FileStore(f"{folder}/store", 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-tensor, group = torch.ones(4), dist.new_group([0, 1], group_desc="dp")
-dist.all_reduce(tensor)
-dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
-dist.all_reduce(tensor)
-dist.broadcast(tensor, 0, group=group)
-if rank == 0:
-    dist.all_reduce(tensor, group=group, async_op=True)
-    time.sleep(1)  # until it is in the record
-open(f"{folder}/trace_{rank}", "wb").write(_dump_fr_trace())
-open(f"{folder}/json_{rank}", "wb").write(_dump_fr_trace_json())
-store.set(f"written {rank}", "")
-store.wait(["written 0", "written 1"])
-time.sleep(0.2)
-os._exit(0)
-"""
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -216,11 +192,12 @@ def test_a_rank_without_a_dump_is_not_named_if_another_one_is_late() -> None:
 
 
 def test_real_dumps_of_gloo_ranks(tmp_path: Path) -> None:
-    environment = {"TORCH_FR_BUFFER_SIZE": "100", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", _JOB, str(rank), str(tmp_path)], env=environment) for rank in range(2)
-    ]
-    assert [rank.wait(180) for rank in ranks] == [0, 0]
+    environment = os.environ | {"TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        job = "tests.netlayer.observe.gloo_dumps"
+        ranks = [start_module(job, rank, tmp_path, stdout=log, stderr=log, env=environment) for rank in range(2)]
+        codes = [rank.wait(180) for rank in ranks]
+    assert codes == [0, 0], (tmp_path / "log").read_text()
     for prefix in ("trace", "json"):
         blame = read_files(sorted(tmp_path.glob(f"{prefix}_*")))
         assert blame.culprits == (1,)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from netlayer.observe.plain_pickle import loads
@@ -31,6 +31,7 @@ class _Runs:
         return os.mkdir, (str(self.folder),)
 
 
+@settings(max_examples=40)
 @given(PLAIN, st.integers(2, 5))
 def test_plain_data_comes_back(data: object, protocol: int) -> None:
     assert loads(pickle.dumps(data, protocol=protocol)) == data

@@ -223,6 +223,29 @@ def test_inspector_records_beyond_those_that_were_announced_belong_to_nobody(tmp
     assert notes == [f"{tmp_path / 'inspector.log'}: 1 lines are no whole record: skipped"]
 
 
+def test_inspectors_metrics_become_counters_of_a_gpu(tmp_path: Path) -> None:
+    labels = 'version="v5.1",slurm_job_id="unknown",node="n1",gpu="GPU0",comm_name="DP "0"",n_nodes="1",nranks="4"'
+    lines = [
+        f'nccl_bus_bandwidth_gbs{{{labels},collective="AllReduce",message_size="4-5GB",algo_proto="Ring_ll"}} 678.263',
+        f'nccl_p2p_exec_time_microseconds{{{labels},p2p_operation="Send",message_size="1-2MB"}} nan',
+        f'nccl_p2p_exec_time_microseconds{{{labels},p2p_operation="Send",message_size="1-2MB"}} 7.5',
+        "nccl_bus_bandwidth_gbs{version=",
+    ]
+    path = tmp_path / "nccl_inspector_metrics_GPU-1.prom"
+    path.write_text("\n".join(lines))
+    events, kind, notes = read(path)
+    assert kind == "NCCL Inspector"
+    assert notes == [f"{path}: 2 lines are no metric of NCCL's Inspector: skipped"]
+    first, second = events
+    assert isinstance(first, Counter)
+    assert isinstance(second, Counter)
+    assert (first.name, first.value, first.unit) == ("nccl_bus_bandwidth_gbs", 678.263, "GB/s")
+    assert (first.origin.host, first.origin.rank, first.end_ns) == ("n1", None, path.stat().st_mtime_ns)
+    assert first.attributes is not None
+    assert (first.attributes["gpu"], first.attributes["comm_name"]) == ("GPU0", 'DP "0"')
+    assert (second.value, second.unit) == (7.5, "us")
+
+
 def test_inspectors_point_to_point_records_have_a_peer(tmp_path: Path) -> None:
     record = inspector(1)
     del record["coll_perf"]
