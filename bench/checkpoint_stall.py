@@ -1,17 +1,23 @@
 """`python -m bench.checkpoint_stall`: what a checkpoint costs the training, and the steps after it.
 
 Data-parallel ranks train a model of a preset's shape on made-up tokens. In turns, each way of saving takes a snapshot
-of the same bytes in a folder of its own: ours (`trainer.checkpoint.save`), torch's `dcp.async_save` and, where it is
-installed and asked for, NVIDIA's resiliency extension (`nvrx`: its persistent worker and `FileSystemWriterAsync`), each
-with the 20 steps before it, which nothing disturbs, and the 20 after it; the next turn begins when its files are there.
-The others get each rank's pieces as tensors of their own, for they cannot stage shards of our optimiser. Not covered:
-restores, and ByteCheckpoint, which takes modules of FSDP or DDP alone and no shards.
+of the same bytes in a folder of its own: ours (`trainer.checkpoint.save`), torch's `dcp.async_save` and, where they are
+installed and asked for, ByteDance's ByteCheckpoint (`bytecheckpoint`, its API for DDP with `fast_saving`) and NVIDIA's
+resiliency extension (`nvrx`: its persistent worker and `FileSystemWriterAsync`), each with the 20 steps before it,
+which nothing disturbs, and the 20 after it; the next turn begins when its files are there. The others get each rank's
+pieces as tensors of their own, for they cannot stage shards of our optimiser. ByteCheckpoint plans and writes its first
+save while the call waits, so its rows of turn 0 stand apart. Not covered: restores.
 
 `--ways parts` tells what of ours the steps feel. Four ways switch parts off: `none` saves nothing, which says how far
 two windows of 20 steps differ by themselves; `copy` is the snapshot alone; `digests` reads it for its digests and
 writes nothing; `writes` writes it without digests. Five are whole saves: `ours` as the job's defaults have it,
 `buffered` through the page cache, `paced` and `limited` with the rates of `--copy-gbps` and `--write-gbps`, `nice` at
 niceness 19.
+
+The table has two ratios that tell a save from a device that becomes slower by itself: `net` is as `steps after`, over
+the mean of the steps before the save and those before the next one, and `written` the median of those of the 20 at
+whose end the copy was whole and the writer had not ended, over the 20 before. A way that costs nothing has what `none`
+has.
 
 A row is a save: `stall_s` (the host's time in the call, and for ours an update's wait on the device), `ratio` (median
 of the 20 steps after it over that of the 20 before), `worst` (the longest of them over the same), `after` (each of them
@@ -26,9 +32,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +88,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nice": {"writer_nice": 19},
 }
 """Ways of saving as we do, by what is set in job.checkpoint."""
-WAYS = (*PARTS, *SETTINGS, "async_save", "nvrx")
+PACKAGES = {"bytecheckpoint": "bytecheckpoint", "nvrx": "nvidia_resiliency_ext"}
+"""Ways that need a package, by its name."""
+WAYS = (*PARTS, *SETTINGS, "async_save", *PACKAGES)
 USUAL_WAYS = ("ours", "async_save")
 PARTS_WAYS = (*PARTS, *SETTINGS)
 
@@ -119,7 +129,7 @@ class SaveRow:
     "--ways",
     default=",".join(USUAL_WAYS),
     show_default=True,
-    help=f"Of {', '.join(WAYS)}; comma-separated. parts: all but the last two.",
+    help=f"Of {', '.join(WAYS)}; comma-separated. parts: those of ours.",
 )
 @click.option(
     "--copy-gbps", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, help="Of `paced`, a rank."
@@ -205,8 +215,9 @@ def read_ways(text: str, backend: str) -> list[str]:
         raise ConfigError("--ways", unknown, f"is none of {', '.join(WAYS)}", "name some of them")
     if "nvrx" in names and backend != "nccl":
         raise HardwareMissing(f"--ways nvrx: it needs GPUs, and --backend is {backend}")
-    if "nvrx" in names and importlib.util.find_spec("nvidia_resiliency_ext") is None:
-        raise HardwareMissing("--ways nvrx: there is no such package; pip install nvidia-resiliency-ext")
+    for name, package in PACKAGES.items():
+        if name in names and importlib.util.find_spec(package) is None:
+            raise HardwareMissing(f"--ways {name}: there is no such package; pip install {package.replace('_', '-')}")
     return names
 
 
@@ -222,20 +233,40 @@ def job_of(model: str, layers: int | None, ranks: int, micro_batches: int) -> Jo
     return build_config({"cluster": {"gpus_per_server": ranks}, "job": tree}).job
 
 
+def net_ratio(row: SaveRow, later: SaveRow) -> float:
+    """Return the steps after a save over the undisturbed ones before it and before the next save, which `later` is."""
+    return row.ratio * 2 * row.step_ms / (row.step_ms + later.step_ms)
+
+
+def written_ratio(row: SaveRow) -> float:
+    """Return the median of the steps beside which a save was written, over those before it; NaN: there were none."""
+    after = row.after[row.copied_step : row.saved_step or None] if row.copied_step else ()
+    return statistics.median(after) if after else math.nan
+
+
 def table(rows: Sequence[SaveRow]) -> str:
     """Return a line a way: median and largest stall, and the steps after it."""
-    columns = f"{'stall median s':>16}{'max s':>8}{'steps after':>13}{'worst':>8}{'save s':>8}{'CPU s':>8}{'GiB':>8}"
+    columns = f"{'stall median s':>16}{'max s':>8}{'steps after':>13}{'net':>8}{'written':>9}{'worst':>8}"
+    columns += f"{'save s':>8}{'CPU s':>8}{'GiB':>8}"
+    net = [net_ratio(row, later) for row, later in itertools.pairwise(rows)] + [math.nan] * bool(rows)
     lines = [f"{'way':<12}{'saves':>6}{columns}"]
     for way in dict.fromkeys(row.way for row in rows):
         own = [row for row in rows if row.way == way]
         stalls = [row.stall_s for row in own]
+        nets = [each for row, each in zip(rows, net, strict=True) if row.way == way]
         lines.append(
             f"{way:<12}{len(own):>6}{statistics.median(stalls):>16.3f}{max(stalls):>8.3f}"
-            f"{statistics.median(row.ratio for row in own):>13.4f}{max(row.worst for row in own):>8.2f}"
+            f"{statistics.median(row.ratio for row in own):>13.4f}{_median(nets):>8.4f}"
+            f"{_median([written_ratio(row) for row in own]):>9.4f}{max(row.worst for row in own):>8.2f}"
             f"{statistics.median(row.save_s for row in own):>8.1f}"
             f"{statistics.median(row.writer_cpu_s for row in own):>8.1f}{own[0].gib:>8.2f}"
         )
     return "\n".join(lines)
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the median of those that are known; NaN: none is."""
+    return statistics.median(known) if (known := [value for value in values if not math.isnan(value)]) else math.nan
 
 
 # In the ranks.
@@ -333,6 +364,16 @@ def _measure_save(
     )
 
 
+@dataclass(frozen=True)
+class _Stateful:
+    """Tensors by name, as a module gives them to whoever saves it."""
+
+    tensors: dict[str, Tensor]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.tensors
+
+
 class _Training:
     """One rank's model, its steps on made-up tokens, and the ways to save it."""
 
@@ -412,7 +453,8 @@ class _Training:
             return lambda: 0.0
         if way in PARTS:
             return self._part(PARTS[way])
-        return {"async_save": self.async_save, "nvrx": self.nvrx}.get(way, self.ours)()
+        others = {"async_save": self.async_save, "bytecheckpoint": self.bytecheckpoint, "nvrx": self.nvrx}
+        return others.get(way, self.ours)()
 
     def is_copied(self, way: str) -> bool:
         """Whether the snapshot of a way of ours is whole."""
@@ -479,6 +521,26 @@ class _Training:
                 return None
             future.result()
             return time.perf_counter() - begun_s
+
+        return seconds
+
+    def bytecheckpoint(self) -> Callable[[], float | None]:
+        """Save by ByteCheckpoint, beside the training; as `ours`."""
+        import bytecheckpoint
+
+        begun_s, written = time.perf_counter(), threading.Event()
+        bytecheckpoint.save(
+            str(self._folder / "bytecheckpoint"),
+            {"model": _Stateful(self._state())},
+            framework="ddp",
+            fast_saving=True,
+            global_steps=self._step,
+            callback=written.set,  # on the first rank, once all have written
+        )
+
+        def seconds() -> float | None:
+            is_written = self.everyones([float(written.is_set())])[0][0]
+            return time.perf_counter() - begun_s if is_written else None
 
         return seconds
 

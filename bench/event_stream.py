@@ -41,7 +41,9 @@ from netlayer.results import RunRecord, utc_now, write_text
 
 _RUN = "flood"
 _LATE_S = 120.0  # for what was sent to be answered and collected
-_LOOK_EVERY = 32  # sends without a look at answers
+_LOOK_EVERY = 64  # sends without a look at answers
+_TOGETHER_S = 1e-3
+_DIGITS = 12
 _CONNECT_PAUSE = 256  # connections after which the listener's queue may drain
 
 
@@ -63,7 +65,9 @@ class Row:
         ranks, seconds, events_per_batch, batch_bytes: as sent; bytes of a payload.
         sent, arrived, lost: batches. skipped: that were not sent, for the answer to the one before had not come.
         elapsed_s: from the first batch to the last answer.
-        redis_cpu, collector_cpu, senders_cpu: shares of one core in that time.
+        redis_us, collector_us, senders_us: processor time for a batch, the collector's for those that arrived.
+        redis_cpu, collector_cpu, senders_cpu: the same as shares of one core, had each rank sent its batch a second: on
+            a busy machine fewer were sent.
         answer_p50_ms, answer_p99_ms, answer_max_ms: from sending a batch to Redis' answer.
         backlog: batches that Redis still held when the collector had ended.
         encode_ms: processor time of a rank for a batch.
@@ -80,6 +84,9 @@ class Row:
     lost: int
     skipped: int
     elapsed_s: float
+    redis_us: float
+    collector_us: float
+    senders_us: float
     redis_cpu: float
     collector_cpu: float
     senders_cpu: float
@@ -138,8 +145,10 @@ def describe(row: Row) -> str:
             f"{row.ranks:,} ranks, a batch of {row.events_per_batch} events ({row.batch_bytes:,} bytes) a second each,"
             f" {row.seconds:g} s: sent {row.sent:,}, arrived {row.arrived:,}, lost {row.lost:,},"
             f" skipped {row.skipped:,}, in {row.elapsed_s:.1f} s",
-            f"shares of a core: Redis {row.redis_cpu:.0%}, collector {row.collector_cpu:.0%},"
-            f" senders {row.senders_cpu:.0%} ({row.cores} cores here); Redis held {row.backlog:,} at the end",
+            f"a batch takes of a processor: Redis {row.redis_us:.1f} us, collector {row.collector_us:.1f}, senders"
+            f" {row.senders_us:.1f}; of a core at {row.ranks:,} a second: Redis {row.redis_cpu:.0%}, collector"
+            f" {row.collector_cpu:.0%}, senders {row.senders_cpu:.0%} ({row.cores} cores here)",
+            f"Redis held {row.backlog:,} at the end",
             f"answers: median {row.answer_p50_ms:.1f} ms, 99% {row.answer_p99_ms:.1f}, last {row.answer_max_ms:.1f}",
             f"a rank's encoding: {row.encode_ms:.2f} ms a batch; parquet: {row.parquet_s:.1f} core-seconds for a second"
             " of all ranks",
@@ -173,16 +182,14 @@ def measure(
         try:
             begin.wait(_LATE_S)
             before, begun_s = _cpu_s(redis), time.monotonic()
-            collector_before = _cpu_s(psutil.Process(collector.pid))
             for second in range(seconds):
                 time.sleep(1)
                 on_second(second + 1, seconds)
             sent = [_receive(link) for link in links]
             elapsed_s = time.monotonic() - begun_s
-            redis_cpu_s = _cpu_s(redis) - before
-            collector_cpu_s = _cpu_s(psutil.Process(collector.pid)) - collector_before
             over.set()
-            tally = _receive(ours)
+            tally, collector_cpu_s = _receive(ours)
+            redis_cpu_s = _cpu_s(redis) - before  # what it gave to the collector, too
             backlog = _length(url)
         finally:
             for process in [collector, *processes]:
@@ -191,6 +198,10 @@ def measure(
         parquet_s = _parquet_s(Path(folder), seconds)
     answers = sorted(answer for each in sent for answer in each.answers_ms)
     num_sent = sum(each.batches for each in sent)
+    cpu_s = redis_cpu_s, collector_cpu_s, sum(each.cpu_s for each in sent)
+    batch_us = [
+        1e6 * part / count for part, count in zip(cpu_s, (num_sent, max(tally.messages, 1), num_sent), strict=True)
+    ]
     return Row(
         ranks=ranks,
         seconds=seconds,
@@ -201,9 +212,12 @@ def measure(
         lost=num_sent - tally.messages,
         skipped=sum(each.skipped for each in sent),
         elapsed_s=elapsed_s,
-        redis_cpu=redis_cpu_s / elapsed_s,
-        collector_cpu=collector_cpu_s / elapsed_s,
-        senders_cpu=sum(each.cpu_s for each in sent) / elapsed_s,
+        redis_us=batch_us[0],
+        collector_us=batch_us[1],
+        senders_us=batch_us[2],
+        redis_cpu=batch_us[0] * ranks / 1e6,
+        collector_cpu=batch_us[1] * ranks / 1e6,
+        senders_cpu=batch_us[2] * ranks / 1e6,
         answer_p50_ms=percentile(answers, 50),
         answer_p99_ms=percentile(answers, 99),
         answer_max_ms=max(answers, default=math.nan),
@@ -263,25 +277,29 @@ def _send(
 
 
 class _Senders:
-    """Connections of some ranks, without blocking."""
+    """Connections of some ranks, without blocking.
+
+    They share the machine with what is measured, so a batch costs them little more than its two system calls: its
+    command is made up from parts that stay, and connections are looked at together.
+    """
 
     def __init__(self, port: int, ranks: Sequence[int], num_ranks: int, num_events: int, payload: bytes) -> None:
         check_files(len(ranks))
-        self._num_ranks, self._num_events, self._payload = num_ranks, num_events, payload
-        self._links: list[tuple[int, socket.socket]] = []
+        self._ranks, self._num_ranks, self._num_events = ranks, num_ranks, num_events
+        self._links: list[socket.socket] = []
+        self._commands = [_command_parts(rank, num_events, payload) for rank in ranks]
         self._selector = selectors.DefaultSelector()
-        for number, rank in enumerate(ranks):
+        for place in range(len(ranks)):
             link = socket.create_connection(("127.0.0.1", port), timeout=30)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.setblocking(False)
-            self._links.append((rank, link))
-            self._selector.register(link, selectors.EVENT_READ, rank)
-            if number % _CONNECT_PAUSE == _CONNECT_PAUSE - 1:
+            self._links.append(link)
+            self._selector.register(link, selectors.EVENT_READ, place)
+            if place % _CONNECT_PAUSE == _CONNECT_PAUSE - 1:
                 time.sleep(0.01)
         self._sent_s: dict[int, float] = {}
-        """By rank: when the batch was sent whose answer has not come."""
-        self._late = 0
-        self._numbers = dict.fromkeys(ranks, 0)
+        """By place among the ranks: when the batch was sent whose answer has not come."""
+        self._numbers = [0] * len(ranks)
         self._answers_ms: list[float] = []
 
     def run(self, seconds: int, begin: Any) -> Sent:
@@ -290,51 +308,50 @@ class _Senders:
         begun_s, cpu_s = time.monotonic(), time.process_time()
         batches = skipped = 0
         for second in range(seconds):
-            for rank, link in self._links:
-                self._read_until(begun_s + second + rank / self._num_ranks)
-                # A second that is over cannot be sent in; before that, an answer that is late may still come.
-                while rank in self._sent_s and time.monotonic() < begun_s + second + 1 + rank / self._num_ranks:
-                    self._read(0.01)
-                if rank in self._sent_s:
-                    skipped += 1
-                    continue
-                self._numbers[rank] += 1
-                self._write(link, self._command(rank, self._numbers[rank]))
-                self._sent_s[rank] = time.monotonic()
-                batches += 1
+            due = [begun_s + second + rank / self._num_ranks for rank in self._ranks]
+            place = 0
+            while place < len(due):
+                now_s = time.monotonic()
+                if due[place] > now_s:
+                    # Later than to the moment: those of a few ranks are sent, and their answers taken, together.
+                    time.sleep(max(due[place] - now_s, _TOGETHER_S))
+                    now_s = time.monotonic()
+                first = place
+                while place < len(due) and due[place] <= now_s and place - first < _LOOK_EVERY:
+                    # A second that is over cannot be sent in; before that, an answer that is late may still come.
+                    while place in self._sent_s and time.monotonic() < due[place] + 1:
+                        self._read(0.01)
+                    if place in self._sent_s:
+                        skipped += 1
+                    else:
+                        self._send(place)
+                        batches += 1
+                    place += 1
+                self._read(0)
         late_s = time.monotonic() + _LATE_S
         while self._sent_s and time.monotonic() < late_s:
             self._read(0.1)
-        for _, link in self._links:
+        for link in self._links:
             link.close()
         return Sent(batches, skipped, self._answers_ms, time.process_time() - cpu_s)
 
-    def _command(self, rank: int, number: int) -> bytes:
-        message = Message(f"rank-{rank:06d}/0", number, number * self._num_events, self._num_events, self._payload)
-        parts = ["XADD", redis_key(_RUN), "MAXLEN", "~", MAX_MESSAGES, "*", *to_fields(message)]
-        return traffic.command(*(part if isinstance(part, bytes) else str(part).encode() for part in parts))
-
-    def _write(self, link: socket.socket, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
+    def _send(self, place: int) -> None:
+        number = self._numbers[place] = self._numbers[place] + 1
+        before, between, after = self._commands[place]
+        data = memoryview(
+            b"%b%0*d%b%0*d%b" % (before, _DIGITS, number, between, _DIGITS, number * self._num_events, after)
+        )
+        self._sent_s[place] = time.monotonic()
+        while data:
             try:
-                view = view[link.send(view) :]
+                data = data[self._links[place].send(data) :]
             except OSError as exc:
                 if exc.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                     raise
                 self._read(0.001)
 
-    def _read_until(self, due_s: float) -> None:
-        """Take answers until it is time; who is late looks now and then, or no answer would ever be taken."""
-        self._late += 1
-        while (left_s := due_s - time.monotonic()) > 0:
-            self._late = 0
-            self._read(left_s)
-        if self._late >= _LOOK_EVERY:
-            self._late = 0
-            self._read(0)
-
     def _read(self, timeout_s: float) -> None:
+        """Take the answers that have come, after so long at most."""
         for key, _ in self._selector.select(timeout_s):
             answer = key.fileobj.recv(4096)  # type: ignore[union-attr]
             if not answer.startswith(b"$"):
@@ -342,11 +359,23 @@ class _Senders:
             self._answers_ms.append((time.monotonic() - self._sent_s.pop(key.data)) * 1e3)
 
 
+def _command_parts(rank: int, num_events: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return what stands before, between and after the number of a message and its total, of `_DIGITS` digits each."""
+    number, total = b"1" * _DIGITS, b"2" * _DIGITS
+    message = Message(f"rank-{rank:06d}/0", int(number), int(total), num_events, payload)
+    parts = ["XADD", redis_key(_RUN), "MAXLEN", "~", MAX_MESSAGES, "*", *to_fields(message)]
+    command = traffic.command(*(part if isinstance(part, bytes) else str(part).encode() for part in parts))
+    before, _, rest = command.partition(number)
+    between, _, after = rest.partition(total)
+    return before, between, after
+
+
 def _collect(url: str, folder: str, over: Any, link: Connection) -> None:
     source, keeper = RedisSource(url, _RUN), Keeper(Path(folder), compacts=False)
+    begun_s = time.process_time()
     tally: Tally = collect(source, keeper, over.is_set)
     source.close()
-    link.send(tally)
+    link.send((tally, time.process_time() - begun_s))
 
 
 def _receive(link: Connection) -> Any:

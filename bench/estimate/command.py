@@ -28,6 +28,15 @@ _ZERO = click.option(
     show_default=True,
     help="Distributed optimiser: 0 none, 1 and 2 as the trainer's, 3 FSDP.",
 )
+_LAUNCH = click.option(
+    "--launch-us",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    metavar="US",
+    help="What a launch takes the host (launch_ms over kernels of a profile of bench.mfu there: 75 to 115 on our hosts)"
+    "; 0: not modelled.",
+)
 _FABRIC = click.option(
     "--fabric/--no-fabric",
     default=True,
@@ -54,6 +63,7 @@ def estimate() -> None:
     help="Of norms and activations.",
 )
 @click.option("--tokens", default=1e12, show_default=True, type=click.FloatRange(1), help="Tokens to count days for.")
+@_LAUNCH
 @_FABRIC
 @run_options
 def step(
@@ -64,6 +74,7 @@ def step(
     cp: int,
     kernels: str,
     tokens: float,
+    launch_us: float,
     fabric: bool,
 ) -> None:
     """Predict a step of --config: time, MFU, where it goes, memory a rank, days for --tokens.
@@ -79,21 +90,23 @@ def step(
       netlayer estimate step --precision fp8 --zero 3 --set model.preset=llama3-8b --set model.dtype=bfloat16 \\
           --set cluster.gpus_per_server=8 --set parallel.dp=8 --set batch.micro_batch_size=1
     """
-    from bench.estimate.network import fabric_slowdown
+    from bench.estimate.network import fabric_slowdowns
     from bench.estimate.step import MFU_FORMULA, estimate_step
     from netlayer.results import utc_now
 
     started = utc_now()
     config = options.load_config()
     config.check_world()
-    plan = _plan(config, device, precision, zero, cp, kernels)
-    slowdown = fabric_slowdown(config, options.seed) if fabric else 1.0
-    result = estimate_step(plan, slowdown=slowdown)
-    row = {**_row(plan, result), "fabric_slowdown": slowdown, "days": result.days(tokens), "mfu_formula": MFU_FORMULA}
+    plan = _plan(config, device, precision, zero, cp, kernels, launch_us)
+    slowdown, pp_slowdown = fabric_slowdowns(config, options.seed) if fabric else (1.0, 1.0)
+    result = estimate_step(plan, slowdown=slowdown, pp_slowdown=pp_slowdown)
+    slowdowns = {"fabric_slowdown": slowdown, "fabric_pp_slowdown": pp_slowdown}
+    row = {**_row(plan, result), **slowdowns, "days": result.days(tokens), "mfu_formula": MFU_FORMULA}
     arguments = {"device": device, "precision": precision, "zero": zero, "cp": cp, "kernels": kernels, "tokens": tokens}
+    arguments["launch_us"] = launch_us
     _keep(options, "estimate.step", [row], started, {**arguments, "fabric": fabric}, config.model_dump(mode="json"))
     if str(options.json_file) != "-":
-        _print_step(plan, result, slowdown, tokens)
+        _print_step(plan, result, slowdown, pp_slowdown, tokens)
 
 
 @estimate.command()
@@ -101,8 +114,9 @@ def step(
 @_PRECISION
 @_ZERO
 @click.option("--top", type=click.IntRange(1, 100), default=5, show_default=True, help="Layouts to print.")
+@_LAUNCH
 @run_options
-def search(options: RunOptions, device: str, precision: str, zero: int, top: int) -> None:
+def search(options: RunOptions, device: str, precision: str, zero: int, top: int, launch_us: float) -> None:
     """Rank the layouts of --config's job on its GPUs that memory and divisibility allow, with reasons.
 
     tp, pp, vpp, cp (sequences of 8,192 tokens and more), micro-batch and recomputation vary; model, batch, GPUs and
@@ -121,14 +135,14 @@ def search(options: RunOptions, device: str, precision: str, zero: int, top: int
     started = utc_now()
     config = options.load_config()
     config.check_world()
-    plan = _plan(config, device, precision, zero, 1, "fused")
+    plan = _plan(config, device, precision, zero, 1, "fused", launch_us)
     with Stages() as stages, stages.open("layouts") as bar:
         result = run_search(plan, top=top, on_progress=bar)
     rows = [
         {"rank": rank, **_row(one.plan, one.estimate), "layout": one.label, "reason": one.reason}
         for rank, one in enumerate(result.best, start=1)
     ]
-    arguments = {"device": device, "precision": precision, "zero": zero, "top": top}
+    arguments = {"device": device, "precision": precision, "zero": zero, "top": top, "launch_us": launch_us}
     _keep(options, "estimate.search", rows, started, arguments, config.model_dump(mode="json"))
     if str(options.json_file) == "-":
         return
@@ -239,6 +253,12 @@ def paper(options: RunOptions) -> None:
             for row in own
         ]
         print_table(f"{table}: the paper's beside predicted", ["case", "paper", "predicted", "error", "bar"], lines)
+    steps = [row for row in rows if row.parts]
+    names = list(steps[0].parts)
+    lines = [
+        [row.case, *(f"{row.parts[name]:.2f}" for name in names), f"{row.paper - row.predicted:+.2f}"] for row in steps
+    ]
+    print_table("where a predicted step goes, seconds", ["case", *names, "not predicted"], lines)
     for line in summary(rows):
         click.echo(line)
 
@@ -250,7 +270,8 @@ def paper(options: RunOptions) -> None:
 def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> None:
     """Compare predictions with measured steps of ours: RECORDS of bench.mfu, the first of which calibrate.
 
-    One factor on all times is taken from those. Bars for the others: 5% in the median, 10% at most; exit 1 beyond.
+    One factor on all times of the device is taken from those; what a launch takes the host, from the profiles of the
+    other records of as many cores. Bars for the others: 5% in the median, 10% at most; exit 1 beyond.
 
     \b
     Example:
@@ -301,11 +322,14 @@ def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> Non
         raise CheckFailed(f"bars: {MEDIAN_BAR:.0%} in the median, {WORST_BAR:.0%} at most")
 
 
-def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels: str) -> Plan:
+def _plan(
+    config: Any, device: str, precision: str, zero: int, cp: int, kernels: str, launch_us: float = 0.0
+) -> Plan:
     """Return the plan of a configuration and options, and refuse what they say twice or cannot have."""
     from typing import cast
 
     from bench.estimate.devices import device_of
+    from bench.estimate.host import Host
     from bench.estimate.plan import Kernels, Plan, Precision, check_plan
 
     job = config.job
@@ -316,6 +340,8 @@ def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels:
         cp, job = job.parallel.cp, job.model_copy(update={"parallel": job.parallel.model_copy(update={"cp": 1})})
     if job.model.fp8 != "off":
         precision = "fp8"
+    if job.parallel.stage == 3:
+        zero = 3
     plan = Plan(
         job=job,
         cluster=config.cluster,
@@ -324,6 +350,7 @@ def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels:
         precision=cast(Precision, precision),
         zero=zero,
         kernels=cast(Kernels, kernels),
+        host=Host(launch_us / 1e6) if launch_us else None,
     )
     if config.job.model.dtype != "bfloat16":
         rule = "is not what tensor cores are counted in here"
@@ -352,7 +379,7 @@ def _row(plan: Plan, result: StepEstimate) -> dict[str, Any]:
     return {**row, **figures, **{f"memory_{part}_bytes": num_bytes for part, num_bytes in parts.items()}}
 
 
-def _print_step(plan: Plan, result: StepEstimate, slowdown: float, tokens: float) -> None:
+def _print_step(plan: Plan, result: StepEstimate, slowdown: float, pp_slowdown: float, tokens: float) -> None:
     """Print an estimate: the head lines, then the parts of the step, the exposed ones, and the memory."""
     from bench.estimate.search import describe
     from bench.estimate.step import MFU_FORMULA
@@ -369,8 +396,11 @@ def _print_step(plan: Plan, result: StepEstimate, slowdown: float, tokens: float
     click.echo(f"  {result.days(tokens):,.1f} days for {tokens:.3g} tokens, without restarts")
     full = " (does not fit)" if result.memory_bytes > plan.device.memory_bytes else ""
     click.echo(f"  memory a rank: {result.memory}, of {gib(plan.device.memory_bytes)}{full}")
-    if slowdown > 1:
-        click.echo(f"  collisions on the fabric slow rings between servers by {slowdown:.2f}")
+    if max(slowdown, pp_slowdown) > 1:
+        click.echo(
+            f"  collisions on the fabric slow rings between servers by {slowdown:.2f}, messages between stages by "
+            f"{pp_slowdown:.2f}"
+        )
     parts = {
         "GEMMs": result.gemm_s,
         "attention": result.attention_s,
@@ -381,6 +411,7 @@ def _print_step(plan: Plan, result: StepEstimate, slowdown: float, tokens: float
         "exposed: data parallel": result.dp_exposed_s,
         "exposed: pipeline messages": result.pp_exposed_s,
         "pipeline bubble": result.bubble_s - result.pp_exposed_s,
+        "waiting for the host": result.host_s,
         "waiting for the slowest rank": result.straggler_s,
     }
     lines = [[name, duration(seconds), f"{seconds / result.step_s:.1%}"] for name, seconds in parts.items()]

@@ -2,8 +2,8 @@
 
 A ring through all ranks of a group crosses each server once a channel, and a server's ranks bring their NICs: the rate
 is that of NVLink inside a server, else of the NICs that the group has there, if that is less (nccl-tests' bus
-bandwidth). Collisions on the fabric slow what leaves a server by `slowdown`, which `fabric_slowdown` takes from
-topology's hashed paths and max-min rates.
+bandwidth). Collisions on the fabric slow what leaves a server by what `fabric_slowdowns` takes from topology's hashed
+paths and max-min rates.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ if TYPE_CHECKING:  # an estimate without a fabric needs no numba
     from topology.fabric.interface import Fabric
     from topology.traffic.job import Flows
 
-_NVLINK_HOP_S = 1e-6
-_NIC_HOP_S = 4e-6
-"""Latencies of a ring's hop: NCCL's own model has 0.6 us on NVLink and 2.7 us over a NIC for its LL and Simple
-protocols' base, and a switch hop adds about 1 us."""
+@dataclass(frozen=True)
+class _Protocol:
+    """One of NCCL's protocols: seconds of a collective, of a hop on NVLink, of one between servers; share of the rate."""
+
+    base_s: float
+    nvlink_hop_s: float
+    nic_hop_s: float
+    share: float
+
+
+_PROTOCOLS = (_Protocol(14.0e-6, 1.9e-6, 4.0e-6, 0.92), _Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0))
+"""LL128 and Simple, of which a ring takes the faster: NCCL's own model (2.19 to 2.27, `src/graph/tuning.cc`: baseLat and
+hwLat of rings), which it chooses by. LL is for less than what a step sends."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +70,18 @@ class Network:
         """The same in the group that shares parameters, `times` collectives of this size in all."""
         return self._ring(num_bytes, self.plan.group_size, self.plan.job.parallel.tp, times)
 
+    def replicas(self, num_bytes: float, times: int = 1) -> float:
+        """Seconds of `times` all-reduces of this size in all between the replicas of a shard: its two halves."""
+        stride = self.plan.job.parallel.tp * self.plan.group_size
+        return 2 * self._ring(num_bytes, self.plan.job.parallel.dp_replicate, stride, times)
+
     def pp(self, num_bytes: float) -> float:
         """Seconds of a message between neighbouring stages."""
-        stride = self.plan.job.parallel.tp * self.plan.group_size
+        stride = self.plan.job.parallel.tp * self.plan.group_size * self.plan.job.parallel.dp_replicate
         if stride * 2 <= self.plan.cluster.gpus_per_server:
-            return _NVLINK_HOP_S + num_bytes / self.nvlink_bps
-        return _NIC_HOP_S + num_bytes / self.nic_bps * self.pp_slowdown
+            return min(each.base_s + each.nvlink_hop_s + num_bytes / self.nvlink_bps / each.share for each in _PROTOCOLS)
+        rate = self.nic_bps / self.pp_slowdown
+        return min(each.base_s + each.nic_hop_s + num_bytes / rate / each.share for each in _PROTOCOLS)
 
     def _ring(self, num_bytes: float, ranks: int, stride: int, times: int = 1) -> float:
         """Seconds of `times` ring all-gathers of `num_bytes` in all, over ranks that are `stride` apart."""
@@ -74,26 +89,32 @@ class Network:
             return 0.0
         of_a_server = max(1, min(ranks, self.plan.cluster.gpus_per_server // stride))
         sent = num_bytes * (ranks - 1) / ranks
-        if of_a_server == ranks:
-            return sent / self.nvlink_bps + times * (ranks - 1) * _NVLINK_HOP_S
         servers = -(-ranks // of_a_server)
-        hops = (servers - 1) * _NIC_HOP_S + (ranks - servers) * _NVLINK_HOP_S
         between = of_a_server * self.nic_bps / self.slowdown
-        rate = min(self.nvlink_bps, between) if of_a_server > 1 else between
-        return sent / rate + times * hops
+        rate = self.nvlink_bps if servers == 1 else min(self.nvlink_bps, between) if of_a_server > 1 else between
+        return min(
+            times * (each.base_s + (servers - 1) * each.nic_hop_s + (ranks - servers) * each.nvlink_hop_s)
+            + sent / rate / each.share
+            for each in _PROTOCOLS
+        )
 
 
-def fabric_slowdown(config: Config, seed: int = 0) -> float:
-    """Return by how much hash collisions slow the job's rings on its fabric: topology's time over that without any.
+def fabric_slowdowns(config: Config, seed: int = 0) -> tuple[float, float]:
+    """Return by how much hash collisions slow the job's rings, and messages between its stages: topology's times over
+    those without any.
 
-    1 where no ring leaves a ToR. Hashed by CRC-32C (`topology`); a fabric that sprays packets has 1.
+    1 where nothing leaves a ToR. Hashed by CRC-32C (`topology`); a fabric that sprays packets has 1.
     """
     from topology.fabric.clos import Clos
     from topology.traffic.job import Kind
     from topology.traffic.step import slot_flows
 
-    flows = slot_flows(config.job, config.cluster).select(Kind.DP_REDUCE_SCATTER, Kind.DP_ALL_GATHER)
-    return phase_slowdowns(Clos.build(config.cluster), flows, "crc32c", seed).get("ring", 1.0) if len(flows) else 1.0
+    kinds = Kind.DP_REDUCE_SCATTER, Kind.DP_ALL_GATHER, Kind.PP_FORWARD, Kind.PP_BACKWARD
+    flows = slot_flows(config.job, config.cluster).select(*kinds)
+    if not len(flows):
+        return 1.0, 1.0
+    slowdowns = phase_slowdowns(Clos.build(config.cluster), flows, "crc32c", seed)
+    return slowdowns.get("ring", 1.0), slowdowns.get("pipeline", 1.0)
 
 
 def phase_slowdowns(

@@ -102,7 +102,8 @@ class Operators:
         peak = device.peak("bf16") or 0.0
         self._wide = peak * numbers.gemm * device.clock
         fp8 = (device.peak("fp8") or 0.0) * numbers.gemm_fp8 * device.clock
-        self._narrow = fp8 if plan.precision == "fp8" else self._wide
+        share = plan.narrow_share if plan.precision == "fp8" else 0.0
+        self._narrow = 1 / (share / (fp8 or 1.0) + (1 - share) / self._wide)
         slower = PREVIOUS[device.generation] if plan.attention == "previous" else 1.0
         self._attention = peak * numbers.attention * device.clock / slower
         self._halves: dict[tuple[int, bool], ChunkTimes] = {}
@@ -234,7 +235,7 @@ class Operators:
         if plan.precision != "fp8":
             return 0.0, 0.0
         inputs, outputs = self._widths(is_mlp)
-        scale = 4 / self._bandwidth
+        scale = 4 * plan.narrow_share / self._bandwidth
         return plan.tokens * inputs * scale, plan.tokens * outputs * scale
 
     def _weight_sums(self, is_mlp: bool) -> float:
@@ -264,7 +265,7 @@ class Operators:
         model = plan.job.model
         width = DTYPE_BYTES[model.dtype]
         rows = plan.tokens * model.hidden
-        gather = self.network.tp(rows * (1 if plan.precision == "fp8" else width))
+        gather = self.network.tp(rows * (1 if plan.narrow_exchanges else width))
         scatter = self.network.tp(rows * width)
         if not plan.job.overlap.tp:
             return (gather + scatter, gather), (0.0, gather + scatter)

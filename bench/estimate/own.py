@@ -1,10 +1,11 @@
 """Predictions beside this project's own measured steps: the records of `bench.mfu`.
 
-Some layouts calibrate (one factor on all times, and nothing else), the others are predicted.
+Some layouts calibrate (one factor on all times of the device, and nothing else), the others are predicted.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.estimate.devices import DEVICES, Device
+from bench.estimate.devices import DEVICES, NUMBERS, Device
+from bench.estimate.host import Host, launch_s_of
 from bench.estimate.plan import Plan
 from bench.estimate.step import estimate_step
 from netlayer.config.tree import ClusterConfig, JobConfig, build_section
@@ -20,9 +22,11 @@ from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, load_record
 
 MEDIAN_BAR, WORST_BAR = 0.05, 0.10
-_LATER = (("overlap", "zero_bubble"), ("parallel", "balance"))
-"""Keys of techniques that are on by default and came after the first records: a record without the key ran without."""
+_LATER = (("overlap", "zero_bubble", False), ("parallel", "balance", False), ("model", "operators", "torch"))
+"""Keys of techniques that are on by default and came after the first records: a record without the key ran without.
+Triton's operators came on 2026-11-23, the key with them: records of the day before are of torch's."""
 OURS = "ours"
+_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,25 @@ class OwnRow:
 def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
     """Return a row a record: its plain `ours`, whose job the record holds whole; of one job and card the newest.
 
+    How long a launch takes a host, the profiles of the other records say that were made on a machine of as many cores.
+
     Raises:
         ConfigError: a file is no record of bench.mfu on a known card, or there are none but those that calibrate.
     """
     cases: dict[str, tuple[Plan, float]] = {}
     started: dict[str, str] = {}
+    cores: dict[str, int] = {}
+    launches: list[tuple[str, int, float]] = []
     for file in files:
         record = load_record(file)
         plan, seconds = _case(file, record)
         name = file.name.removesuffix(".json")
+        cores[name] = record.environment.get("machine", {}).get("cores", 0)
+        launch_s = launch_s_of(record.rows, OURS)
+        # An exchange through peers' memory goes straight to the driver, so that its launches are not like the others;
+        # a stage of a pipeline waits for its neighbour.
+        if launch_s and plan.job.parallel.tp == 1 and plan.job.parallel.pp == 1:
+            launches.append((name, cores[name], launch_s))
         same = next(
             (each for each, (other, _) in cases.items() if (other.job, other.device) == (plan.job, plan.device)), None
         )
@@ -67,14 +81,29 @@ def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
     if len(cases) <= num_calibrating:
         rule = f"hold {len(cases)} layouts, and {num_calibrating} calibrate"
         raise ConfigError("RECORDS", None, rule, "give more records, or a smaller --calibrate")
-    estimates = {name: estimate_step(plan).step_s for name, (plan, _) in cases.items()}
+    for name, (plan, seconds) in cases.items():
+        # Each is an upper bound, so that the least of them is the nearest; never by the record that is predicted.
+        least = min((each for of, on, each in launches if of != name and on == cores[name]), default=None)
+        cases[name] = dataclasses.replace(plan, host=Host(least) if least else None), seconds
     calibrating = list(cases)[:num_calibrating]
-    logs = [math.log(cases[name][1] / estimates[name]) for name in calibrating]
-    factor = math.exp(statistics.fmean(logs)) if logs else 1.0
+    factor, estimates = 1.0, {name: _step_s(plan, 1.0) for name, (plan, _) in cases.items()}
+    for _ in range(_ROUNDS if calibrating else 0):  # the host's time and latencies are not scaled
+        logs = [math.log(cases[name][1] / _step_s(cases[name][0], factor)) for name in calibrating]
+        factor *= math.exp(statistics.fmean(logs))
+    if calibrating:
+        estimates = {name: _step_s(plan, factor) for name, (plan, _) in cases.items()}
     return [
-        OwnRow(name, plan, seconds, factor * estimates[name], name in calibrating)
-        for name, (plan, seconds) in cases.items()
+        OwnRow(name, plan, seconds, estimates[name], name in calibrating) for name, (plan, seconds) in cases.items()
     ]
+
+
+def _step_s(plan: Plan, factor: float) -> float:
+    """Return a step whose device takes `factor` times as long as its numbers say."""
+    numbers = NUMBERS[plan.device.generation]
+    scaled = {
+        name: getattr(numbers, name) / factor for name in ("gemm", "gemm_fp8", "attention", "memory", "links")
+    }
+    return estimate_step(plan, dataclasses.replace(numbers, **scaled)).step_s
 
 
 def _case(file: Path, record: RunRecord) -> tuple[Plan, float]:
@@ -87,8 +116,8 @@ def _case(file: Path, record: RunRecord) -> tuple[Plan, float]:
         rule = f"was measured with NCCL held to {channels} channels, which is another network"
         raise ConfigError("RECORDS", file, rule, "omit it")
     tree = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in record.config["job"].items()}
-    for section, key in _LATER:
-        tree.setdefault(section, {}).setdefault(key, False)
+    for section, key, value in _LATER:
+        tree.setdefault(section, {}).setdefault(key, value)
     job = build_section(JobConfig, tree, "job")
     device = _device(file, record)
     cluster = ClusterConfig(servers=1, gpus_per_server=len(record.devices), nvlink_bps=device.nvlink_bps)

@@ -9,12 +9,12 @@ kernels and attention of the generation before, which the operators of section 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bench.estimate.devices import NUMBERS, Numbers, device_of
-from bench.estimate.network import fabric_slowdown
+from bench.estimate.network import fabric_slowdowns
 from bench.estimate.plan import Plan
 from bench.estimate.step import StepEstimate, estimate_step, pipeline_ratio, quick_step_s
 from netlayer.config.tree import (
@@ -68,6 +68,7 @@ class PaperRow:
         case: system and GPUs, or what is added.
         unit: `s` or `MFU %`.
         is_calibrated: it is the row that was fitted to.
+        parts: seconds of the predicted step by what they go to, of rows in seconds.
     """
 
     table: str
@@ -76,6 +77,7 @@ class PaperRow:
     paper: float
     predicted: float
     is_calibrated: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -100,18 +102,21 @@ def paper_rows(on_progress: Callable[[int, int, str], None] | None = None) -> tu
     rows: list[PaperRow] = []
     for index, (batch, gpus, *seconds) in enumerate(TABLE_2):
         say(index, f"{gpus} GPUs")
-        slowdown = slowdown_of(gpus)
+        slowdowns = slowdowns_of("175b", gpus)
         for system, paper in zip(SYSTEMS, seconds, strict=True):
-            estimate = estimate_step(plan_of(system, "175b", gpus, batch), numbers, slowdown=slowdown)
+            estimate = estimate_step(plan_of(system, "175b", gpus, batch), numbers, **slowdowns)
             is_calibrated = system == SYSTEMS[0] and gpus == TABLE_2[0][1]
-            rows.append(PaperRow("table 2", f"{system}, {gpus:,} GPUs", "s", paper, estimate.step_s, is_calibrated))
+            case = f"{system}, {gpus:,} GPUs"
+            rows.append(PaperRow("table 2", case, "s", paper, estimate.step_s, is_calibrated, parts_of(estimate)))
     for index, (gpus, *percents) in enumerate(LARGE):
         say(len(TABLE_2) + index, f"530B, {gpus} GPUs")
+        slowdowns = slowdowns_of("530b", gpus)
         for system, paper in zip(SYSTEMS, percents, strict=True):
             plan = plan_of(system, "530b", gpus, gpus)
-            estimate = estimate_step(plan, numbers)
+            estimate = estimate_step(plan, numbers, **slowdowns)
             measured_s = seconds_at(plan, paper, is_windowed=system == SYSTEMS[1])
-            rows.append(PaperRow("530B", f"{system}, {gpus:,} GPUs", "s", measured_s, estimate.step_s))
+            case = f"{system}, {gpus:,} GPUs"
+            rows.append(PaperRow("530B", case, "s", measured_s, estimate.step_s, parts=parts_of(estimate)))
     say(total - 1, "ablation")
     rows += ablation_rows(numbers)
     return rows, numbers
@@ -192,25 +197,41 @@ def variant(gpus: int, batch: int, options: dict[str, Any], preset: str = "175b"
 
 
 def cluster_of(gpus: int) -> ClusterConfig:
-    """Return as many servers of the fabric of section 3.6 as the GPUs need: pods of 256 servers."""
+    """Return the fabric of section 3.6 with as many servers as the GPUs need: from one pod of 256 on, whole pods."""
     servers = gpus // 8
+    pods = -(-servers // 256)
     return ClusterConfig(
-        servers=servers,
+        servers=servers if pods == 1 else 256 * pods,
         gpus_per_server=8,
         nics_per_server=8,
         rails=8,
         nic_bps=200_000_000_000,
         nvlink_bps=2_400_000_000_000,
         servers_per_tor_set=64,
-        pods=max(1, -(-servers // 256)),
+        pods=pods,
     )
 
 
-def slowdown_of(gpus: int) -> float:
-    """Return by how much collisions on the fabric slow the rings of data parallelism."""
-    job = variant(gpus, gpus, {}).job
+def parts_of(estimate: StepEstimate) -> dict[str, float]:
+    """Return the seconds of a step's parts on the busiest stage; they add up to the step."""
+    return {
+        "GEMMs": estimate.gemm_s,
+        "attention": estimate.attention_s,
+        "other": estimate.pointwise_s + estimate.optimizer_s,
+        "TP": estimate.tp_exposed_s,
+        "DP": estimate.dp_exposed_s,
+        "PP": estimate.pp_exposed_s,
+        "bubble": estimate.bubble_s - estimate.pp_exposed_s,
+        "slowest": estimate.straggler_s,
+    }
+
+
+def slowdowns_of(preset: str, gpus: int) -> dict[str, float]:
+    """Return by how much collisions on the fabric slow rings of data parallelism, and messages between stages."""
+    job = variant(gpus, gpus, {}, preset).job
     config = Config.model_construct(cluster=cluster_of(gpus), job=job)
-    return fabric_slowdown(config)
+    slowdown, pp_slowdown = fabric_slowdowns(config)
+    return {"slowdown": slowdown, "pp_slowdown": pp_slowdown}
 
 
 def mfu_of(plan: Plan, estimate: StepEstimate, *, is_windowed: bool) -> float:

@@ -3,10 +3,8 @@
 A `Plan` holds what `JobConfig` does, and other software's choices (stages of ZeRO, kernels), so that rows of that can
 be predicted too.
 
-[Note: context parallelism] A rank of a context-parallel group has the rows of 1 / cp of a sequence, all parameters,
-and reduces their gradients over dp x cp ranks. That is a job of cp times as many sequences of 1 / cp of the tokens on
-dp x cp data-parallel ranks (`share_job`), but for attention, which sees the keys of all: parameters, bytes and memory
-are asked of `netlayer.workload` for that job, attention's FLOPs for the whole sequence.
+[Note: context parallelism] `job.parallel.cp` is 1 and `cp` says the degree, whatever its software; `share_job` is the
+job with it, of which `netlayer.workload` tells parameters, bytes and memory.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bench.estimate.devices import Device
+from bench.estimate.host import Host
 from netlayer.config.tree import ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
 from netlayer.workload.comm_bytes import stage_collectives, total_bytes
@@ -40,7 +39,8 @@ class StageFacts:
     Args:
         chunks: of each, how many halves of blocks there are by (window, whether it is an MLP).
         elements: parameters.
-        gathered_bytes, reduced_bytes, num_buckets: of its data-parallel exchange, once a step.
+        gathered_bytes, reduced_bytes, num_buckets: of its data-parallel exchange, once.
+        replicated_bytes: what ranks of replicas then all-reduce: a rank's shard of the sums.
     """
 
     chunks: tuple[Mapping[tuple[int, bool], int], ...]
@@ -48,6 +48,7 @@ class StageFacts:
     gathered_bytes: float
     reduced_bytes: float
     num_buckets: int
+    replicated_bytes: float
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Plan:
             done, while the others still compute (Megatron's `defer_embedding_wgrad_compute` and its limit).
         recompute_share: share of a forward's linears that backward computes again, where it is not 0 or 1.
         dp_channels: channels of data-parallel collectives: multiprocessors that computation lacks meanwhile.
+        host: what launching costs; None: not modelled. A job with `loop.cuda_graph` has none.
     """
 
     job: JobConfig
@@ -82,6 +84,7 @@ class Plan:
     deferred_heads: int = 0
     recompute_share: float | None = None
     dp_channels: int = CHANNELS
+    host: Host | None = None
 
     @functools.cached_property
     def num_gpus(self) -> int:
@@ -90,18 +93,7 @@ class Plan:
     @functools.cached_property
     def share_job(self) -> JobConfig:
         """The job of [Note: context parallelism]."""
-        job = self.job
-        if self.cp == 1:
-            return job
-        seq_len = job.model.seq_len // self.cp
-        window = min(job.model.attention_window, seq_len)
-        return job.model_copy(
-            update={
-                "model": job.model.model_copy(update={"seq_len": seq_len, "attention_window": window}),
-                "parallel": job.parallel.model_copy(update={"dp": job.parallel.dp * self.cp}),
-                "batch": job.batch.model_copy(update={"global_batch_size": job.batch.global_batch_size * self.cp}),
-            }
-        )
+        return self.job.model_copy(update={"parallel": self.job.parallel.model_copy(update={"cp": self.cp})})
 
     @functools.cached_property
     def num_micro_batches(self) -> int:
@@ -118,6 +110,22 @@ class Plan:
         return self.job.parallel.dp * self.cp
 
     @property
+    def narrow_exchanges(self) -> bool:
+        """Whether parameters and activations are gathered in 8 bits: by Transformer Engine, not by this trainer."""
+        return self.precision == "fp8" and self.job.model.fp8 == "off"
+
+    @property
+    def narrow_share(self) -> float:
+        """Share of the blocks whose GEMMs are of the plan's precision."""
+        model = self.job.model
+        return 1.0 if model.fp8 == "off" else max(0, model.layers - model.fp8_first - model.fp8_last) / model.layers
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces gradients: stage 2 of this trainer does in every micro-batch."""
+        return self.num_micro_batches if self.job.parallel.stage == 2 and self.zero in (1, 2) else 1
+
+    @property
     def linear_share_again(self) -> float:
         """Share of a forward's linears that the backward computes again."""
         if self.recompute_share is not None:
@@ -126,11 +134,12 @@ class Plan:
 
     @functools.cached_property
     def stages(self) -> tuple[StageFacts, ...]:
-        """Contents and exchanges of each stage, whatever the numbers are."""
+        """Contents and exchanges of each stage, whatever the numbers are; exchanges as stage 1 of ZeRO has them."""
         job = self.share_job
+        job = job.model_copy(update={"parallel": job.parallel.model_copy(update={"zero": 1})})
         facts = []
         for stage in range(job.parallel.pp):
-            collectives = [each for each in stage_collectives(job, stage) if each.group == "dp"]
+            collectives = stage_collectives(job, stage)
             halves = (
                 Counter((job.model.window(half // 2), bool(half % 2)) for half in run_of(job, stage, chunk))
                 for chunk in range(job.parallel.vpp)
@@ -142,6 +151,7 @@ class Plan:
                     gathered_bytes=total_bytes(collectives, "dp", "all_gather", "parameters"),
                     reduced_bytes=total_bytes(collectives, "dp", "reduce_scatter", "gradients"),
                     num_buckets=next((each.times for each in collectives if each.carries == "parameters"), 1),
+                    replicated_bytes=total_bytes(collectives, "dp_replicate", "all_reduce", "gradients"),
                 )
             )
         return tuple(facts)
@@ -154,9 +164,9 @@ def check_plan(plan: Plan) -> Plan:
         ConfigError: the layout, the precision or the stage of ZeRO cannot be had.
     """
     seq_len, tp = plan.job.model.seq_len, plan.job.parallel.tp
-    if plan.job.parallel.dp_replicate > 1:
-        rule = "must be 1: replicas of sharded groups are not estimated"
-        raise ConfigError("job.parallel.dp_replicate", plan.job.parallel.dp_replicate, rule, "raise job.parallel.dp")
+    if plan.zero == 0 and plan.job.parallel.dp_replicate > 1:
+        rule = f"shards nothing, and job.parallel.dp_replicate = {plan.job.parallel.dp_replicate} are replicas of shards"
+        raise ConfigError("--zero", plan.zero, rule, "give 1, 2 or 3, or set job.parallel.dp_replicate to 1")
     if plan.cp < 1 or seq_len % (2 * plan.cp * tp if plan.cp > 1 else 1):
         rule = f"must be at least 1, and 2 x cp x tp must divide job.model.seq_len = {seq_len}"
         raise ConfigError("--cp", plan.cp, rule, "give a smaller power of two")

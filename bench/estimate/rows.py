@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -72,6 +73,8 @@ def _row(cells: dict[str, Any]) -> Row:
         shape["layers"] = numbers["layers"]
     if numbers["vocab"]:
         shape["vocab_size"] = numbers["vocab"]
+    # What differs from the preset: keys of job.model in TOML, with spaces between them.
+    shape |= tomllib.loads((cells.get("shape") or "").replace(" ", "\n"))
     overlap = cells["overlap"].split("+")
     recompute = cells["recompute"]
     plan = plan_of(

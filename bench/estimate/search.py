@@ -162,6 +162,7 @@ def _reason(plan: Plan, estimate: StepEstimate) -> str:
         "dp exposed": estimate.dp_exposed_s,
         "pp exposed": estimate.pp_exposed_s,
         "optimizer": estimate.optimizer_s,
+        "host": estimate.host_s,
         "slowest rank": estimate.straggler_s,
     }
     worst = sorted(losses.items(), key=lambda pair: -pair[1])[:3]

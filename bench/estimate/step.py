@@ -54,6 +54,7 @@ class StepEstimate:
         tp_exposed_s, cp_exposed_s, dp_exposed_s: communication that it waits for, by kind.
         bubble_s: what the pipeline's busiest stage waits: for micro-batches, and for messages.
         pp_exposed_s: the part of it that messages cost: the step less the same with messages free.
+        host_s: by how much launching takes longer than computing.
         straggler_s: what the slowest rank adds to a rank of mean speed.
         memory_bytes: of the rank that holds most; `memory` are its parts.
     """
@@ -73,6 +74,7 @@ class StepEstimate:
     dp_exposed_s: float
     pp_exposed_s: float
     bubble_s: float
+    host_s: float
     straggler_s: float
     memory_bytes: int
     memory: Estimate
@@ -94,7 +96,7 @@ def estimate_step(
 
     Args:
         numbers: fitted ones; by default those of the device's generation.
-        slowdown: of rings that leave a server; see `network.fabric_slowdown`.
+        slowdown: of rings that leave a server; see `network.fabric_slowdowns`.
         pp_slowdown: of messages between stages that do.
         exact: run the schedule; False: its closed form, for the first look at many layouts.
     """
@@ -128,6 +130,7 @@ def estimate_step(
         dp_exposed_s=timing.exposed_s + count * timing.late_s,
         pp_exposed_s=max(0.0, pipeline - without),
         bubble_s=max(0.0, pipeline - count * _work_s(timing.costs, timing.busiest)),
+        host_s=timing.host_s,
         straggler_s=step_s - mean,
         memory_bytes=memory.total,
         memory=memory,
@@ -159,10 +162,13 @@ class _Timing:
         self.stages = [self.operators.stage(stage) for stage in range(pp)]
         self.late_s = 0.0
         """What a micro-batch of the busiest stage waits for FSDP's exchanges."""
+        self.waits_s: list[float] = []
+        """Of each stage, by how much launching a micro-batch takes longer than computing it."""
         self.costs = self._costs()
         self.busiest = max(range(pp), key=lambda stage: _work_s(self.costs, stage))
         self.exposed_s, self.slowed_s = max((self._data_parallel(stage) for stage in range(pp)), key=sum)
         self.optimizer_s = max(self.operators.optimizer(facts.elements) for facts in plan.stages)
+        self.host_s = plan.num_micro_batches * self.waits_s[self.busiest] + self._late_optimizer_s()
 
     def pipeline_s(self, exact: bool) -> float:
         """Return the seconds from a step's first forward pass to its last weight gradient.
@@ -178,7 +184,7 @@ class _Timing:
 
     def mean_s(self, pipeline: float) -> float:
         """Seconds of a step of a rank of mean speed."""
-        return pipeline + self.exposed_s + self.slowed_s + self.optimizer_s
+        return pipeline + self.exposed_s + self.slowed_s + self.optimizer_s + self._late_optimizer_s()
 
     def step_s(self, pipeline: float) -> float:
         return self.mean_s(pipeline) * (1 + self.numbers.spread * slowest_of(self.plan.num_gpus))
@@ -190,19 +196,49 @@ class _Timing:
         """Return what the schedule's simulation takes; FSDP's exchanges that do not hide are in the passes."""
         plan, job = self.plan, self.plan.share_job
         message = plan.tokens * job.model.hidden * DTYPE_BYTES[job.model.dtype] / job.parallel.tp
-        transfer = self.network.pp(message) if job.parallel.pp > 1 else 0.0
+        # Where messages are coupled, a stage's forward and its backward message leave by one port at one time.
+        transfer = self.network.pp(message * (1 if job.overlap.pp else 2)) if job.parallel.pp > 1 else 0.0
         forward, backward = [], []
         for stage, chunks in enumerate(self.stages):
             late = self._sharded_exchange(stage) if plan.zero == 3 else (0.0, 0.0)
             copies = self.copies(stage) / 2
-            forward.append([chunk.forward.total + (late[0] + copies) / len(chunks) for chunk in chunks])
-            backward.append([chunk.backward.total + (late[1] + copies) / len(chunks) for chunk in chunks])
+            firsts = [chunk.forward.total + (late[0] + copies) / len(chunks) for chunk in chunks]
+            seconds = [chunk.backward.total + (late[1] + copies) / len(chunks) for chunk in chunks]
             self.late_s = max(self.late_s, sum(late))
+            device_s = sum(firsts) + sum(seconds)
+            # The queue between host and device is deep: a pass takes what the slower of them takes.
+            for chunk, (first, second) in enumerate(self._launching(stage)):
+                firsts[chunk], seconds[chunk] = max(firsts[chunk], first), max(seconds[chunk], second)
+            self.waits_s.append(sum(firsts) + sum(seconds) - device_s)
+            forward.append(firsts)
+            backward.append(seconds)
         return Costs(forward, backward, [transfer] * job.parallel.pp)
+
+    def _launching(self, stage: int) -> list[tuple[float, float]]:
+        """Return the host's seconds of one micro-batch's forward and backward, a chunk; none without a host."""
+        host, job = self.plan.host, self.plan.job
+        if host is None or job.loop.cuda_graph:
+            return []
+        each = []
+        for halves in self.plan.stages[stage].chunks:
+            times = [(number, host.half_s(job, is_mlp)) for (_, is_mlp), number in halves.items()]
+            each.append((sum(n * one for n, (one, _) in times), sum(n * two for n, (_, two) in times)))
+        if stage == job.parallel.pp - 1:
+            head = host.head_s()
+            each[-1] = each[-1][0] + head[0], each[-1][1] + head[1]
+        return each
+
+    def _late_optimizer_s(self) -> float:
+        """Return by how much launching the optimiser's step takes longer than the step."""
+        host, job = self.plan.host, self.plan.job
+        if host is None or job.loop.cuda_graph:
+            return 0.0
+        buckets = max(facts.num_buckets for facts in self.plan.stages) if self._has_exchange else 0
+        return max(0.0, host.optimizer_s(job.model.layers / job.parallel.pp, buckets) - self.optimizer_s)
 
     def _sharded_exchange(self, stage: int) -> tuple[float, float]:
         """Return by what FSDP's exchanges lengthen a micro-batch's forward and its backward."""
-        if self.plan.group_size == 1:
+        if not self._has_exchange:
             return 0.0, 0.0
         gather, reduce, num_buckets = self._exchanges(stage)
         forward = sum(chunk.forward.total for chunk in self.stages[stage])
@@ -221,11 +257,12 @@ class _Timing:
         all but its last bucket; all-gathers mirror that at the start.
         """
         plan = self.plan
-        if plan.group_size == 1 or plan.zero == 3:
+        if not self._has_exchange or plan.zero == 3:
             return 0.0, 0.0
         gather, reduce, num_buckets = self._exchanges(stage)
+        others = plan.reductions - 1  # each with the backward pass of the next micro-batch to hide under
         if not plan.job.overlap.dp:
-            return gather + reduce, 0.0
+            return gather + reduce * plan.reductions, 0.0
         pp, vpp = plan.job.parallel.pp, plan.job.parallel.vpp
         rounds = (vpp - 1) / vpp * min(pp, plan.num_micro_batches) + (1 - 1 / num_buckets) / vpp
         exposed = 0.0
@@ -235,7 +272,13 @@ class _Timing:
         ):
             last = exchange / num_buckets
             exposed += last + max(0.0, exchange - last - rounds * sum(passes))
-        return exposed, BORROWED * plan.dp_channels / CHANNELS * (gather + reduce - exposed)
+        exposed += others * max(0.0, reduce - sum(chunk.backward.compute for chunk in self.stages[stage]))
+        hidden = gather + reduce * plan.reductions - exposed
+        return exposed, BORROWED * plan.dp_channels / CHANNELS * hidden
+
+    @property
+    def _has_exchange(self) -> bool:
+        return self.plan.group_size * self.plan.job.parallel.dp_replicate > 1
 
     def _exchanges(self, stage: int) -> tuple[float, float, int]:
         """Return seconds of all all-gathers and reduce-scatters of a rank's parameters, and the number of buckets.
@@ -243,8 +286,9 @@ class _Timing:
         FP8 parameters are gathered in one byte an element. ZeRO 0 all-reduces: as long as both, and after the backward.
         """
         facts = self.plan.stages[stage]
-        narrow = 0.5 if self.plan.precision == "fp8" else 1.0
+        narrow = 0.5 if self.plan.narrow_exchanges else 1.0
         reduce = self.network.dp(facts.reduced_bytes, facts.num_buckets)
+        reduce += self.network.replicas(facts.replicated_bytes, facts.num_buckets)
         if self.plan.zero == 0:
             return 0.0, 2 * reduce, facts.num_buckets
         return self.network.dp(facts.gathered_bytes * narrow, facts.num_buckets), reduce, facts.num_buckets
@@ -316,7 +360,8 @@ def memory_of(plan: Plan, stage: int) -> Estimate:
     """Bytes of a rank of a stage: `netlayer.workload.memory`'s, changed by what the trainer does not build.
 
     FP8 keeps a copy of the weights and its transpose, a byte an element each. ZeRO 0 keeps masters, moments and
-    gradients whole; FSDP parameters in shards, and two units of them whole. Gradients of stage 1 are as the trainer's.
+    gradients whole; FSDP parameters in shards, and two units of them whole. What a job's own `parallel.zero` and
+    `model.fp8` take is the workload's to say.
     """
     job = plan.share_job
     estimate = estimate_stage(job, stage)
@@ -325,12 +370,12 @@ def memory_of(plan: Plan, stage: int) -> Estimate:
     changes: dict[str, int] = {}
     if plan.zero == 0 and plan.group_size > 1:
         changes = {"masters": elements * wide, "optimizer": 2 * elements * wide, "gradients": elements * wide}
-    elif plan.zero == 3 and plan.group_size > 1:
+    elif plan.zero == 3 and plan.group_size > 1 and job.parallel.stage < 3:
         width = DTYPE_BYTES[job.model.dtype]
         units = 2 * max(block_elements(job.model, job.parallel.tp), table_elements(job))
         changes = {"parameters": min(elements, share + units) * width, "gradients": share * wide}
         changes["construction"] = 0  # made in shards
-    if plan.precision == "fp8":
+    if plan.narrow_exchanges:
         resident = min(elements, share) if plan.zero == 3 else elements
         changes["parameters"] = changes.get("parameters", estimate.parameters) + 2 * resident
     return dataclasses.replace(estimate, **changes)

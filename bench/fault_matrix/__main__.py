@@ -67,6 +67,9 @@ _DEFAULT = tuple(kind for kind in KINDS if kind not in (*_NETWORK, "disk"))
 @click.option("--chain", type=click.IntRange(1), default=5, show_default=True, help="Faults in a row in one run.")
 @click.option("--nodes", type=click.IntRange(2, 16), default=4, show_default=True, help="Nodes of one rank each.")
 @click.option("--steps", type=click.IntRange(100), default=900, show_default=True, help="Steps of each run.")
+@click.option(
+    "--spares", type=click.IntRange(0, 16), default=1, show_default=True, help="Standby nodes; not --network."
+)
 @click.option("--network", "is_network", is_flag=True, help="Nodes are network namespaces, over ssh; needs root.")
 @click.option("--backend", type=click.Choice(("gloo", "nccl")), default="gloo", show_default=True)
 @click.option(
@@ -87,6 +90,7 @@ def main(
     chain: int,
     nodes: int,
     steps: int,
+    spares: int,
     is_network: bool,
     backend: str,
     slow_share: float,
@@ -117,9 +121,8 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     plan = _plan(chosen, cases, options.seed)
     text = text_folder(out, 50 if backend == "gloo" else 2000)
-    config = config_of(
-        nodes, steps, text, backend, slow_factor=slow_factor, slow_steps=10, slow_floor_s=15.0, silence_floor_s=20.0
-    )
+    bounds = {"slow_factor": slow_factor, "slow_steps": 10, "slow_floor_s": 15.0, "silence_floor_s": 20.0}
+    config = config_of(nodes, steps, text, backend, spares=spares, **bounds)
     rows = _rows(out)
     # A cut takes a host away for good: each fault has one to spare.
     hosts = closing(Network(out / "network", nodes + chain)) if is_network else nullcontext()
@@ -146,7 +149,15 @@ def main(
         started_utc=started,
         ended_utc=utc_now(),
         arguments=options.arguments()
-        | {"kinds": kinds, "cases": cases, "chain": chain, "nodes": nodes, "steps": steps, "network": is_network}
+        | {
+            "kinds": kinds,
+            "cases": cases,
+            "chain": chain,
+            "nodes": nodes,
+            "steps": steps,
+            "spares": spares,
+            "network": is_network,
+        }
         | {"backend": backend, "slow_share": slow_share, "slow_factor": slow_factor},
         config=config.model_dump(mode="json"),
         environment=environ.snapshot(options.seed) | {"seconds": time.time() - begin_s},

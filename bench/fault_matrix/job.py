@@ -25,6 +25,7 @@ from netlayer.config.tree import Config, build_config
 from trainer.checkpoint.names import checkpoints_in
 from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.journal import last_entry
+from trainer.resilience.processes import PRELOADED
 from trainer.resilience.store_host import directory_of
 
 Row = dict[str, Any]
@@ -112,6 +113,7 @@ class FaultyJob:
                 "NETLAYER_RUN_BACKEND": config.job.launch.backend,
                 **({"GLOO_SOCKET_IFNAME": "eth0"} if network else {}),
             },
+            preload=PRELOADED if settings.warm else (),
             resilience=settings,
         )
         self.folder.create(spec, to_toml(config))
@@ -153,7 +155,8 @@ class FaultyJob:
         processes = []
         for child in self.executor(node).children():
             with contextlib.suppress(psutil.Error):
-                if "bench.fault_matrix.rank" in child.cmdline():
+                # A fork has the command line of what it was forked from, and a name of its own.
+                if child.name().startswith("rank ") or "bench.fault_matrix.rank" in child.cmdline():
                     processes.append(child)
         return processes
 
@@ -207,7 +210,10 @@ class FaultyJob:
         marks = (str(self.folder.out),)
         for process in psutil.process_iter(["cmdline"]):
             arguments = process.info["cmdline"] or []
-            if any(mark in arguments for mark in marks) and process.pid != os.getpid():
+            if (
+                any(argument == mark or argument.startswith(f"{mark} ") for argument in arguments for mark in marks)
+                and process.pid != os.getpid()
+            ):
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         self.folder.ended.touch()

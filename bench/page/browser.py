@@ -14,10 +14,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from netlayer.errors import CheckFailed, HardwareMissing
 
@@ -37,16 +38,20 @@ _FLAGS = (
 )
 _TIMEOUT_S = 120.0
 _CODES = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13, "Tab": 9, "Escape": 27, "Home": 36, "End": 35}  # fmt: skip  # noqa: E501
-_LONG_TASKS = """
-window.__long = [];
-new PerformanceObserver((list) => { for (const entry of list.getEntries()) window.__long.push(entry.duration); })
-  .observe({ type: "longtask", buffered: true });
-"""
+_TRACED = ("toplevel", "disabled-by-default-devtools.timeline", "__metadata")
+_TASKS = ("RunTask", "ThreadControllerImpl::RunTask")
 
 
 def find_chromium() -> str | None:
     """Path of a Chromium; None: there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Task(NamedTuple):
+    """A task of the page's main thread: how long it took, and for how long of that the thread had a processor."""
+
+    wall_ms: float
+    cpu_ms: float
 
 
 class Browser:
@@ -98,9 +103,10 @@ class Browser:
             targets = self.call("Target.getTargets")["targetInfos"]
             target = next(each["targetId"] for each in targets if each["type"] == "page")
             self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-            for domain in ("Page", "Runtime", "Network", "Performance", "Log"):
+            for domain in ("Page", "Runtime", "Network", "Log"):
                 self.call(f"{domain}.enable")
-            self.call("Page.addScriptToEvaluateOnNewDocument", source=_LONG_TASKS)
+            # By the thread's own clock: what other programs take of the processors does not count.
+            self.call("Performance.enable", timeDomain="threadTicks")
             metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
             self.call("Emulation.setDeviceMetricsOverride", **metrics)
             scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
@@ -195,7 +201,7 @@ class Browser:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **parameters)["data"]))
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the main thread since the tab began: ScriptDuration, TaskDuration, LayoutDuration in seconds."""
+        """Processor time of the main thread since the tab began: ScriptDuration, TaskDuration, LayoutDuration, s."""
         rows = self.call("Performance.getMetrics")["metrics"]
         return {row["name"]: row["value"] for row in rows}
 
@@ -218,12 +224,35 @@ class Browser:
                 lines.append(" ".join(str(each.get("value", "")) for each in params["args"]))
         return lines
 
-    def long_tasks(self, action: Callable[[], None]) -> list[float]:
-        """Milliseconds of each task of more than 50 ms that an action causes."""
-        self.evaluate("window.__long.length = 0")
-        action()
+    @contextmanager
+    def tasks(self) -> Iterator[list[Task]]:
+        """Trace the page's main thread: the list has its tasks once the block is left, in order."""
+        result: list[Task] = []
+        first = len(self.events)
+        config = {"includedCategories": list(_TRACED), "recordMode": "recordUntilFull"}
+        self.call("Tracing.start", transferMode="ReportEvents", traceConfig=config)
+        yield result
         self.evaluate("new Promise((done) => setTimeout(() => done(true), 300))")
-        return [float(each) for each in self.evaluate("window.__long")]
+        self.call("Tracing.end")
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not any(event.get("method") == "Tracing.tracingComplete" for event in self.events[first:]):
+            self.events.append(self._next(deadline, "Tracing.end"))
+        rows = [
+            row
+            for event in self.events[first:]
+            if event.get("method") == "Tracing.dataCollected"
+            for row in event["params"]["value"]
+        ]
+        self.events[first:] = [event for event in self.events[first:] if "Tracing." not in event.get("method", "")]
+        main = {
+            (row["pid"], row["tid"])
+            for row in rows
+            if row.get("name") == "thread_name" and row["args"].get("name") == "CrRendererMain"
+        }
+        for row in sorted(rows, key=lambda one: float(one.get("ts", 0))):
+            if row.get("name") in _TASKS and row.get("ph") == "X" and (row["pid"], row["tid"]) in main:
+                wall_ms = float(row.get("dur", 0)) / 1e3
+                result.append(Task(wall_ms, float(row["tdur"]) / 1e3 if "tdur" in row else wall_ms))
 
     def _next(self, deadline: float, what: str) -> dict[str, Any]:
         """Next message; CheckFailed if it does not come in time, or the browser has ended."""

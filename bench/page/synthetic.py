@@ -22,7 +22,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from netlayer.layout import ParallelLayout
+from netlayer.layout import Dimension, ParallelLayout
 from netlayer.observe.events import Event, Mark, Origin, arrow_schema, format_ranks, to_batch
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _run_starts(layout: ParallelLayout, attempt: int, at_s: float, steps: int) -
     facts = {
         "job": "synthetic",
         "world_size": world,
-        "layout": {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "vpp": 1, "cp": 1},
+        "layout": {name: getattr(layout, name) for name in ("tp", "pp", "dp", "vpp", "cp", "dp_replicate")},
         "device": "simulated",
         "flops_per_step_full": _FLOPS_SHARE * (_FORWARD_S + _BACKWARD_S) * _PEAK * world,
         "peak_flops": _PEAK,
@@ -173,7 +173,7 @@ def _restart(layout: ParallelLayout, at_s: float, step: int, faults: Faults, ste
 
 def _origin(layout: ParallelLayout, rank: int, attempt: int) -> Origin:
     at = layout.coordinates(rank)
-    return Origin("monitor", "synthetic", attempt, _host(rank), rank, at.tp, at.pp, at.dp, 0)
+    return Origin("monitor", "synthetic", attempt, _host(rank), rank, at.tp, at.pp, layout.data_rank(at), at.cp)
 
 
 def _host(rank: int) -> str:
@@ -199,7 +199,8 @@ class _Step:
         self._layout, self._faults, self._num = layout, faults, micro_batches
         self._rng, self._attempt, self._step = rng, attempt, step
         self._ranks = np.arange(layout.world_size, dtype=np.int32)
-        self._grid = (layout.pp, layout.dp, layout.tp)  # the order of ranks: tensor innermost, then data, then pipeline
+        # The order of ranks: tensor innermost, then all that share gradients (context, data, replicas), then pipeline.
+        self._grid = (layout.pp, layout.gradient_ranks, layout.tp)
         self._parts: list[dict[str, Any]] = []
 
     def table(self, clock: _Clock) -> pa.Table:
@@ -262,7 +263,7 @@ class _Step:
         self, name: str, direction: str, micro: int, stage: int, peer: int, start: Floats, end: Floats
     ) -> None:
         ranks = self._slice(stage)
-        distance = self._layout.tp * self._layout.dp
+        distance = self._layout.tp * self._layout.gradient_ranks
         peers = ranks + (peer - stage) * distance
         first, last = (ranks, peers) if name == "send" else (peers, ranks)
         flows = [f"{direction}/{one}>{other}/{micro}" for one, other in zip(first.tolist(), last.tolist(), strict=True)]
@@ -272,19 +273,33 @@ class _Step:
         )  # fmt: skip
 
     def _reduce(self, ready: Floats) -> Floats:
-        """Reduce-scatter and all-gather of every data-parallel group; computation waits for the first."""
-        grid = ready.reshape(self._grid)
-        arrived = grid.max(axis=1, keepdims=True)
-        done = np.broadcast_to(arrived + _REDUCE_S, grid.shape).ravel()
-        groups = np.empty(len(ready), object)
-        for group in self._layout.groups("dp"):
-            groups[list(group)] = format_ranks(group)
-        more: dict[str, Any] = {"group_ranks": groups, "bytes": 1 << 30}
+        """Reduce-scatter and all-gather of every data-parallel group; computation waits for what precedes the second.
+
+        Between them replicas add up what they have.
+        """
+        layout = self._layout
+        grid = ready.reshape(layout.pp, layout.dp_replicate, layout.dp_cp, layout.tp)
+        reduced = grid.max(axis=2, keepdims=True) + _REDUCE_S
+        done = np.broadcast_to(reduced, grid.shape).ravel()
+        more: dict[str, Any] = {"group_ranks": self._groups("dp"), "bytes": 1 << 30}
         self._add("collective", "reduce_scatter", "comm", ready, done, group="reduce", seq=self._step, **more)
         self._add("wait", "reduce_scatter", "compute", ready, done, group="reduce")
+        if layout.dp_replicate > 1:
+            added = np.broadcast_to(reduced.max(axis=1, keepdims=True) + _REDUCE_S, grid.shape).ravel()
+            between: dict[str, Any] = {"group_ranks": self._groups("dp_replicate"), "bytes": 1 << 28}
+            self._add("collective", "all_reduce", "comm", done, added, group="replicas", seq=self._step, **between)
+            self._add("wait", "all_reduce", "compute", done, added, group="replicas")
+            done = added
         gathered = done + _REDUCE_S
         self._add("collective", "all_gather", "comm", done, gathered, group="gather", seq=self._step, **more)
         return done
+
+    def _groups(self, dimension: Dimension) -> NDArray[Any]:
+        """Group of each rank along a dimension, as text."""
+        groups = np.empty(self._layout.world_size, object)
+        for group in self._layout.groups(dimension):
+            groups[list(group)] = format_ranks(group)
+        return groups
 
     def _add(
         self,
@@ -314,11 +329,12 @@ class _Step:
 
     def _rows(self, part: Mapping[str, Any]) -> pa.Table:
         ranks = part["rank"]
-        stage, rest = np.divmod(ranks, self._layout.tp * self._layout.dp)
-        dp, tp = np.divmod(rest, self._layout.tp)
+        stage, rest = np.divmod(ranks, self._layout.tp * self._layout.gradient_ranks)
+        rest, tp = np.divmod(rest, self._layout.tp)
+        data, cp = np.divmod(rest, self._layout.cp)
         columns = {"kind": "segment", "step": self._step, "attempt": self._attempt, "timing": "device"}
         columns |= {"source": "monitor", "run": "synthetic", "clock_offset_ns": 0, "clock_error_ns": 0}
-        columns |= {"tp": tp, "pp": stage, "dp": dp, "cp": 0, "host": _hosts(ranks), **part}
+        columns |= {"tp": tp, "pp": stage, "dp": data, "cp": cp, "host": _hosts(ranks), **part}
         return table_of(columns, len(ranks))
 
 
@@ -393,6 +409,8 @@ def _counters(layout: ParallelLayout, end_s: float, faults: Faults, rng: np.rand
 @click.option("--tp", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--pp", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--dp", type=click.IntRange(1), default=192, show_default=True)
+@click.option("--cp", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--dp-replicate", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--steps", type=click.IntRange(2), default=100, show_default=True)
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--straggler", type=click.IntRange(0), help="Rank that is slow.")
@@ -406,6 +424,8 @@ def command(
     tp: int,
     pp: int,
     dp: int,
+    cp: int,
+    dp_replicate: int,
     steps: int,
     micro_batches: int,
     straggler: int | None,
@@ -421,7 +441,7 @@ def command(
     Example:
       python -m bench.page.synthetic runs/synthetic --straggler 3001 --silent 7043 --restart-step 40
     """
-    layout = ParallelLayout(tp=tp, pp=pp, dp=dp)
+    layout = ParallelLayout(tp=tp, pp=pp, dp=dp, cp=cp, dp_replicate=dp_replicate)
     faults = Faults(straggler, slowdown, silent, steps if silent is not None else 0, restart_step, text)
     rows = write_run(out, layout, steps, faults, micro_batches=micro_batches, seed=seed)
     click.echo(f"{layout.world_size:,} ranks, {steps} steps: {rows:,} rows in {out}")

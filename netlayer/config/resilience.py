@@ -82,6 +82,11 @@ class ResilienceConfig(Section):
         description="a node whose self-check could still not be made: use: it trains where no standby has passed, and "
         "is the first suspect of a fault that nobody can place; evict: as one that has failed",
     )
+    warm: bool = Field(
+        True,
+        description="each node keeps a process that has torch and the trainer imported, of which its training "
+        "processes and self-checks are forks: a restart imports nothing. False: each is a fresh interpreter",
+    )
     kernel_log: str = Field(
         "auto",
         description="file of the kernel's log, in which {node} stands for the node's name; auto: /dev/kmsg, where that "

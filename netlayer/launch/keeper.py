@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -22,10 +23,15 @@ def keep() -> None:
     kill_strays(sys.argv[1])
 
 
-def kill_strays(launch_id: str) -> None:
-    """SIGKILL for every process that carries our mark: daemons, and others that left their rank's process group."""
+def kill_strays(launch_id: str, spared: Collection[int] = ()) -> None:
+    """SIGKILL for every process that carries our mark: daemons, and others that left their rank's process group.
+
+    Args:
+        launch_id: the mark.
+        spared: process ids that carry it and stay.
+    """
     for _ in range(100):  # again, for a process may have forked while we looked
-        strays = _find_strays(launch_id.encode())
+        strays = [pid for pid in _find_strays(launch_id.encode()) if pid not in spared]
         for pid in strays:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

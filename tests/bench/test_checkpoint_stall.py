@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from bench.checkpoint_stall import PARTS_WAYS, USUAL_WAYS, SaveRow, command, table
+from bench.checkpoint_stall import PARTS_WAYS, USUAL_WAYS, SaveRow, command, net_ratio, table, written_ratio
 from netlayer.errors import NetlayerError
 
 
@@ -42,7 +44,7 @@ def test_every_part_is_measured_by_itself(tmp_path: Path) -> None:
     assert list((tmp_path / "out" / "parts").glob("*/*")) == []
 
 
-@pytest.mark.parametrize(("ways", "code"), [("ours,theirs", 2), ("nvrx", 3)])
+@pytest.mark.parametrize(("ways", "code"), [("ours,theirs", 2), ("nvrx", 3), ("bytecheckpoint", 3)])
 def test_a_way_that_is_none_or_not_installed_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ways: str, code: int
 ) -> None:
@@ -57,3 +59,19 @@ def test_a_table_has_a_line_for_each_way() -> None:
     rows = [SaveRow(way, turn, 10.0, stall, 1.0, 1.5, 2.0, 0.5) for turn, (way, stall) in enumerate(saves)]
     assert [line.split()[0] for line in table(rows).splitlines()] == ["way", "ours", "theirs"]
     assert "0.150" in table(rows)
+
+
+def test_a_device_that_becomes_slower_by_itself_is_not_the_saves_doing() -> None:
+    """Steps of 100, 110 and 120 ms before, after and before the next save: nothing but the drift."""
+    row = SaveRow("ours", 0, 100.0, 0.1, 1.1, 1.1, 2.0, 0.5)
+    assert net_ratio(row, replace(row, step_ms=120.0)) == pytest.approx(1.0)
+    assert net_ratio(row, row) == pytest.approx(1.1)
+
+
+def test_steps_beside_which_a_save_is_written_are_told_from_the_others() -> None:
+    after = [1.5, 1.5, 1.2, 1.2, 1.2, 1.0]  # a copy of two steps, and writes of three
+    row = SaveRow("ours", 0, 100.0, 0.1, 1.2, 1.5, 2.0, 0.5, after, copied_step=2, saved_step=5)
+    assert written_ratio(row) == 1.2
+    assert written_ratio(replace(row, saved_step=0)) == 1.2  # it went on
+    assert math.isnan(written_ratio(replace(row, copied_step=0)))
+    assert math.isnan(written_ratio(replace(row, copied_step=2, saved_step=2)))

@@ -17,6 +17,7 @@ from bench.estimate import arena, fit
 from bench.estimate.command import estimate
 from bench.estimate.devices import DEVICES, NUMBERS, Numbers, device_of
 from bench.estimate.own import WORST_BAR, own_rows
+from bench.estimate.host import Host
 from bench.estimate.paper import ABLATION, LARGE, TABLE_2, PaperRow, calibrate, plan_of, seconds_at, summary
 from bench.estimate.plan import Plan, check_plan
 from bench.estimate.rows import ROWS_FILE, Row, load_rows, mfu_percent
@@ -48,6 +49,8 @@ def plan(
     pp: int = 1,
     vpp: int = 1,
     dp: int = 1,
+    dp_replicate: int = 1,
+    zero_stage: int = 1,
     batch: int = 32,
     model: dict[str, Any] | None = None,
     overlap: dict[str, Any] | None = None,
@@ -57,7 +60,9 @@ def plan(
     """A 1.3B model on H100s."""
     job = JobConfig(
         model=ModelConfig(preset="1.3b", dtype="bfloat16", **(model or {})),
-        parallel=ParallelConfig(tp=tp, pp=pp, vpp=vpp, dp=dp, balance=False),
+        parallel=ParallelConfig(
+            tp=tp, pp=pp, vpp=vpp, dp=dp, dp_replicate=dp_replicate, zero=zero_stage, balance=False
+        ),
         batch=BatchConfig(global_batch_size=batch, micro_batch_size=1),
         overlap=OverlapConfig(**{"zero_bubble": False, **(overlap or {})}),
     )
@@ -88,6 +93,7 @@ def test_parts_of_a_step_add_up_to_it(layout: dict[str, Any]) -> None:
         + result.cp_exposed_s
         + result.dp_exposed_s
         + result.bubble_s
+        + result.host_s
         + result.straggler_s
     )
     assert parts == pytest.approx(result.step_s, rel=0.02)
@@ -186,8 +192,46 @@ def test_context_parallelism_shares_activations_and_gathers_over_more_ranks() ->
     alone, shared = plan(dp=4), plan(dp=4, cp=2)
     assert shared.num_gpus == 2 * alone.num_gpus
     assert memory_of(shared, 0).activations < 0.6 * memory_of(alone, 0).activations
-    assert shared.stages[0].elements == alone.stages[0].elements - 1024 * 2048  # learned positions of half a sequence
+    assert shared.stages[0].elements == alone.stages[0].elements
     assert estimate_step(shared).attention_s == pytest.approx(estimate_step(alone).attention_s / 2)
+
+
+def test_replicas_cost_what_they_exchange_and_step_their_shards() -> None:
+    """Eight ranks a server: shards inside it, replicas across; against four times as many shards."""
+    sharded, replicated = plan(dp=32), plan(dp=8, dp_replicate=4)
+    assert sharded.num_gpus == replicated.num_gpus == 32
+    facts = replicated.stages[0]
+    assert facts.replicated_bytes == pytest.approx(facts.reduced_bytes / 8)
+    alone = estimate_step(plan(dp=8, batch=8))
+    results = {name: estimate_step(case) for name, case in (("shards", sharded), ("replicas", replicated))}
+    assert results["replicas"].optimizer_s == alone.optimizer_s > results["shards"].optimizer_s
+    assert results["replicas"].dp_exposed_s > alone.dp_exposed_s
+
+
+def test_stage_2_of_the_trainer_reduces_in_every_micro_batch() -> None:
+    once, each = (plan(dp=8, zero_stage=stage, overlap={"dp": False}) for stage in (1, 2))
+    reduce_s = estimate_step(once).dp_exposed_s / 2  # as many bytes are gathered, in half the width
+    assert once.num_micro_batches == 4
+    assert estimate_step(each).dp_exposed_s > estimate_step(once).dp_exposed_s + 3 * reduce_s
+
+
+def test_own_8_bit_products_gather_as_the_workload_says() -> None:
+    own = estimate_step(plan(tp=4, dp=8, precision="fp8", model={"fp8": "tensorwise"}))
+    other = estimate_step(plan(tp=4, dp=8, precision="fp8"))
+    half = estimate_step(plan(tp=4, dp=8, precision="fp8", model={"fp8": "tensorwise", "fp8_first": 12}))
+    assert own.tp_exposed_s > other.tp_exposed_s
+    assert own.gemm_s < half.gemm_s
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_slow_host_bounds_the_step_unless_it_is_a_graph(layout: dict[str, Any]) -> None:
+    free, fast, slow = (plan(**layout, host=host) for host in (None, Host(1e-9, 1e-9), Host(1e-3)))
+    assert estimate_step(fast).step_s == pytest.approx(estimate_step(free).step_s)
+    bound = estimate_step(slow)
+    assert bound.host_s > 0.5 * bound.step_s / free.job.parallel.pp
+    assert bound.step_s > 2 * estimate_step(free).step_s
+    graph = free.job.model_copy(update={"loop": free.job.loop.model_copy(update={"cuda_graph": True})})
+    assert estimate_step(dataclasses.replace(slow, job=graph)).step_s == estimate_step(free).step_s
 
 
 def test_recomputation_costs_time_and_saves_memory() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.estimate.devices import device_of
+from bench.estimate.plan import Plan
 from netlayer.config.tree import ClusterConfig, JobConfig
 from netlayer.launch.launcher import launch
 from netlayer.store.meeting import meeting_place
@@ -167,6 +169,27 @@ def test_the_fabric_carries_what_is_counted(job: JobConfig) -> None:
     assert stage_parameters(job).tolist() == [stage_elements(job, stage) for stage in range(layout.pp)]
     assert parameter_bytes(job).tolist() == [total_bytes(each, "dp", "all_gather") for each in of_stages]
     assert gradient_bytes(job).tolist() == [total_bytes(each, "dp", "reduce_scatter") for each in of_stages]
+
+
+@pytest.mark.parametrize("job", PAIRS, ids=range(len(PAIRS)))
+def test_estimates_exchange_what_the_fabric_carries(job: JobConfig) -> None:
+    """Of a step: data-parallel exchanges of shards and between replicas, as stage 1 of ZeRO has them."""
+    layout = job.parallel.layout
+    once = job.model_copy(update={"parallel": job.parallel.model_copy(update={"zero": 1})})
+    cluster = ClusterConfig(servers=layout.world_size // layout.tp, gpus_per_server=layout.tp, servers_per_tor_set=1)
+    alone = job.model_copy(update={"parallel": job.parallel.model_copy(update={"cp": 1})})
+    plan = Plan(job=alone, cluster=cluster, device=device_of("H100"), cp=layout.cp)
+    flows = job_flows(once, cluster, num_channels=1)
+    ranks_of_stage = layout.tp * layout.gradient_ranks
+    around = (layout.dp_cp - 1) / layout.dp_cp
+    replicas = 2 * (layout.dp_replicate - 1) / layout.dp_replicate
+    for kind, sent in (
+        (Kind.DP_ALL_GATHER, [facts.gathered_bytes * around for facts in plan.stages]),
+        (Kind.DP_REDUCE_SCATTER, [facts.reduced_bytes * around for facts in plan.stages]),
+        (Kind.DP_REPLICATE_ALL_REDUCE, [facts.replicated_bytes * replicas for facts in plan.stages]),
+    ):
+        estimated = [each * ranks_of_stage for each in sent]
+        assert by_stage(flows.select(kind), job) == pytest.approx(estimated), (kind, name_of(job))
 
 
 def by_stage(flows: Flows, job: JobConfig) -> list[float]:

@@ -15,7 +15,7 @@ import torch
 
 from netlayer.config.tree import EvaluationConfig
 from netlayer.launch.rank import RankContext
-from trainer.checkpoint import restore
+from trainer.checkpoint import restore, writer_process
 from trainer.checkpoint.meta import find
 from trainer.checkpoint.resume import AUTO, start_of
 from trainer.checkpoint.save import NoRoom
@@ -57,9 +57,17 @@ def full_on_rank_1(context: RankContext, plan: Plan) -> list[str]:
     return said
 
 
-def killed(context: RankContext, plan: Plan, url: str, moment: str) -> None:
+SMALL_BUFFERS = writer_process._PROGRAM.replace(
+    "; main(", "; import trainer.checkpoint.storage as storage; storage._DIRECT_BYTES = 8192; main("
+)
+"""Program of a writer with buffers of two blocks: a file takes many writes, as one of many GiB does, and not one."""
+
+
+def killed(context: RankContext, plan: Plan, url: str, moment: str, has_small_buffers: bool) -> None:
     """Train alone, and be killed at a moment of a save."""
     torch.set_num_threads(1)
+    if has_small_buffers:
+        writer_process._PROGRAM = SMALL_BUFFERS
     os.environ[KILL] = moment
     trainer = Trainer(plan.job, plan.corpus, plan.seed, *meet(context, replace(plan, init_method=url)))
     run(trainer, EvaluationConfig(), lambda _row: None, lambda _row: None, plan.out)

@@ -358,7 +358,10 @@ def main(arguments: Sequence[str]) -> None:
     with contextlib.suppress(OSError):
         os.nice(settings["nice"])
     size = settings["num_bytes"]
-    buffer = memoryview(mmap.mmap(settings["buffer"], size, prot=mmap.PROT_READ)) if size else memoryview(b"")
+    # All pages are there, and are mapped now: faults, one for 64 KiB, took a third of the first save's kernel time.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    memory = mmap.mmap(settings["buffer"], size, flags=flags, prot=mmap.PROT_READ) if size else b""
+    buffer = memoryview(memory)
     process = _Process(Connection(settings["pipe"]), buffer, direct=settings["direct"])
     threading.Thread(target=process.work, name="writes", daemon=True).start()
     process.listen()

@@ -341,6 +341,7 @@ def _create(folder: RunFolder, config: Config, seed: int) -> None:
     from netlayer.config.file import to_toml
     from netlayer.errors import ConfigError
     from trainer.resilience.folder import Spec
+    from trainer.resilience.processes import PRELOADED
 
     if (folder.out / "metrics.jsonl").exists():
         rule = "holds a run of netlayer train"
@@ -363,6 +364,7 @@ def _create(folder: RunFolder, config: Config, seed: int) -> None:
         threads=max(1, cores // ranks_here),
         heartbeat_s=settings.heartbeat_s or (2.0 if is_local else 10.0),
         environ={"NETLAYER_RUN_BACKEND": backend},
+        preload=PRELOADED if settings.warm else (),
         resilience=settings,
     )  # fmt: skip
     folder.create(spec, to_toml(config))

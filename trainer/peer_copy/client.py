@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from netlayer.remote.http_server import is_same_secret
 from trainer.checkpoint.digest import crc32
 from trainer.peer_copy.protocol import (
     CHECK,
@@ -28,7 +29,6 @@ from trainer.peer_copy.protocol import (
     PROOF,
     SIGNATURE,
     STORE,
-    is_same,
     proof_of,
     signature_of,
 )
@@ -66,7 +66,7 @@ class Connection:
             self.close()
             raise StoreGone(f"{url}: {exc}") from exc
         theirs = response.getheader(NONCE, "")
-        if not is_same(proof_of(token, own, theirs), response.getheader(PROOF, "")):
+        if not is_same_secret(proof_of(token, own, theirs), response.getheader(PROOF, "")):
             self.close()
             raise StoreGone(f"{url}: another program answers there")
         self._nonces = f"{own}/{theirs}"

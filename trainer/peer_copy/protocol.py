@@ -52,10 +52,5 @@ def signature_of(token: str, nonces: str, number: int, method: str, target: str,
     return _hmac(token, "request", nonces, str(number), method, target, span, str(length))
 
 
-def is_same(one: str, other: str) -> bool:
-    """Compare in a time that does not depend on where they differ."""
-    return hmac.compare_digest(one.encode(), other.encode())
-
-
 def _hmac(token: str, *parts: str) -> str:
     return hmac.new(token.encode(), "\n".join(parts).encode(), hashlib.sha256).hexdigest()

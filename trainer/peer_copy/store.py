@@ -32,11 +32,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from netlayer.remote.http_server import BoundedHandler, BoundedServer, Refusal, is_same_secret
 from trainer.checkpoint.digest import crc32
 from trainer.peer_copy.protocol import (
     CHECK,
@@ -51,7 +51,6 @@ from trainer.peer_copy.protocol import (
     SIGNATURE,
     STORE,
     is_name,
-    is_same,
     proof_of,
     signature_of,
 )
@@ -181,25 +180,9 @@ class _Upload:
     file: _File
 
 
-class _Refusal(Exception):
-    """A request that is not served.
-
-    Args:
-        status: HTTP's.
-        text: why.
-        closes: what follows on the connection cannot be told apart.
-    """
-
-    def __init__(self, status: int, text: str, *, closes: bool = False) -> None:
-        super().__init__(text)
-        self.status, self.closes = status, closes
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     """One connection."""
 
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "netlayer", ""
     timeout = _STRANGER_S
     disable_nagle_algorithm = True
     server: StoreServer
@@ -211,31 +194,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         self._drop_upload()  # of a writer that was killed
-        with contextlib.suppress(OSError):
-            super().finish()
+        super().finish()
 
-    def handle(self) -> None:
-        with contextlib.suppress(OSError):  # the other side has gone
-            super().handle()
-
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802  (of http.server)
         self._serve()
 
-    def do_PUT(self) -> None:
+    def do_PUT(self) -> None:  # noqa: N802  (of http.server)
         self._serve()
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802  (of http.server)
         self._serve()
 
-    def do_DELETE(self) -> None:
+    def do_DELETE(self) -> None:  # noqa: N802  (of http.server)
         self._serve()
-
-    def log_message(self, template: str, *arguments: object) -> None:
-        logger.debug(template, *arguments)
 
     def _serve(self) -> None:
         try:
-            length = self._body_length()
+            length = self.body_length(MAX_PART_BYTES)
             split = urlsplit(self.path)
             path, query = unquote(split.path), dict(parse_qsl(split.query))
             if self.command == "GET" and path == HELLO:
@@ -243,24 +218,16 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             self._check_signature(length)
             if self.command != "PUT" and length:
-                raise _Refusal(400, "a body that nobody asked for", closes=True)
+                raise Refusal(400, "a body that nobody asked for", closes=True)
             self._answer(path, query, length)
-        except _Refusal as exc:
+        except Refusal as exc:
             self.close_connection = self.close_connection or exc.closes
             self._send(exc.status, str(exc).encode())
-
-    def _body_length(self) -> int:
-        text = self.headers.get("Content-Length", "0")
-        if "Transfer-Encoding" in self.headers or not text.isascii() or not text.isdigit():
-            raise _Refusal(411, "the length of the body is not given", closes=True)
-        if len(text) > len(str(MAX_PART_BYTES)) or int(text) > MAX_PART_BYTES:
-            raise _Refusal(413, f"a body has {MAX_PART_BYTES} bytes at most", closes=True)
-        return int(text)
 
     def _greet(self) -> None:
         client = self.headers.get(NONCE, "")
         if not 32 <= len(client) <= 128:
-            raise _Refusal(400, f"{NONCE} is missing")
+            raise Refusal(400, f"{NONCE} is missing")
         own = secrets.token_hex(16)
         self._nonces, self._number = f"{client}/{own}", 0
         self._send(200, b"", {NONCE: own, PROOF: proof_of(self.server.token, client, own)})
@@ -271,8 +238,8 @@ class _Handler(BaseHTTPRequestHandler):
         span = self.headers.get("Range", "")
         arguments = self._nonces, self._number, self.command, self.path, span, length
         signature = signature_of(self.server.token, *arguments)
-        if not self._nonces or not is_same(signature, self.headers.get(SIGNATURE, "")):
-            raise _Refusal(401, "the signature is not of this run", closes=True)
+        if not self._nonces or not is_same_secret(signature, self.headers.get(SIGNATURE, "")):
+            raise Refusal(401, "the signature is not of this run", closes=True)
         self.connection.settimeout(_SILENT_S)
         self.server.touch()
 
@@ -299,12 +266,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({})
             self.server.end()
         else:
-            raise _Refusal(404, "no such thing")
+            raise Refusal(404, "no such thing")
 
     def _send_file(self, name: str) -> None:
         file = self.server.contents.get(name)
         if file is None:
-            raise _Refusal(404, "no such file")
+            raise Refusal(404, "no such file")
         start, end = self._span(file.size)
         status = 200 if (start, end) == (0, file.size) else 206
         self.send_response(status)
@@ -324,9 +291,9 @@ class _Handler(BaseHTTPRequestHandler):
             return 0, size
         first, _, last = text.removeprefix("bytes=").partition("-")
         if not (text.startswith("bytes=") and first.isdigit() and last.isdigit() and int(first) <= int(last)):
-            raise _Refusal(400, "a range is bytes=FIRST-LAST")
+            raise Refusal(400, "a range is bytes=FIRST-LAST")
         if int(first) >= size:
-            raise _Refusal(416, f"the file has {size} bytes")
+            raise Refusal(416, f"the file has {size} bytes")
         return int(first), min(size, int(last) + 1)
 
     def _receive(self, name: str, query: dict[str, str], length: int) -> None:
@@ -337,7 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._upload = _Upload(name, _File())
         upload = self._upload
         if upload is None or upload.name != name or upload.file.size != offset:
-            raise _Refusal(409, "not the part that comes next", closes=True)
+            raise Refusal(409, "not the part that comes next", closes=True)
         if not contents.reserve(length):
             for _ in self._body(length):  # so that the other side is there to read the answer
                 pass
@@ -353,7 +320,7 @@ class _Handler(BaseHTTPRequestHandler):
         if query.get("final") == "1":
             if upload.file.crc != _number_of(query, "crc"):
                 self._drop_upload()
-                raise _Refusal(422, "what came is not what was sent")
+                raise Refusal(422, "what came is not what was sent")
             contents.put(name, upload.file)
             self._upload = None
         self._send_json({})
@@ -389,18 +356,18 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _checked_name(name: str) -> str:
     if not is_name(name):
-        raise _Refusal(400, "no name of a file")
+        raise Refusal(400, "no name of a file")
     return name
 
 
 def _number_of(query: dict[str, str], key: str) -> int:
     text = query.get(key, "")
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise _Refusal(400, f"{key} is no number", closes=True)
+        raise Refusal(400, f"{key} is no number", closes=True)
     return int(text)
 
 
-class StoreServer(ThreadingHTTPServer):
+class StoreServer(BoundedServer):
     """Serves `Contents` on an address, to those who hold the token.
 
     Args:
@@ -412,9 +379,7 @@ class StoreServer(ThreadingHTTPServer):
         OSError: the address is not of this machine.
     """
 
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
+    max_connections = _MAX_CONNECTIONS
 
     def __init__(self, address: str, token: str, limit_bytes: int) -> None:
         if ":" in address:
@@ -423,7 +388,6 @@ class StoreServer(ThreadingHTTPServer):
         self.token, self.contents = token, Contents(limit_bytes)
         self._touched_s = time.monotonic()
         self._ended = threading.Event()
-        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
 
     @property
     def url(self) -> str:
@@ -445,25 +409,6 @@ class StoreServer(ThreadingHTTPServer):
             if time.monotonic() > self._touched_s + hold_s:
                 return f"nobody of the run has spoken for {hold_s:g} s"
         return "it was told to"
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._connections.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no thread can be started: nobody else gives the place back
-            self._connections.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._connections.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (of socketserver)
-        logger.exception("a request of %s failed", client_address)
 
 
 def main(settings_file: str) -> None:

@@ -452,6 +452,9 @@ class Driver:
         incident.decision = decision.to_json()
         self.roster.evict(decision.evict, decision.reason)
         facts.suspects = list(decision.suspects)
+        if decision.swap:
+            one, other = (facts.members.index(name) for name in decision.swap)
+            facts.members[one], facts.members[other] = facts.members[other], facts.members[one]
         facts.incident = {}
         # Its findings stand in the entries before: every later one would repeat them.
         brief = {key: value for key, value in incident.to_json().items() if key != "findings"}

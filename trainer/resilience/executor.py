@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -31,6 +31,7 @@ from collectives.health.host import own_gpu_addresses, pci_addresses
 from netlayer import log
 from netlayer.environ import boot_id
 from netlayer.errors import NetlayerError
+from netlayer.launch.fork_server import Forked
 from netlayer.lock import LockBusy, claimed
 from netlayer.observe.events.clocks import RankClock
 from netlayer.observe.port_bytes import BYTE_COUNTERS, SYSFS
@@ -55,7 +56,7 @@ from trainer.resilience.messages import (
     seal,
     unseal,
 )
-from trainer.resilience.processes import KernelLog, TrainingProcesses, wait_until
+from trainer.resilience.processes import KernelLog, TrainingProcesses, Warm, wait_until
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class SelfCheck:
 
     Args:
         number: that the driver has asked for.
-        command: of `trainer.resilience.self_check`.
+        start: starts `trainer.resilience.self_check`, with these files as stdout and stderr.
         limit_s: of each try.
         retries: after tries that were unclear: [Note: what fails] in `trainer.resilience.self_check`.
         meanwhile: called again and again while one that is killed takes its time to end.
@@ -78,13 +79,13 @@ class SelfCheck:
     def __init__(
         self,
         number: int,
-        command: Sequence[str],
+        start: Callable[[IO[bytes], IO[bytes]], subprocess.Popen[bytes] | Forked],
         limit_s: float,
         retries: int = 0,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self.number, self._meanwhile = number, meanwhile
-        self._command, self._limit_s, self._retries = command, limit_s, retries
+        self._begin, self._limit_s, self._retries = start, limit_s, retries
         self._tries = 0
         self._start()
 
@@ -94,9 +95,7 @@ class SelfCheck:
         self._begin_s = time.monotonic()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the try
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._errors, start_new_session=True
-        )
+        self._process = self._begin(self._output, self._errors)
 
     def results(self) -> list[CheckResult] | None:
         """Results of the last try, once; None: one is still under way."""
@@ -181,6 +180,19 @@ class Executor:
         self._is_leaving = False
         self._hardware = _hardware()
         self._traffic = _Traffic()
+        self._followed = (0, 0)
+        environ = {
+            # Left by a launcher around the executor, these would say that the ranks are its own.
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_"))
+            },
+            "OMP_NUM_THREADS": str(self._spec.threads),
+            **self._spec.environ,
+        }
+        self._environ = environ
+        self._warm = Warm(self._spec.preload, f"{folder.out} {node}", environ)
 
     def run(self) -> None:
         """Follow the driver until it says that this node leaves the run, or until there has been none for long."""
@@ -200,6 +212,7 @@ class Executor:
             self._end_processes()
             if self._check is not None:
                 self._check.end()
+            self._warm.end()
 
     def ask_to_leave(self) -> None:
         """Leave after the current round; for a signal's handler."""
@@ -236,9 +249,13 @@ class Executor:
         is_same = processes is not None and processes.incarnation == assignment.incarnation
         if processes is not None and not (assignment.action in ("train", "drain") and is_same):
             self._end_processes()
+        is_new = assignment.action == "train" and not is_same and assignment.incarnation > self._last_incarnation()
+        if is_new and self._warm.is_loading:
+            return  # a start now would import the same once more in each rank, and be later
+        self._followed = (assignment.epoch, assignment.seq)
         if processes is not None and assignment.action == "drain" and is_same:
             processes.drain()
-        if assignment.action == "train" and not is_same and assignment.incarnation > self._last_incarnation():
+        if is_new:
             self._start_processes()
         if assignment.action == "check":
             self._follow_check(assignment.check)
@@ -254,13 +271,18 @@ class Executor:
         if self._check is not None and self._check.number != number:
             self._check.end()
             self._check = None
+        settings = self._settings
         if self._check is None:
+            if settings.checks != "host" and self._warm.is_loading:
+                return  # as the ranks: it needs torch
             self._own.mkdir(parents=True, exist_ok=True)
             backend, ranks = self._spec.environ.get("NETLAYER_RUN_BACKEND", "gloo"), str(self._spec.ranks_per_node)
-            program = [sys.executable, "-m", "trainer.resilience.self_check"]
-            command = [*program, str(self._own), self._settings.checks, ranks, backend]
-            settings = self._settings
-            self._check = SelfCheck(number, command, settings.checks_s, settings.checks_retries, self._tell)
+            command = ["trainer.resilience.self_check", str(self._own), settings.checks, ranks, backend]
+
+            def start(stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes] | Forked:
+                return self._warm.start(command, "self-check", os.environ, stdout, stderr)
+
+            self._check = SelfCheck(number, start, settings.checks_s, settings.checks_retries, self._tell)
         results = self._check.results()
         if results is not None:
             self._checks = [*results, self._kernel_check()][-_MAX_RESULTS:]
@@ -279,14 +301,7 @@ class Executor:
         per_node = spec.ranks_per_node
         first = assignment.node_rank * per_node
         environ = {
-            # Left by a launcher around the executor, these would say that the ranks are its own.
-            **{
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith(("SLURM_", "OMPI_", "TORCHELASTIC_"))
-            },
-            "OMP_NUM_THREADS": str(spec.threads),
-            **spec.environ,
+            **self._environ,
             "WORLD_SIZE": str(assignment.num_nodes * per_node),
             "LOCAL_WORLD_SIZE": str(per_node),
             "NETLAYER_NODE": self.node,
@@ -294,7 +309,7 @@ class Executor:
             "MASTER_PORT": str(assignment.master_port),
         }
         write_text(self._own / _INCARNATION, f"{assignment.incarnation}\n")
-        self._processes = TrainingProcesses(self._own, assignment.incarnation, self._clock.now_ns)
+        self._processes = TrainingProcesses(self._own, assignment.incarnation, self._clock.now_ns, self._warm)
         self._port = 0  # it is in use now: the next start gets another
         self._lines.clear()
         self._matches.clear()
@@ -357,7 +372,7 @@ class Executor:
         state = (
             [(each.rank, each.state, each.exit_code, each.is_finite) for each in ranks],
             len(self._matches),
-            (self._assignment.epoch, self._assignment.seq),
+            self._followed,
             self._checks_of,
             bool(ranks) and min(each.step for each in ranks) > 0,
         )
@@ -394,7 +409,7 @@ class Executor:
                 host=socket.gethostname()[:255],
                 pid=os.getpid(),
                 hardware=self._hardware,
-                assignment=(self._assignment.epoch, self._assignment.seq),
+                assignment=self._followed,
                 phase=self._phase(ranks),
                 incarnation=self._processes.incarnation if self._processes else 0,
                 port=self._port,

@@ -51,6 +51,8 @@ class Spec:
         heartbeat_s: seconds between heartbeats.
         environ: further variables of the training processes.
         resilience: settings of job.resilience.
+        preload: modules that a process of each node imports once, to fork the training processes from it; none: each
+            is a fresh interpreter.
     """
 
     run: str
@@ -62,6 +64,7 @@ class Spec:
     heartbeat_s: float
     environ: dict[str, str] = field(default_factory=dict)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,10 @@ class RunFolder:
         try:
             tree: dict[str, Any] = json.loads(self._spec.read_bytes())
             settings = ResilienceConfig.model_validate(tree.pop("resilience"))
-            return Spec(**tree | {"command": tuple(tree["command"])}, resilience=settings)
+            return Spec(
+                **tree | {"command": tuple(tree["command"]), "preload": tuple(tree.get("preload", ()))},
+                resilience=settings,
+            )
         except FileNotFoundError:
             remedy = "give the --out of netlayer run start"
             raise ConfigError("run", self.out, "is no run of netlayer run", remedy) from None

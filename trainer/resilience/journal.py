@@ -40,6 +40,7 @@ class Journal:
         tail = os.pread(self._descriptor, _TAIL_BYTES, max(0, size - _TAIL_BYTES))
         if tail and not tail.endswith(b"\n"):
             os.ftruncate(self._descriptor, size - len(tail) + tail.rfind(b"\n") + 1)
+        self._size = os.fstat(self._descriptor).st_size
         last = last_entry(path)
         self.seq = int(last.get("seq", 0))
         self.facts = Facts.from_json(last["facts"]) if last else Facts()
@@ -85,15 +86,18 @@ class Journal:
         facts = self.facts.to_json()
         line = {"version": VERSION, "seq": self.seq + 1, "at": utc_now(), **entry, "facts": facts}
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-        size = os.fstat(self._descriptor).st_size
+        if os.fstat(self._descriptor).st_size > self._size:
+            os.ftruncate(self._descriptor, self._size)  # what is left of a line that failed, and could not be removed
         try:
             view = memoryview(data)
             while view:
                 view = view[os.write(self._descriptor, view) :]
             os.fsync(self._descriptor)
         except OSError:
-            os.ftruncate(self._descriptor, size)  # or half a line would stand before the next
+            with contextlib.suppress(OSError):  # else the next call does it, before it writes
+                os.ftruncate(self._descriptor, self._size)
             raise
+        self._size += len(data)
         self.seq += 1
         self._written = facts
 

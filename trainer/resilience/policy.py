@@ -4,7 +4,9 @@
 too. So findings of an incident are read in this order, and the first kind that is there decides:
 
 1. somebody asked for an eviction; a node failed its self-check; a line of hardware; a node that is lost;
-2. processes killed or stopped by a signal that nobody of ours sent, and those that ran out of memory: all of them;
+2. processes killed or stopped by a signal that nobody of ours sent, and those that ran out of memory: all of them; on
+   most nodes at once, what they share is likelier (a scheduler that ends its step, a program that crashes), and none
+   is blamed;
 3. ranks whose replica of the model differs from most others (`trainer.replicas`); ranks that others name
    (`collectives.watch` knows who waits for whom); a rank with a lost number, if it is one;
 4. a damaged checkpoint, a disk that is full, a job that is wrong in itself: on all ranks alike, no node is to blame;
@@ -13,7 +15,9 @@ too. So findings of an incident are read in this order, and the first kind that 
 6. else it is unclear: something stands still, or peers are gone, and nobody says whose fault that is.
 
 [Note: what is done] Hardware and lost nodes are evicted. A process's fault is answered by a restart in place; when the
-same node has one again (job.resilience.retries_in_place), it is evicted. An unclear fault is retried once; when it
+same node has one again (job.resilience.retries_in_place), it is evicted; if it came after the same step as before, its
+ranks first change places with another node's: a fault of the node stays with the node, one of the program or its data
+goes with the ranks, and evicts nobody. An unclear fault is retried once; when it
 comes again, half of the nodes that are still suspected are replaced (first those whose self-check could not be made,
 or that ended among the first), as far as there are standbys: where it stays away
 then, the fault was among those that left (they stay out), and where it comes again, among the others. A number that
@@ -39,6 +43,7 @@ _BY_SIGNAL: tuple[Kind, ...] = ("killed", "stopped", "memory")
 _MAX_FINDINGS = 40
 _MAX_REASON = 600  # characters: it stands in every later entry of the journal
 _REMEMBERED_S = 24 * 3600.0
+_MOST_AT_ONCE = 0.5  # share of the members above which killed processes are no node's fault
 _MAX_EVICTED = 0.5  # share of the members that one decision may evict
 
 
@@ -98,6 +103,7 @@ class Decision:
         suspects: nodes one of which may be at fault, after this decision: what `Facts.suspects` becomes.
         reason: the evidence, in one line.
         ranks: whose nodes are evicted because they are slow.
+        swap: two nodes that change places; empty: all keep theirs.
     """
 
     action: Action
@@ -107,6 +113,7 @@ class Decision:
     suspects: tuple[str, ...]
     reason: str
     ranks: tuple[int, ...] = ()
+    swap: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,7 +128,7 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
         settings: bounds.
         standbys: healthy nodes that could take a place, those that the backend can still give among them.
     """
-    kind, nodes, reason, suspects = diagnose(incident)
+    kind, nodes, reason, suspects = diagnose(incident, len(facts.members))
     if kind == "job":
         return Decision("give_up", kind, nodes, (), (), f"{reason}; no restart repairs that")
     if kind == "nan" and (before := _lost_before(incident, facts, nodes)):
@@ -132,19 +139,44 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
     if facts.restarts >= settings.max_restarts:
         line = f"{facts.restarts} restarts, as many as job.resilience.max_restarts allows; the last fault: {reason}"
         return Decision("give_up", kind, nodes, (), (), line)
-    if kind in ("checkpoint", "disk") or (kind == "slow" and not standbys):
+    if kind in ("checkpoint", "disk") or (kind == "slow" and not standbys) or (kind in _BY_SIGNAL and not nodes):
         return Decision("retry", kind, (), (), (), reason)
     if kind in ("asked", "self_check", "hardware", "node_lost", "slow") or (kind == "corrupt" and nodes):
         return Decision("evict", kind, nodes, nodes, (), reason, _slow_ranks(incident) if kind == "slow" else ())
     if nodes:
-        again = tuple(
-            node for node in nodes if _faults_of(node, facts, incident.detected_s) >= settings.retries_in_place
-        )
-        if again:
-            line = f"{reason}; {', '.join(again)} had a fault of its processes before"
-            return Decision("evict", kind, nodes, again, (), line)
-        return Decision("retry", kind, nodes, (), (), f"{reason}; restarted in place")
+        return _answer_processes(kind, nodes, reason, incident, facts, settings)
     return _isolate(kind, reason, [*incident.unclear_checks, *suspects], facts, standbys)
+
+
+def _answer_processes(
+    kind: str, nodes: tuple[str, ...], reason: str, incident: Incident, facts: Facts, settings: ResilienceConfig
+) -> Decision:
+    """Restart in place, let nodes change places, or evict those whose processes have failed before."""
+    again = tuple(node for node in nodes if _faults_of(node, facts, incident.detected_s) >= settings.retries_in_place)
+    if swap := _swap(incident, facts, nodes, again):
+        line = f"{reason}; after the same step as before: {swap[0]} and {swap[1]} change places, to see whether it"
+        return Decision("retry", kind, nodes, (), (), f"{line} goes with the node or with its ranks", swap=swap)
+    if kind == "nan" and again and len(facts.members) == 1:
+        return Decision("retry", kind, nodes, (), (), f"{reason}; there is no other node to compare with: restarted")
+    if again:
+        line = f"{reason}; {', '.join(again)} had a fault of its processes before"
+        return Decision("evict", kind, nodes, again, (), line)
+    return Decision("retry", kind, nodes, (), (), f"{reason}; restarted in place")
+
+
+def _swap(incident: Incident, facts: Facts, nodes: Sequence[str], again: Sequence[str]) -> tuple[str, ...]:
+    """Return two nodes that change places: one whose processes failed after the same step before, and one that did not.
+
+    Empty: it has not failed so, it has changed places since, or there is no other node.
+    """
+    blamed = [each["decision"] for each in facts.incidents if _is_same_step(each, incident)]
+    well = [node for node in facts.members if node not in nodes]
+    well.sort(key=lambda node: (node in incident.unclear_checks, _faults_of(node, facts, incident.detected_s)))
+    for node in again:
+        own = [decision for decision in blamed if node in decision.get("nodes", ())]
+        if own and well and node in facts.members and not any(node in each.get("swap", ()) for each in own):
+            return node, well[0]
+    return ()
 
 
 def spare_slow(finding: Finding, facts: Facts, standbys: int, now_s: float) -> Finding:
@@ -179,8 +211,8 @@ class Diagnosis(NamedTuple):
     suspects: tuple[str, ...] = ()
 
 
-def diagnose(incident: Incident) -> Diagnosis:
-    """Say what has failed, and where: [Note: who is to blame]."""
+def diagnose(incident: Incident, num_members: int) -> Diagnosis:
+    """Say what has failed, and where, among so many nodes: [Note: who is to blame]."""
     causes = [finding for finding in incident.findings if finding.weight in ("cause", "evidence")]
     placed = [finding for finding in causes if finding.node]
     if by_hand := [finding for finding in placed if finding.kind == "asked"]:
@@ -194,6 +226,9 @@ def diagnose(incident: Incident) -> Diagnosis:
     # kind each, for a rank that is held up by a lost number is not slow.
     for kinds in (("hardware", "node_lost"), _BY_SIGNAL, ("corrupt",), ("named",), ("nan",), ("slow",)):
         chosen = hardware if kinds[0] == "hardware" else [finding for finding in placed if finding.kind in kinds]
+        if chosen and kinds == _BY_SIGNAL and _is_shared(chosen, num_members):
+            line = f"on most nodes at once, so none of them is to blame: {_told(chosen)[1]}"
+            return Diagnosis(chosen[0].kind, (), plain(line, _MAX_REASON))
         if chosen:
             return Diagnosis(chosen[0].kind, *_told(chosen))
     for kind in ("corrupt", "nan", "checkpoint", "disk", "job"):
@@ -203,6 +238,12 @@ def diagnose(incident: Incident) -> Diagnosis:
     if hung and hung[0].node:
         return Diagnosis("hung", *_told(hung[:1]))
     return _first_exit(incident.findings, hung)
+
+
+def _is_shared(findings: Sequence[Finding], num_members: int) -> bool:
+    """Whether findings of processes are on most nodes at once."""
+    num = len({finding.node for finding in findings})
+    return num > 1 and num > _MOST_AT_ONCE * num_members
 
 
 def _first_exit(findings: Sequence[Finding], hung: Sequence[Finding]) -> Diagnosis:
@@ -249,11 +290,16 @@ def _faults_of(node: str, facts: Facts, now_s: float) -> int:
     return sum(node in each["decision"].get("nodes", ()) for each in recent)
 
 
+def _is_same_step(earlier: Mapping[str, Any], incident: Incident) -> bool:
+    """Whether two faults came at the same step: the last step that is known may be one less than the last taken."""
+    return abs(int(earlier["step"]) - incident.step) <= 1
+
+
 def _lost_before(incident: Incident, facts: Facts, nodes: tuple[str, ...]) -> str:
     """Say why a lost number is the job's: it was lost after the same step before, and not on the same node."""
     for each in facts.incidents:
         decision = each["decision"]
-        if decision.get("kind") != "nan" or each["step"] != incident.step:
+        if decision.get("kind") != "nan" or not _is_same_step(each, incident):
             continue
         before = tuple(decision.get("nodes", ()))
         if not nodes or not before or set(before).isdisjoint(nodes):

@@ -1,12 +1,14 @@
 """Training processes of one node: started, looked at, read, and ended, with all that they started.
 
-Each has a session of its own and a log of its own. What a rank started dies with it, daemons too, by a mark in the
-environment; where the executor itself is killed, the keeper of `netlayer.launch` ends them.
+Each has a session of its own and a log of its own; it is a fork of a process that has torch and the trainer imported,
+where there is one (`Warm`). What a rank started dies with it, daemons too, by a mark in the environment; where the
+executor itself is killed, the keeper of `netlayer.launch` ends them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import select
@@ -19,21 +21,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from netlayer.launch.fork_server import Forked, ForkServer, ForkServerLost, Request, run_module
 from netlayer.launch.keeper import kill_strays
 from trainer.resilience import progress
 from trainer.resilience.messages import RankStatus
 
+logger = logging.getLogger(__name__)
+
+PRELOADED = ("torch._dynamo", "trainer.worker", "trainer.commands.train", "pandas")
+"""Modules that a process of `netlayer train` has before its first step; pandas if it is there, for Arrow wants it."""
 _MARK = "NETLAYER_RUN_MARK"
 _BLOCKED_S = 10.0  # in the kernel, before it is told: a disk is slow now and then
 _KILLED_S = 10.0
 _KEEPER = "import sys; sys.path[:0] = [sys.argv.pop()]; from netlayer.launch.keeper import keep; keep()"
 _MAX_READ = 1 << 18  # bytes of one log at a time
+_LOAD_S = 300.0  # for the imports, where a file system is slow
+_MOST_SERVERS = 3
 
 
 @dataclass
 class _Process:
     rank: int
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | Forked
     progress: Path
     started_s: float
     was_signalled: bool = False
@@ -111,6 +120,84 @@ class KernelLog:
             yield record.decode(errors="backslashreplace").partition(";")[2].partition("\n")[0]
 
 
+class Warm:
+    """Process of a node that has torch and the trainer imported, and forks what the node starts.
+
+    One that is lost (killed for memory, say) is started again, for the next start, three times at most; where it forks
+    nothing, whatever is started is a fresh interpreter.
+
+    Args:
+        modules: that it imports; none: there is no such process.
+        label: shown in its command line.
+        environ: of the training processes, as far as all have the same.
+    """
+
+    def __init__(self, modules: Sequence[str], label: str, environ: Mapping[str, str]) -> None:
+        self.mark = secrets.token_hex(8)
+        """In the environment that the kernel shows of it and of all its forks."""
+        self._modules, self._label, self._environ = modules, label, environ
+        self._server: ForkServer | None = None
+        self._num_started = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._server = None
+        self._loading_s = time.monotonic()
+        if self._modules and self._num_started < _MOST_SERVERS:
+            self._num_started += 1
+            self._server = ForkServer(self._modules, self._label, self._environ, self.mark)
+
+    @property
+    def pids(self) -> list[int]:
+        """Its own process id, if it is there."""
+        return [self._server.pid] if self._server else []
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it will fork, and does not yet."""
+        if self._server is None or not self._server.is_loading:
+            return False
+        if time.monotonic() - self._loading_s < _LOAD_S:
+            return True
+        logger.warning("imports are not done after %g s: what is started is not forked", _LOAD_S)
+        self.end()
+        return False
+
+    def start(
+        self, command: Sequence[str], name: str, environ: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
+    ) -> subprocess.Popen[bytes] | Forked:
+        """Start `python -m command` in a session of its own: as a fork, or, where that cannot be, afresh.
+
+        Args:
+            command: module and arguments.
+            name: of the process, where it is a fork.
+            environ: all its variables.
+        """
+        if self._server is not None and not self._server.is_loading:
+            entry = f"{run_module.__module__}:{run_module.__name__}"
+            request = Request(os.getpid(), entry, list(command), name, dict(environ), str(Path.cwd()))
+            try:
+                with Path(os.devnull).open("rb") as stdin:
+                    return self._server.fork(request, [stdin.fileno(), stdout.fileno(), stderr.fileno()])
+            except ForkServerLost as exc:
+                logger.warning("started afresh, not forked: %s", exc)
+                self._start()
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=dict(environ),
+            start_new_session=True,
+        )
+
+    def end(self) -> None:
+        """End it; its forks go on."""
+        if self._server is not None:
+            self._server.end()
+            self._server = None
+
+
 class TrainingProcesses:
     """All training processes of a node in one incarnation.
 
@@ -118,14 +205,22 @@ class TrainingProcesses:
         folder: of the node, for logs and progress.
         incarnation: number of the start.
         now_ns: clock of what is told of them, ns since 1970.
+        warm: what starts them; None: all are fresh.
     """
 
-    def __init__(self, folder: Path, incarnation: int, now_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        incarnation: int,
+        now_ns: Callable[[], int] = time.time_ns,
+        warm: Warm | None = None,
+    ) -> None:
         self.incarnation = incarnation
         self.readers: list[LogReader] = []
         self.is_draining = self.is_killed = False
         self._folder, self._now_ns = folder, now_ns
-        self._mark = secrets.token_hex(8)
+        self._warm = warm or Warm((), "", {})
+        self._mark = self._warm.mark
         self._processes: list[_Process] = []
         self._keeper: subprocess.Popen[bytes] | None = None
 
@@ -157,14 +252,7 @@ class TrainingProcesses:
             }
             with log.open("ab") as stdout:
                 self.readers.append(LogReader(log, rank))
-                popen = subprocess.Popen(
-                    [sys.executable, "-m", *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stdout,
-                    env={**environ, **own},
-                    start_new_session=True,
-                )
+                popen = self._warm.start(command, f"rank {rank}", {**environ, **own}, stdout, stdout)
             self._processes.append(_Process(rank, popen, progress_file, time.monotonic(), alive_ns=self._now_ns()))
             assert self._keeper.stdin is not None
             with contextlib.suppress(OSError):
@@ -221,7 +309,7 @@ class TrainingProcesses:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.popen.pid, signal.SIGKILL)
         wait_until(lambda: self.are_ended, meanwhile)
-        kill_strays(self._mark)
+        kill_strays(self._mark, self._warm.pids)
         self.is_killed = True
         if self._keeper is not None:
             # Killed before its stdin closes: to the keeper, that would mean that its owner has died.

@@ -34,6 +34,7 @@ from trainer.resilience.processes import read_tail
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 8
+_QUIET_S = 10.0  # without a word from a rank, before `run status` says so
 _AGREED = re.compile(r"replicas that agreed after step (\d+) differ: ")
 _CHECKPOINT = re.compile(r"(?P<location>[^\s'\"=]*)(?P<name>step-\d{6,})")
 
@@ -84,7 +85,10 @@ def write_status(
                 "tx_bytes": beat.tx_bytes,
                 "rx_bytes": beat.rx_bytes,
             }
-            row["ranks"] = [{"rank": each.rank, "state": each.state, "step": each.step} for each in beat.ranks]
+            row["ranks"] = [
+                {"rank": each.rank, "state": each.state, "step": each.step, "quiet_s": round(each.quiet_s, 1)}
+                for each in beat.ranks
+            ]
         nodes.append(row)
     tree = {"at_s": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "state": facts.state, **seen}
     with contextlib.suppress(NetlayerError, OSError):
@@ -206,6 +210,14 @@ def _node_line(row: dict[str, Any]) -> str:
         return f"{row['node']}: evicted: {plain(row['reason'], 200)}"
     if "ranks" not in row:
         return f"{row['node']}: {row['role']}, not heard of yet"
-    ranks = ", ".join(f"{each['rank']} {each['state']} at step {each['step']}" for each in row["ranks"])
+    ranks = ", ".join(
+        f"{each['rank']} {each['state']} at step {each['step']}"
+        + (
+            f", quiet for {each['quiet_s']:.0f} s"
+            if each.get("quiet_s", 0) > _QUIET_S and each["state"] != "ended"
+            else ""
+        )
+        for each in row["ranks"]
+    )
     line = f"{row['node']}: {row['role']}, {row['phase']}, heard {row['silent_s']} s ago, {plain(row['host'])}"
     return f"{line}; rank {ranks}" if ranks else line

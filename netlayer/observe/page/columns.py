@@ -295,7 +295,7 @@ class _Builder:
         begins = np.searchsorted(inverse[order], np.arange(keys.shape[1] + 1))
         for number, (name_, host, unit, facts, rank) in enumerate(keys.T.tolist()):
             of_series = order[begins[number] : begins[number + 1]]
-            port = str(_facts(values[3][facts]).get("port", ""))
+            port = str(parse_facts(values[3][facts]).get("port", ""))
             key = (values[0][name_], rank if rank >= 0 else None, values[1][host], port, values[2][unit])
             self._counters.setdefault(key, []).append(tuple(column[of_series] for column in columns))
 
@@ -303,7 +303,7 @@ class _Builder:
         columns = [integers(batch[name]) for name in ("attempt", "rank", "step")]
         values = np.asarray(batch["value"], float)
         for attempt, rank, step, value, text in zip(*columns, values, attributes, strict=True):
-            facts = _facts(text)
+            facts = parse_facts(text)
             before_s = facts.get("before_s")
             if rank >= 0 and step != NO_STEP and facts.get("timing") == "host":
                 before = float(before_s) if isinstance(before_s, int | float) else 0.0
@@ -349,7 +349,8 @@ def _mask(flags: NDArray[Any]) -> pa.Array:
     return pa.array(np.asarray(flags, bool))
 
 
-def _facts(text: str) -> dict[str, Any]:
+def parse_facts(text: str) -> dict[str, Any]:
+    """Attributes of an event from their JSON; empty where they are no object."""
     try:
         tree = json.loads(text) if text else {}
     except (ValueError, RecursionError):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netlayer.observe.page.columns import CLASSES, Readings, integers, texts
+from netlayer.observe.page.columns import CLASSES, Readings, integers, parse_facts, texts
 from netlayer.observe.page.payload import pack
 from netlayer.observe.page.view import RunView, describe_facts
 
@@ -76,14 +76,30 @@ def events(view: RunView, ranks: Sequence[int], steps: tuple[int, int] | None) -
         values, indices = np.unique(texts(rows[name]).astype(str), return_inverse=True)
         names[name], arrays[name] = [str(value) for value in values], indices.astype(np.int32)
     marked = np.flatnonzero(code == _MARK)[:2000]
-    lines = {int(at): rows["text"][at].as_py() or _shorten(rows["attributes"][at].as_py()) for at in marked.tolist()}
+    lines = {
+        int(at): (rows["text"][at].as_py() or describe_facts(parse_facts(rows["attributes"][at].as_py() or "")))[:400]
+        for at in marked.tolist()
+    }
     facts = {"base_ns": str(base_ns), "since_begin_ms": (base_ns - view.begin_ns) / 1e6, "names": names,
-             "omitted": omitted, "classes": CLASSES, "texts": lines, "version": view.version}  # fmt: skip
+             "omitted": omitted, "classes": CLASSES, "texts": lines, "version": view.version,
+             "open": _open_operations(view, ranks, steps, base_ns)}  # fmt: skip
     return pack(facts, arrays)
 
 
-def _shorten(text: str | None) -> str:
-    return (text or "")[:400]
+def _open_operations(
+    view: RunView, ranks: Sequence[int], steps: tuple[int, int] | None, base_ns: int
+) -> list[dict[str, Any]]:
+    """Operations that some ranks never ended, where a verdict says who is silent: rank, begin, and in words."""
+    if not view.stop.silent or steps is None:
+        return []
+    result = []
+    for number in ranks:
+        place = view.stop.places.get(number)
+        if place is None or place.operation is None or not steps[0] <= place.step <= steps[1]:
+            continue
+        what = "waits in" if place.members else "in"
+        result.append({"rank": number, "from_ms": (place.last_ns - base_ns) / 1e6, "what": f"{what} {place.operation}"})
+    return result
 
 
 def _without_counters(rows: pa.Table, *, all_marks: bool) -> pa.Table:
@@ -216,12 +232,15 @@ def _launched(view: RunView, number: int) -> list[dict[str, Any]]:
 
 def _operations(view: RunView, number: int) -> list[dict[str, Any]]:
     """Last things that a rank recorded, newest first."""
-    rows: list[tuple[int, dict[str, Any]]] = []
+    # By step before time: of some evidence the clock begins anew with each step.
+    rows: list[tuple[int, int, dict[str, Any]]] = []
     for mark in (mark for file in view.columns.files for mark in file.marks if mark.origin.rank == number):
         if mark.name.startswith("launch "):
             facts = mark.attributes or {}
             what = f"{mark.name.removeprefix('launch ')} #{facts.get('seq', '')} ({facts.get('group', '')})"
-            rows.append((mark.start_ns, {"what": what, "state": facts.get("state", ""), "size": facts.get("size", "")}))
+            rows.append(
+                (-1, mark.start_ns, {"what": what, "state": facts.get("state", ""), "size": facts.get("size", "")})
+            )
     last = list(view.run.steps)[-2:]
     if last:
         for batch in view.columns.rows([number], (last[0], last[-1])):
@@ -232,18 +251,18 @@ def _operations(view: RunView, number: int) -> list[dict[str, Any]]:
                 what += f" ({row['group']})" if row["group"] else ""
                 if row["micro_batch"] is not None:
                     what += f" of micro-batch {row['micro_batch']}"
-                rows.append((row["end_ns"], {"what": what, "step": row["step"],
-                                             "ms": (row["end_ns"] - row["start_ns"]) / 1e6}))  # fmt: skip
-    rows.sort(key=lambda pair: -pair[0])
+                rows.append((row["step"], row["end_ns"], {"what": what, "step": row["step"],
+                                                          "ms": (row["end_ns"] - row["start_ns"]) / 1e6}))  # fmt: skip
+    rows.sort(key=lambda one: (-one[0], -one[1]))
     newest = rows[:_MOST_OPERATIONS]
-    return [{**row, "at_s": (at - view.begin_ns) / 1e9} for at, row in newest]
+    return [{**row, "at_s": (at - view.begin_ns) / 1e9} for _, at, row in newest]
 
 
 def _rank_marks(view: RunView, number: int) -> list[dict[str, Any]]:
     marks = [mark for mark in view.run.marks if mark.origin.rank == number]
     return [
         {"name": mark.name, "step": mark.step, "at_s": (mark.start_ns - view.begin_ns) / 1e9,
-         "text": (mark.text or describe_facts(mark))[:400]}
+         "text": (mark.text or describe_facts(mark.attributes))[:400]}
         for mark in marks[-40:]
     ]  # fmt: skip
 

@@ -25,7 +25,7 @@ NAME = "page.html"
 MAX_BYTES = 16 << 20
 _MOST_NAMED = 6
 _ALL_RANKS = 64
-_DIMENSIONS = ("pp", "dp", "tp")
+_ORDER = ("pp", "dp", "tp", "cp", "dp_replicate")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def named_ranks(view: RunView) -> list[int]:
 
 def _groups(view: RunView, rank: int) -> list[str]:
     """Groups of a rank as the page names them: along each dimension of the layout, of its collectives, and alone."""
-    groups = [format_ranks(ranks) for ranks in (view.group(name, rank) for name in _DIMENSIONS) if len(ranks) > 1]
+    groups = [format_ranks(ranks) for ranks in (view.group(name, rank) for name in _ORDER) if len(ranks) > 1]
     if not groups and len(view.ranks) <= _ALL_RANKS:
         groups.append(format_ranks(view.ranks))
     return [*groups, str(rank)]

@@ -11,7 +11,6 @@ address that is printed, so that a browser never sends it in a URL.
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import json
 import logging
@@ -23,13 +22,13 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any
 
 from netlayer.errors import ConfigError, NetlayerError
 from netlayer.observe.page.payload import plain, squeeze
 from netlayer.observe.page.source import PageSource
+from netlayer.remote.http_server import BoundedHandler, BoundedServer, Refusal, is_same_secret
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ def _not_listening(host: str, port: int, exc: Exception) -> ConfigError:
     return ConfigError("--host, --port", f"{host}:{port}", rule, "give an address of this machine, and a free port")
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(BoundedServer):
     """Serves the page of a run.
 
     Args:
@@ -122,8 +121,7 @@ class PageServer(ThreadingHTTPServer):
         ConfigError: the address is not of this machine, or the port is taken; the front end is not built.
     """
 
-    daemon_threads = True
-    block_on_close = False
+    max_connections = _MAX_CONNECTIONS
 
     def __init__(
         self,
@@ -138,7 +136,6 @@ class PageServer(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(24)
         built = front_end()
         self.assets = {path: (built[name], kind) for path, (name, kind) in _FILES.items()}
-        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self.ending = threading.Event()
         bound = bound or bind(host, port)
         self.address_family = bound.family
@@ -183,35 +180,13 @@ class PageServer(ThreadingHTTPServer):
             except Exception:  # or the page would stand still from then on, and say nothing
                 logger.exception("the run could not be read again")
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._connections.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no thread can be started
-            self._connections.release()
-            raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._connections.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  (of socketserver)
-        logger.debug("a request of %s failed", client_address, exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     """Answers one connection."""
 
     server: PageServer
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "netlayer", ""
-    timeout = 60
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802  (of http.server)
         """Answer a request for a file or for data."""
         parts = urllib.parse.urlsplit(self.path)
         if not self._is_addressed():
@@ -224,16 +199,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._data(parts.path, dict(urllib.parse.parse_qsl(parts.query, max_num_fields=20)))
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802  (of http.server)
         """Do what changes something, for who has the token."""
         if not self._is_addressed():
             return
-        length = self.headers.get("Content-Length", "")
-        body = self.rfile.read(int(length)) if length.isdigit() and int(length) <= _MAX_BODY_BYTES else None
-        if body is None:
-            self.close_connection = True
-            self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body of at most {_MAX_BODY_BYTES} bytes")
-        elif not self._has_token():
+        try:
+            body = self.rfile.read(self.body_length(_MAX_BODY_BYTES))
+        except Refusal as exc:
+            self.close_connection = self.close_connection or exc.closes
+            self._refuse(HTTPStatus(exc.status), str(exc))
+            return
+        if not self._has_token():
             self._refuse(HTTPStatus.FORBIDDEN, "the token is missing or another one")
         elif self.path != "/api/evict" or self.server.actions is None:
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such action")
@@ -298,7 +274,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _has_token(self) -> bool:
         token = self.headers.get(TOKEN_HEADER, "")
-        return hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode())
+        return is_same_secret(token, self.server.token)
 
     def _json(self, tree: Mapping[str, Any]) -> None:
         self._send(HTTPStatus.OK, json.dumps(tree).encode(), "application/json")
@@ -319,9 +295,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (of http.server)
-        logger.debug("%s %s", self.address_string(), format % args)
 
 
 def _is_numeric(name: str) -> bool:

@@ -7,7 +7,7 @@ demand (a timeline, readings) is in `netlayer.observe.page.detail`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,9 @@ from netlayer.workload.flops import utilisation
 
 Floats = NDArray[np.float64]
 
+DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp"), "dp_replicate": ("dp_replicate",), "pp": ("pp",)}
+"""Groups of ranks, and the coordinates that vary inside one: see `netlayer.layout`, [Note: data-parallel groups]."""
+_PLACES = ("tp", "pp", "dp", "cp", "dp_replicate")
 SLOWER = "slower than its peers"
 """Name of the measure by which stragglers are judged."""
 _LIVE_S = 600.0
@@ -134,22 +137,26 @@ class RunView:
         return steps[int(whole[-1])]
 
     def group(self, dimension: str, rank: int) -> list[int]:
-        """Ranks that differ from one in this coordinate alone, in its order; empty where no layout is known."""
+        """Ranks of a group of `DIMENSIONS` that a rank is in, in their order; empty where no layout is known."""
         known = self._coordinates
         own = known.get(rank)
         if own is None:
             return []
-        at = ("tp", "pp", "dp").index(dimension)
-        rest = own[:at] + own[at + 1 :]
-        members = [(place[at], other) for other, place in known.items() if place[:at] + place[at + 1 :] == rest]
+        inside = [_PLACES.index(name) for name in DIMENSIONS[dimension]]
+        same = [at for at in range(len(_PLACES)) if at not in inside]
+        members = [
+            ([place[at] for at in inside], other)
+            for other, place in known.items()
+            if all(place[at] == own[at] for at in same)
+        ]
         return [other for _, other in sorted(members)]
 
     @cached_property
     def _coordinates(self) -> dict[int, tuple[int, ...]]:
-        """tp, pp, dp of each rank; empty where one of them has no stage or data-parallel place."""
+        """Return `_PLACES` of each rank; empty where one of them has no stage or data-parallel place."""
         _, places = self._places()
-        rows = list(zip(places["tp"], places["pp"], places["dp"], strict=True))
-        if any(stage < 0 or dp < 0 for _, stage, dp in rows):
+        rows = list(zip(*(places[name] for name in _PLACES), strict=True))
+        if any(stage < 0 or dp < 0 for _, stage, dp, *_ in rows):
             return {}
         return dict(zip(self.ranks, rows, strict=True))
 
@@ -187,7 +194,7 @@ class RunView:
             "measures": measures,
             "verdicts": [self._verdict(verdict) for verdict in self.verdicts],
             "stragglers": [asdict(row) for row in self.stragglers],
-            "stop": {"state": self.stop.state, "line": self.stop.line, "silent": self.stop.silent},
+            "stop": {"state": self.stop.state, "line": self._with_host(self.stop.line), "silent": self.stop.silent},
             "hang": self._hang(),
             "starts": [asdict(row) for verdict in self.verdicts for row in verdict.rows if isinstance(row, StartRow)],
             "spans": [self._span(number) for number in range(len(run.starts))],
@@ -215,6 +222,8 @@ class RunView:
     def begin_ns(self) -> int:
         """Begin of the run, from which times on the page count."""
         first = [start.at_ns for start in self.run.starts]
+        first += [int(file.segments["start_ns"].min()) for file in self.columns.files
+                  if file.segments and len(file.segments["start_ns"])]  # fmt: skip
         first += [mark.start_ns for file in self.columns.files for mark in file.marks[:1] if mark.start_ns]
         first += [int(one.start_ns[0]) for file in self.columns.files for one in file.readings if one.start_ns[0]]
         return min(first, default=0)
@@ -223,7 +232,7 @@ class RunView:
         """Marks of interest; those that all ranks say alike are one."""
         rows: dict[tuple[Any, ...], list[Mark]] = {}
         for mark in self.run.marks:
-            text = (mark.text or describe_facts(mark))[:_MOST_TEXT]
+            text = (mark.text or describe_facts(mark.attributes))[:_MOST_TEXT]
             host = "" if mark.origin.rank is not None else mark.origin.host or ""
             rows.setdefault((mark.name, mark.step, mark.origin.attempt, host, text), []).append(mark)
         result = []
@@ -232,20 +241,30 @@ class RunView:
             row = {"name": name, "step": step, "attempt": attempt, "host": host, "text": text}
             row |= {"ranks": describe_ranks(ranks) if ranks else "", "rank": ranks[0] if ranks else None}
             row |= {"at_s": (marks[0].start_ns - self.begin_ns) / 1e9, "source": marks[0].origin.source}
-            row["facts"] = describe_facts(marks[0])[:_MOST_TEXT] if marks[0].text else ""
+            row["facts"] = describe_facts(marks[0].attributes)[:_MOST_TEXT] if marks[0].text else ""
             result.append(row)
         return result
 
     def _places(self) -> tuple[list[str], dict[str, list[int]]]:
         """Host of each rank, and its coordinates; -1: not known."""
         known = {rank: place for file in reversed(self.columns.files) for rank, place in file.places.items()}
+        layout = self.run.facts.get("layout")
+        replicas, degree = (layout.get(name) for name in ("dp_replicate", "dp")) if isinstance(layout, dict) else (1, 1)
         hosts: list[str] = []
-        places: dict[str, list[int]] = {name: [] for name in ("tp", "pp", "dp")}
+        places: dict[str, list[int]] = {name: [] for name in _PLACES}
         for rank in self.ranks:
-            host, tp, pp, dp, _ = known.get(rank, (None,) * 5)
+            host, *numbers = known.get(rank, (None,) * 5)
             hosts.append(str(host or ""))
-            for name, value in (("tp", tp), ("pp", pp), ("dp", dp)):
+            for name, value in zip(_PLACES, (*numbers, None), strict=True):
                 places[name].append(value if isinstance(value, int) else -1)
+            # An event's `dp` counts the parts of a batch through all replicas, which follow each other.
+            if (
+                isinstance(replicas, int)
+                and isinstance(degree, int)
+                and replicas > 1
+                and places["dp"][-1] >= 0 < degree
+            ):
+                places["dp_replicate"][-1], places["dp"][-1] = divmod(places["dp"][-1], degree)
         return hosts, places
 
     def _by_step(self) -> dict[str, NDArray[Any]]:
@@ -267,6 +286,14 @@ class RunView:
                 if finding.ranks and rank in at:
                     root[at[rank]], between[at[rank]] = finding.ranks[0], 0
         return {"waits_for": root, "between": between}
+
+    def _with_host(self, line: str) -> str:
+        """Line about one silent rank, with its host where that is known."""
+        if len(self.stop.silent) != 1:
+            return line
+        [rank] = self.stop.silent
+        host = next((place[0] for file in self.columns.files if (place := file.places.get(rank))), None)
+        return line.replace(f"rank {rank} is", f"rank {rank} ({host}) is", 1) if host else line
 
     def _verdict(self, verdict: Verdict) -> dict[str, Any]:
         rows = [] if isinstance(verdict.rows and verdict.rows[0], StragglerRow | StartRow) else verdict.rows[:20]
@@ -389,9 +416,9 @@ def _spread(values: Floats, column: NDArray[Any]) -> Floats:
     return np.where(column >= 0, values[np.maximum(column, 0)], np.nan)
 
 
-def describe_facts(mark: Mark) -> str:
+def describe_facts(attributes: Mapping[str, Any] | None) -> str:
     """Attributes of a mark in one line."""
-    return ", ".join(f"{key} {value}" for key, value in (mark.attributes or {}).items() if value is not None)
+    return ", ".join(f"{key} {value}" for key, value in (attributes or {}).items() if value is not None)
 
 
 def title_of(paths: Sequence[Path]) -> str:

@@ -6,10 +6,15 @@ is the kernel's, which waits until the last rank has come, so that all ranks of 
 moment of writing, and its attributes say so. Ranks are those of the communicator: a process is known as the rank that
 it has in the largest communicator of the file.
 
+From v4.3 of its output on, a line `dump_stats` carries the header of the records that follow it, and their number; it
+also says what was overwritten in Inspector's memory before it was written, of which a mark `dropped` is made. A record
+without that line before it, for somebody has cut or sorted the file, belongs to nobody known and is skipped. Proxy
+traces are not read.
+
 The example plug-in (profiler API v4 to v6) writes a list of Chrome's asynchronous events, a file a communicator and
 rank; times count from the plug-in's start, so that times of two ranks do not compare.
 
-Source: github.com/NVIDIA/nccl, plugins/profiler/inspector and plugins/profiler/example (2.30).
+Source: github.com/NVIDIA/nccl, plugins/profiler/inspector and plugins/profiler/example (2.30, README of v4.3).
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from netlayer.observe.events import Event, Origin, Segment
+from netlayer.observe.events import Event, Mark, Origin, Segment
 from netlayer.observe.evidence import family
 from netlayer.observe.readers.json_stream import EventStream, open_text
 
@@ -29,6 +34,9 @@ _LONGEST_LINE = 4 << 20
 _MOST_OPEN = 100_000
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _OPERATIONS = ("COLL", "P2P")
+_STATS, _PROXY = "dump_stats", "proxy_trace"
+_FOLLOWING = ("coll_records", "p2p_records", "proxy_records")
+_OVERWRITTEN = ("coll_dropped_since_last_dump", "p2p_dropped_since_last_dump")
 _DTYPE_BYTES = {
     "ncclInt8": 1, "ncclUint8": 1, "ncclInt32": 4, "ncclUint32": 4, "ncclInt64": 8, "ncclUint64": 8, "ncclFloat16": 2,
     "ncclFloat32": 4, "ncclFloat64": 8, "ncclBfloat16": 2, "ncclFloat8e4m3": 1, "ncclFloat8e5m2": 1,
@@ -37,7 +45,7 @@ _DTYPE_BYTES = {
 
 def is_inspector(head: str) -> bool:
     """Whether the beginning of a file is that of Inspector's records."""
-    return '"coll_perf"' in head or '"p2p_perf"' in head
+    return any(f'"{key}"' in head for key in ("coll_perf", "p2p_perf", _STATS))
 
 
 def is_profiler(head: str) -> bool:
@@ -56,7 +64,14 @@ def read_inspector(path: Path, notes: list[str]) -> Iterator[Event]:
     """
     world = _world_ranks(path)
     num_good = num_bad = 0
-    for tree in _lines(path):
+    for tree in _records(path):
+        if tree is not None and _PROXY in tree:
+            continue
+        if tree is not None and _STATS in tree:
+            num_good += 1
+            if (mark := _overwritten(tree, world)) is not None:
+                yield mark
+            continue
         event = _inspector_event(tree, world) if tree is not None else None
         if event is None:
             num_bad += 1
@@ -80,6 +95,35 @@ def _lines(path: Path) -> Iterator[dict[str, Any] | None]:
             except (ValueError, RecursionError):
                 tree = None
             yield tree if isinstance(tree, dict) else None
+
+
+def _records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The object of each line, with the header of the line before it that has it for several: `dump_stats`."""
+    shared, num_left = dict[str, Any](), 0
+    for tree in _lines(path):
+        if tree is not None and _STATS in tree:
+            shared = {key: tree[key] for key in ("header", "metadata") if key in tree}
+            stats = _mapping(tree[_STATS])
+            num_left = sum(_whole(stats.get(key)) or 0 for key in _FOLLOWING)
+        elif tree is None or "header" not in tree:
+            if num_left and tree is not None:
+                tree |= shared
+            num_left = max(num_left - 1, 0)  # a line that is damaged was one of them, too
+        yield tree
+
+
+def _overwritten(tree: Mapping[str, Any], world: Mapping[tuple[str, int], tuple[int, int]]) -> Mark | None:
+    """Mark of what a communicator's records have lost since the dump before; None: nothing, or nobody says where."""
+    header, metadata, stats = (_mapping(tree.get(key)) for key in ("header", "metadata", _STATS))
+    number = sum(_whole(stats.get(key)) or 0 for key in _OVERWRITTEN)
+    rank, written_us = _whole(header.get("rank")), _whole(metadata.get("dump_timestamp_us"))
+    if not number or rank is None or written_us is None:
+        return None
+    host = _host(metadata)
+    _, rank = world.get((host, _whole(metadata.get("pid")) or 0), (0, rank))
+    facts = {"where": "Inspector's memory", "communicator": str(header.get("id"))[:80]}
+    origin = Origin(source=INSPECTOR, host=host or None, rank=rank)
+    return Mark(origin, "dropped", written_us * 1000, value=float(number), attributes=facts)
 
 
 def _parts(tree: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any], str, Mapping[str, Any]]:

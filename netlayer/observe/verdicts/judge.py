@@ -28,6 +28,8 @@ _WHOLE_STEPS, _LASTING_STEPS = 30, 100
 """Slow steps that confirm a suspect where nobody counted waits for a processor: of a whole record, and of a part."""
 _BUSY_HOST = 0.1
 """Share of their own time that ranks wait for a processor, from which on a verdict says so."""
+_UNRECORDED = 0.25
+"""Share of a step by which a rank has less record than its peers, and less own time, to be looked at."""
 
 
 def judge(run: Run, link_gbps: float | None = None) -> tuple[list[Verdict], Detection]:
@@ -112,6 +114,8 @@ def straggler(run: Run, detection: Detection) -> Verdict:
         return Verdict("straggler", "cannot tell", detection.no_verdict)
     rows = straggler_rows(run, detection)
     if not detection.suspects:
+        if reason := _unrecorded(run, detection):
+            return Verdict("straggler", "cannot tell", reason)
         line = f"{len(run.ranks)} ranks, {len(run.steps)} steps; one slower by {detection.smallest:.1%} would be seen"
         busy = float(np.median(_queued_shares(run)))
         if busy >= _BUSY_HOST:
@@ -130,6 +134,31 @@ def straggler(run: Run, detection: Detection) -> Verdict:
     line += f"; {num_waiting} ranks wait for {'it' if len(accused) == 1 else 'them'}: {cost:.1%} of the step"
     line += f"; confidence {min(one.confidence for one in accused):.3f}"
     return Verdict("straggler", "found", line, rows)
+
+
+def _unrecorded(run: Run, detection: Detection) -> str:
+    """Say whether a rank does something that is in no record while its peers, it seems, work; empty: none does.
+
+    Where waits are inside a pass, as those of DDP are in a backward pass of Kineto, peers that wait look slow, and the
+    rank that they wait for looks fast.
+    """
+    known_s = run.own_s + sum((run.segments[name] for name in ("collective", "wait") if name in run.segments), 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        missing = np.clip(1 - known_s / run.step_s, 0.0, 1.0)
+    for stage in dict.fromkeys(run.stages):
+        peers = [column for column, own in enumerate(run.stages) if own == stage]
+        shares = [float(np.median(each)) if len(each) else 0.0
+                  for each in (missing[np.isfinite(missing[:, column]), column] for column in peers)]  # fmt: skip
+        usual = float(np.median(shares))
+        hidden = [(share, column) for share, column in zip(shares, peers, strict=True) if share > usual + _UNRECORDED
+                  and np.nanmedian(detection.relative[:, column]) < -_UNRECORDED]  # fmt: skip
+        if 0 < len(hidden) <= len(peers) // 4:
+            share, column = max(hidden)
+            return (
+                f"{share:.0%} of the step of {run.name(column)} is in no record, of its peers' {usual:.0%}: "
+                "they may wait for it inside what they recorded as their own work"
+            )
+    return ""
 
 
 def _lines(lines: Sequence[str]) -> str:

@@ -97,14 +97,21 @@ def _rates(run: Run) -> dict[_Kind, dict[tuple[int, ...], list[float]]] | None:
     table = run.collectives
     if table is None:
         return None
+    messages = list(zip(*(table[column].to_pylist() for column in ("attempt", "step", "flow")), strict=True))
+    waits = zip(messages, table["name"].to_pylist(), table["wait_for_peers_ns"].to_pylist(), strict=True)
+    late = {message for message, name, wait_ns in waits if name == "send" and wait_ns > 0}
     names = ("rank", "name", "group", "group_ranks", "bytes", "transfer_ns", "peer", "num_seen", "last_rank")
     rates: dict[_Kind, dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for rank, name, group, text, size, transfer_ns, peer, num_seen, last in zip(
-        *(table[column].to_pylist() for column in names), strict=True
+    for message, rank, name, group, text, size, transfer_ns, peer, num_seen, last in zip(
+        messages, *(table[column].to_pylist() for column in names), strict=True
     ):
         if not size or size < _MIN_TRANSFER_BYTES or not transfer_ns or transfer_ns <= 0:
             continue
         if peer is not None:
+            # Bytes may lie ready when a receiver comes late: only one that was there when the sender began saw them
+            # move from the first to the last.
+            if num_seen < 2 or name == "send" or message in late:
+                continue
             ranks = tuple(sorted((rank, peer)))
             factor = 1.0
             name = "send"

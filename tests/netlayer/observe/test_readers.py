@@ -186,6 +186,43 @@ def test_inspector_records_become_segments_of_the_world_rank(tmp_path: Path) -> 
     assert (second.name, second.origin.rank, second.start_ns) == ("reduce_scatter", 5, 500_000)
 
 
+def inspector_batch(rank: int, ranks: int, numbers: list[int], pid: int, dropped: int = 0) -> list[dict[str, Any]]:
+    """A dump as Inspector v4.3 writes it: a line that says whose the next ones are, and those."""
+    record = inspector(rank)
+    header = record["header"] | {"n_ranks": ranks, "id": f"0x{ranks}"}
+    stats = {"coll_records": len(numbers), "p2p_records": 0, "coll_dropped_since_last_dump": dropped}
+    metadata = record["metadata"] | {"inspector_output_format_version": "v4.3", "pid": pid}
+    first = {"header": header, "metadata": metadata, "dump_stats": stats}
+    return [first, *({"coll_perf": record["coll_perf"] | {"coll_sn": number}} for number in numbers)]
+
+
+def test_inspector_records_have_the_header_of_the_line_before_them(tmp_path: Path) -> None:
+    lines = [
+        *inspector_batch(1, 2, [7, 8], 45, dropped=3),
+        *inspector_batch(5, 16, [9], 45),
+        *inspector_batch(0, 2, [], 46),
+    ]
+    (tmp_path / "inspector.log").write_text("\n".join(map(json.dumps, lines)))
+    events, kind, notes = read(tmp_path / "inspector.log")
+    assert (kind, notes) == ("NCCL Inspector", [])
+    assert [(event.name, event.origin.rank) for event in events] == [("dropped", 5), *[("all_reduce", 5)] * 3]
+    assert isinstance(events[0], Mark)
+    assert events[0].value == 3
+    assert [(event.group, event.seq) for event in events[1:] if isinstance(event, Segment)] == [
+        ("0x2", 7), ("0x2", 8), ("0x16", 9)
+    ]  # fmt: skip
+
+
+def test_inspector_records_beyond_those_that_were_announced_belong_to_nobody(tmp_path: Path) -> None:
+    """Of a file from which somebody has taken the lines of another communicator."""
+    lines = [*inspector_batch(1, 2, [7], 45), *inspector_batch(5, 16, [9], 45)[1:]]
+    text = [*map(json.dumps, lines), json.dumps({"proxy_trace": {"rank": 1}})]
+    (tmp_path / "inspector.log").write_text("\n".join(text))
+    events, _, notes = read(tmp_path / "inspector.log")
+    assert [event.seq for event in events if isinstance(event, Segment)] == [7]
+    assert notes == [f"{tmp_path / 'inspector.log'}: 1 lines are no whole record: skipped"]
+
+
 def test_inspectors_point_to_point_records_have_a_peer(tmp_path: Path) -> None:
     record = inspector(1)
     del record["coll_perf"]

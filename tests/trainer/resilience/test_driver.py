@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,82 @@ def test_a_lost_number_that_comes_again_elsewhere_is_the_jobs(tmp_path: Path) ->
     assert fleet.finish() is State.FAILED
     assert "it comes from the job or its data" in fleet.driver.facts.reason
     assert fleet.driver.facts.evicted == {}
+
+
+def fail_at_step_12(fleet: Fleet, fault: Callable[[FakeNode], None], node: Callable[[], FakeNode]) -> State:
+    """Let a fault come whenever step 12 is taken, for as long as the run goes on."""
+    for _ in range(20):
+        fleet.until(lambda: fleet.driver.facts.state in (State.RUN, *TERMINAL))
+        fleet.until(lambda: fleet.driver.facts.state in TERMINAL or fleet.driver.view.step == 12)
+        if fleet.driver.facts.state in TERMINAL:
+            return fleet.driver.facts.state
+        if not node().runs:
+            return fleet.finish()
+        fault(node())
+        fleet.until(lambda: fleet.driver.facts.state is not State.RUN)
+    raise AssertionError(fleet.decisions)
+
+
+# ByteRobust (https://arxiv.org/abs/2509.16293) finds many faults of processes to be the program's, at one step of it.
+def test_a_fault_that_goes_with_the_rank_evicts_nobody(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=2)
+    assert fail_at_step_12(fleet, raise_, lambda: fleet.node(1)) is State.FAILED
+    assert "brought no new step" in fleet.driver.facts.reason
+    assert fleet.driver.facts.evicted == {}
+    assert len({name for _, _, [name] in fleet.decisions}) > 1
+
+
+def test_a_fault_that_stays_with_the_node_evicts_it(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_step(2)
+    culprit = fleet.node(1)
+    assert fail_at_step_12(fleet, raise_, lambda: culprit) is State.COMPLETED
+    assert fleet.decisions == [("retry", "exited", [culprit.name])] * 2 + [("evict", "exited", [culprit.name])]
+    assert list(fleet.driver.facts.evicted) == [culprit.name]
+
+
+def test_a_number_that_is_always_lost_on_one_rank_is_the_jobs(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    assert fail_at_step_12(fleet, lose_number, lambda: fleet.node(1)) is State.FAILED
+    assert "it comes from the job or its data" in fleet.driver.facts.reason
+    assert fleet.driver.facts.evicted == {}
+    assert [action for action, _, _ in fleet.decisions] == ["retry", "retry", "give_up"]
+
+
+def test_a_number_that_one_node_alone_loses_evicts_nobody(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, nodes=1, spares=1)
+    assert fail_at_step_12(fleet, lose_number, lambda: fleet.node(0)) is State.FAILED
+    assert fleet.driver.facts.evicted == {}
+
+
+# A scheduler that ends its step (https://github.com/pytorch/pytorch/issues/88251: every rank gets a SIGTERM), a program
+# that crashes in all ranks (https://github.com/NVIDIA/Megatron-LM/issues/1880: -11), a model too large for the GPUs.
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGSEGV, None])
+def test_processes_killed_on_most_nodes_at_once_blame_none(signum: int | None, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=2)
+    for step in (8, 16, 24):
+        fleet.until_step(step)
+        for rank in range(4):
+            if signum is None:
+                fleet.node(rank).log("memory", "torch.OutOfMemoryError: CUDA out of memory", rank=rank)
+            fleet.node(rank).die(1 if signum is None else -signum)
+        fleet.until_not(State.RUN)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "memory" if signum is None else "killed", [])] * 3
+    assert fleet.driver.facts.evicted == {}
+
+
+# https://github.com/horovod/horovod/pull/2829: one rank is killed, and its peers abort when they lose it.
+def test_peers_that_abort_when_one_is_killed_are_not_blamed(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    name = fleet.node(2).name
+    for rank in (0, 1, 3):
+        fleet.node(rank).die(-signal.SIGABRT)
+    fleet.clock.now_s += 0.2
+    fleet.node(2).die(-signal.SIGKILL)  # seen last
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "killed", [name])]
 
 
 def test_a_loss_that_is_lost_on_all_ranks_blames_no_node(tmp_path: Path) -> None:

@@ -77,6 +77,29 @@ def test_a_full_disk_leaves_the_state_as_it_was(tmp_path: Path, monkeypatch: pyt
     assert [entry["to"] for entry in entries(tmp_path / "journal")] == ["gather", "verify"]
 
 
+def test_half_a_line_that_cannot_be_removed_at_once_goes_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.note("run started")
+    write = os.write
+
+    def fails(*_arguments: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:10]))
+        patch.setattr(os, "fsync", fails)
+        patch.setattr(os, "ftruncate", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            journal.move(Event.ENOUGH_NODES)
+        with pytest.raises(OSError, match="Input/output"):  # nothing is written behind what is left
+            journal.move(Event.ENOUGH_NODES)
+    journal.move(Event.ENOUGH_NODES)
+    journal.close()
+    assert [entry["to"] for entry in entries(tmp_path / "journal")] == ["gather", "verify"]
+
+
 @pytest.mark.parametrize("line", [b"{}\n", b"no json\n", b'{"version": 2, "seq": 1, "facts": {"state": "run"}}\n'])
 def test_what_is_no_journal_is_refused(line: bytes, tmp_path: Path) -> None:
     file = tmp_path / "journal"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from trainer.resilience import progress
-from trainer.resilience.processes import KernelLog, LogReader, TrainingProcesses
+from trainer.resilience.processes import KernelLog, LogReader, TrainingProcesses, Warm
 
 _STARTS_A_CHILD = """
 import os, subprocess, sys, time
@@ -51,6 +53,60 @@ def test_all_that_a_rank_started_ends_with_it(module: str, tmp_path: Path) -> No
     ]
     gone = [pid for pid in children if not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"]
     assert gone == children
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[Warm]:
+    warm = Warm(("json",), "a node", {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])})
+    yield warm
+    warm.end()
+
+
+def start_warm(warm: Warm, module: str, tmp_path: Path) -> tuple[TrainingProcesses, list[int]]:
+    """Start two ranks, once the process that they are forked from is ready; return the ids of what they started."""
+    until_s = time.monotonic() + 60
+    while warm.is_loading:
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    processes = TrainingProcesses(tmp_path / "node", 1, warm=warm)
+    processes.start([module], [4, 5], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    children: list[int] = []
+    while len(children) < 2:
+        assert time.monotonic() < until_s
+        children += [int(line) for reader in processes.readers for line in reader.lines()]
+        time.sleep(0.02)
+    return processes, children
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fresh interpreters there")
+def test_ranks_that_are_forked_end_with_all_that_they_started_and_the_next_ones_come(
+    warm: Warm, module: str, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        processes, children = start_warm(warm, module, tmp_path)
+        try:
+            names = [psutil.Process(each.pid).name() for each in processes.statuses()]
+            parents = [psutil.Process(each.pid).ppid() for each in processes.statuses()]
+        finally:
+            processes.kill()
+        assert (names, parents) == (["rank 4", "rank 5"], [os.getpid()] * 2)
+        assert [(each.exit_code, each.was_ended) for each in processes.statuses()] == [(-9, True)] * 2
+        assert all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie" for pid in children)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fresh interpreters there")
+def test_ranks_are_fresh_where_what_they_are_forked_from_is_gone(warm: Warm, module: str, tmp_path: Path) -> None:
+    [pid] = warm.pids
+    processes, _ = start_warm(warm, module, tmp_path)
+    processes.kill()
+    os.kill(pid, signal.SIGKILL)
+    psutil.Process(pid).wait(30) if psutil.pid_exists(pid) else None
+    processes, _ = start_warm(warm, module, tmp_path)
+    try:
+        assert all("rank" not in psutil.Process(each.pid).name() for each in processes.statuses())
+        assert warm.pids != [pid]  # for the next start
+    finally:
+        processes.kill()
 
 
 def test_who_waits_for_killed_processes_goes_on_meanwhile(

@@ -64,7 +64,7 @@ class Run:
         )
         out.mkdir()
         command = ("tests.trainer.resilience.fake_rank", str(out), str(steps))
-        spec = Spec(secrets.token_hex(8), "job", command, 2, 1, 1, 0.5, {}, config.job.resilience)
+        spec = Spec(secrets.token_hex(8), "job", command, 2, 1, 1, 0.5, {}, config.job.resilience, preload=("json",))
         self.folder.create(spec, to_toml(config))
         self.driver: subprocess.Popen[str] | None = None
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -19,8 +22,16 @@ from trainer.resilience.executor import SelfCheck
 from trainer.resilience.messages import CheckResult
 
 
+def starting(program: str) -> Callable[[IO[bytes], IO[bytes]], subprocess.Popen[bytes]]:
+    def start(stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", program]
+        return subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
+
+    return start
+
+
 def make(program: str, limit_s: float = 60.0, retries: int = 0) -> SelfCheck:
-    return SelfCheck(1, [sys.executable, "-c", program], limit_s, retries)
+    return SelfCheck(1, starting(program), limit_s, retries)
 
 
 def results_of(check: SelfCheck) -> list[CheckResult]:
@@ -57,7 +68,7 @@ def test_a_check_that_cannot_be_made_says_nothing_of_the_node(program: str, endi
 
 def test_a_check_that_does_not_die_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[int]()
-    check = SelfCheck(1, [sys.executable, "-c", "import time; time.sleep(60)"], 0.0, meanwhile=lambda: told.append(1))
+    check = SelfCheck(1, starting("import time; time.sleep(60)"), 0.0, meanwhile=lambda: told.append(1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "killpg", lambda _group, _signal: None)  # it hangs in the kernel
         patch.setattr(processes, "_KILLED_S", 0.1)

@@ -35,7 +35,7 @@ class Counters {
     const items = counters.map((counter) => [counter.name, `${counter.name} (${count(counter.series)} series)`]);
     const wanted = state.get("counter", counters[0].name);
     options(this.name, items, counters.some((counter) => counter.name === wanted) ? wanted : counters[0].name);
-    const rank = state.number("rank");
+    const rank = state.number("rank", run.named[0]);
     const query = { name: this.name.value, rank: run.at.has(rank) ? rank : undefined, from: state.get("from"), to: state.get("to") };
     const token = (this.token = {});
     try {

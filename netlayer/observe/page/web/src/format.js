@@ -3,12 +3,14 @@
 export function seconds(value) {
   if (!Number.isFinite(value)) return "-";
   const size = Math.abs(value);
-  if (size >= 86400) return `${(value / 86400).toFixed(1)} d`;
-  if (size >= 3600) return `${(value / 3600).toFixed(1)} h`;
-  if (size >= 120) return `${(value / 60).toFixed(1)} min`;
-  if (size >= 1 || size === 0) return `${digits(value)} s`;
-  if (size >= 1e-3) return `${digits(value * 1e3)} ms`;
-  return `${digits(value * 1e6)} µs`;
+  // A space that does not break: number and unit stay on one line.
+  if (size >= 86400) return `${(value / 86400).toFixed(1)}\u00a0d`;
+  if (size >= 3600) return `${(value / 3600).toFixed(1)}\u00a0h`;
+  if (size >= 120) return `${(value / 60).toFixed(1)}\u00a0min`;
+  if (size >= 1 || size < 1e-9) return `${size < 1e-9 ? 0 : digits(value)}\u00a0s`;
+  if (size >= 1e-3) return `${digits(value * 1e3)}\u00a0ms`;
+  if (size >= 1e-6) return `${digits(value * 1e6)}\u00a0µs`;
+  return `${digits(value * 1e9)}\u00a0ns`;
 }
 
 export const milliseconds = (value) => seconds(value / 1e3);
@@ -41,7 +43,7 @@ export function size(bytes) {
   if (!Number.isFinite(bytes) || bytes <= 0) return "";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = Math.min(units.length - 1, Math.floor(Math.log2(bytes) / 10));
-  return `${digits(bytes / 2 ** (10 * power))} ${units[power]}`;
+  return `${digits(bytes / 2 ** (10 * power))}\u00a0${units[power]}`;
 }
 
 // A moment of the run as `1:58`, with as many digits as ticks `every` seconds apart need.

@@ -14,6 +14,14 @@ import { view as timeline } from "./timeline.js";
 
 const VIEWS = [map, steps, timeline, parallel, counters, life];
 const STATES = { found: "Found", suspected: "Suspected", "cannot tell": "Cannot tell", none: "None" };
+const PLACE = { straggler: "steps", "slow link": "parallel", drift: "steps", traffic: "counters" };
+const LABELS = { hang: "holds others up" };
+
+// The first rank that a line names, where there is such a one.
+function firstRank(line, run) {
+  const rank = Number(/\brank (\d+)/.exec(line)?.[1]);
+  return run.at.has(rank) ? rank : undefined;
+}
 
 class Page {
   constructor() {
@@ -62,6 +70,7 @@ class Page {
     const kinds = Object.entries(facts.kinds).map(([kind, number]) => `${kind} (${count(number)} ${number === 1 ? "file" : "files"})`);
     this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, facts.hosts.some(Boolean) ? `${count(facts.hosts.length)} ${facts.hosts.length === 1 ? "host" : "hosts"}` : "", `${count(this.run.steps.length)} steps`, this.layout(), ...kinds].filter(Boolean).join(" · ");
     this.live.textContent = isStatic() ? "exported page" : facts.live ? "live" : "";
+    this.live.classList.toggle("now", !isStatic() && facts.live);
     this.showFindings();
     this.showTabs();
     this.refresh();
@@ -69,30 +78,39 @@ class Page {
 
   layout() {
     const { layout } = this.run.facts;
-    return layout ? ["tp", "pp", "dp"].map((name) => `${name} ${layout[name]}`).join(" ") : "";
+    if (!layout) return "";
+    const shown = ["tp", "pp", "dp", "cp", "dp_replicate"].filter((name) => layout[name] > 1 || ["tp", "pp", "dp"].includes(name));
+    return shown.map((name) => `${name} ${layout[name]}`).join(" ");
   }
 
-  // What a person should act on first, then all other answers on demand.
+  // Two questions are always answered: does a rank hold the run up, is one slow. Then what else stands out; the rest on demand.
   showFindings() {
     const { facts } = this.run;
+    const { stop, hang } = facts;
     const cards = [];
-    const { stop } = facts;
-    if (stop.silent.length) cards.push(this.card(stop.state === "silent" ? "found" : "suspected", "silent rank", stop.line, { view: "parallel", rank: stop.silent[0] }));
-    for (const finding of facts.hang?.findings ?? []) {
-      cards.push(this.card(finding.certain ? "found" : "suspected", `hang: ${finding.kind}`, finding.line, finding.ranks.length ? { view: "parallel", rank: finding.ranks[0] } : { view: "map" }));
-    }
-    const place = { straggler: "steps", "slow link": "parallel", drift: "steps", traffic: "counters" };
     const calm = [];
-    for (const verdict of facts.verdicts) {
-      const alarming = verdict.subject in place && (verdict.state === "found" || verdict.state === "suspected");
-      const rank = verdict.subject === "straggler" ? facts.stragglers[0]?.rank : undefined;
-      const card = this.card(verdict.state, verdict.subject, verdict.line, { view: place[verdict.subject] ?? "life", rank });
-      (alarming ? cards : calm).push(card);
+    for (const finding of hang?.findings ?? []) {
+      cards.push(this.card(finding.certain ? "found" : "suspected", LABELS[finding.kind] ?? finding.kind, finding.line, finding.ranks.length ? { view: "parallel", rank: finding.ranks[0] } : { view: "map" }));
     }
-    if (!stop.silent.length && facts.verdicts.length && this.run.steps.length) calm.push(this.card(stop.state === "cannot tell" ? "cannot tell" : "none", "silent rank", stop.line, { view: "parallel" }));
+    for (const note of hang?.notes ?? []) cards.push(this.card("suspected", "look at this too", note, { view: "parallel", rank: firstRank(note, this.run) }));
+    if (hang && !hang.findings.length) cards.push(this.card("cannot tell", "hang", hang.lines.join("; ") || "the dumps name nobody", { view: "map" }));
+    if (this.run.steps.length) {
+      const states = { silent: "found", suspected: "suspected", "cannot tell": "cannot tell" };
+      const card = this.card(states[stop.state] ?? "none", "silent rank", stop.line, { view: "parallel", rank: stop.silent[0] });
+      (stop.state === "running" && hang ? calm : cards).push(card);
+    }
+    for (const verdict of facts.verdicts) {
+      const asked = verdict.subject === "straggler" && this.run.steps.length;
+      const alarming = verdict.subject in PLACE && (verdict.state === "found" || verdict.state === "suspected");
+      const rank = verdict.subject === "straggler" ? facts.stragglers[0]?.rank ?? firstRank(verdict.line, this.run) : undefined;
+      const card = this.card(verdict.state, verdict.subject, verdict.line, { view: PLACE[verdict.subject] ?? "life", rank });
+      (alarming || asked ? cards : calm).push(card);
+    }
+    if (!cards.length) cards.push(h("p", { class: "card calm" }, "This evidence has neither steps nor what a hang leaves: nobody can be judged. See the timeline."));
     if (facts.notes.length) calm.push(h("div", { class: "card calm" }, h("b", {}, "Notes"), h("ul", {}, facts.notes.map((note) => h("li", {}, note)))));
-    const nothing = cards.length ? [] : [h("p", { class: "card calm" }, this.run.steps.length || facts.hang ? "Nothing that stands out: no silent rank, straggler, slow link, drift or fallen traffic is seen." : "No step is recorded in this evidence; see the timeline.")];
-    this.findings.replaceChildren(...cards, ...nothing, h("details", {}, h("summary", {}, `${calm.length} other answers`), ...calm));
+    const unknown = facts.verdicts.filter((verdict) => verdict.state === "cannot tell" && verdict.subject !== "straggler").length;
+    const hint = unknown ? ` (${unknown} of them: cannot tell)` : "";
+    this.findings.replaceChildren(...cards, h("details", {}, h("summary", {}, `${calm.length} other answers${hint}`), ...calm));
   }
 
   card(kind, subject, line, target) {

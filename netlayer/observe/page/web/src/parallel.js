@@ -4,12 +4,14 @@ import { VERMILLION, cssColour } from "./colours.js";
 import { css, fit, h, labelled, onFrame, table } from "./dom.js";
 import { count, describeRanks, formatRanks, inUnit, milliseconds, moment, parseRanks, size } from "./format.js";
 import { load } from "./data.js";
+import { DIMENSIONS } from "./run.js";
 import * as state from "./state.js";
 
 const LEFT = 74;
 const TOP = 20;
+const OUTLINES = { dp: [2, 2], dp_replicate: [1, 3], pp: [], tp: [], cp: [] };
 
-export const help = "Left, right: data-parallel neighbour. Up, down: tensor-parallel neighbour, then the next stage. T: its timeline. W: the rank that it waits for.";
+export const help = "Left, right: context- or data-parallel neighbour, then the next replica. Up, down: tensor-parallel neighbour, then the next stage. T: its timeline. W: the rank that it waits for.";
 
 class Parallel {
   constructor(run) {
@@ -27,7 +29,7 @@ class Parallel {
 
   get chosen() {
     const { run } = this;
-    const rank = state.number("rank", [...run.silent, ...run.culprits, ...run.slow.keys(), run.ranks[0]][0]);
+    const rank = state.number("rank", run.named[0]);
     return run.at.has(rank) ? rank : run.ranks[0];
   }
 
@@ -50,17 +52,20 @@ class Parallel {
     this.line = new Int32Array(number);
     this.column = new Int32Array(number);
     if (run.hasLayout) {
-      const most = (values) => values.reduce((large, value) => Math.max(large, value), 0) + 1;
-      this.tp = most(run.tp);
-      this.stages = most(run.pp);
-      this.columns = most(run.dp);
+      const { degrees } = run;
+      this.tp = degrees.tp;
+      this.stages = degrees.pp;
+      [this.cp, this.dp, this.replicas] = [degrees.cp, degrees.dp, degrees.dp_replicate];
+      this.columns = this.replicas * this.dp * this.cp;
       for (let index = 0; index < number; index += 1) {
         this.line[index] = run.pp[index] * this.tp + Math.max(0, run.tp[index]);
-        this.column[index] = run.dp[index];
+        this.column[index] = (Math.max(0, run.dp_replicate[index]) * this.dp + run.dp[index]) * this.cp + Math.max(0, run.cp[index]);
       }
-      this.note.textContent = `${this.stages} pipeline stages from top to bottom${this.tp > 1 ? `, each of ${this.tp} tensor-parallel lines` : ""}; ${count(this.columns)} data-parallel places from left to right.`;
+      const lines = this.tp > 1 ? `, each of ${this.tp} tensor-parallel lines` : "";
+      const across = [this.replicas > 1 ? `${this.replicas} replicas, each of ` : "", `${count(this.dp)} data-parallel places`, this.cp > 1 ? `, each of ${this.cp} context-parallel ranks` : ""];
+      this.note.textContent = `From top to bottom ${this.stages} pipeline stages${lines}; from left to right ${across.join("")}. Outlined: the groups of the chosen rank.`;
     } else {
-      this.tp = 1;
+      [this.tp, this.cp, this.dp, this.replicas] = [1, 1, 1, 1];
       this.columns = Math.min(number, 32);
       this.stages = Math.ceil(number / this.columns);
       for (let index = 0; index < number; index += 1) [this.line[index], this.column[index]] = [Math.floor(index / this.columns), index % this.columns];
@@ -75,7 +80,12 @@ class Parallel {
     const { run } = this;
     if (!run.ranks.length || !this.element.isConnected) return;
     const width = Math.max(280, this.element.clientWidth || 1000);
-    this.w = Math.max(1.2, Math.min(48, (width - LEFT) / this.columns));
+    // Context-parallel ranks of a data-parallel place stand together, and so do the places of a replica.
+    this.between = this.cp > 1 && this.columns < 256 ? 3 : 0;
+    this.apart = this.replicas > 1 ? 8 : 0;
+    const gaps = (this.columns / this.cp - 1) * this.between + (this.replicas - 1) * this.apart;
+    this.w = Math.max(1.2, Math.min(48, (width - LEFT - gaps) / this.columns));
+    this.wide = this.left(this.columns - 1) + this.w;
     this.hgt = Math.max(4, Math.min(22, 420 / this.lines));
     this.gap = this.tp > 1 ? 4 : 1;
     const height = TOP + this.lines * this.hgt + this.stages * this.gap + 4;
@@ -83,7 +93,7 @@ class Parallel {
     context.clearRect(0, 0, width, height);
     const chosen = this.chosen;
     const own = run.at.get(chosen);
-    const values = run.facts.measures.length ? run.values(0, "mean") : null;
+    const values = run.slower >= 0 ? run.values(run.slower, "mean") : null;
     const waits = run.between.some((between) => between >= 0);
     const ground = css("--cell");
     const deepest = Math.max(1, ...run.between);
@@ -104,10 +114,15 @@ class Parallel {
 
   corner(index) {
     const line = this.line[index];
-    return [LEFT + this.column[index] * this.w, TOP + line * this.hgt + Math.floor(line / this.tp) * this.gap];
+    return [this.left(this.column[index]), TOP + line * this.hgt + Math.floor(line / this.tp) * this.gap];
   }
 
-  // Outlines of the three groups of the chosen rank.
+  left(column) {
+    const place = Math.floor(column / this.cp);
+    return LEFT + column * this.w + place * this.between + Math.floor(place / this.dp) * this.apart;
+  }
+
+  // Outlines of the groups of the chosen rank.
   groups(context, own) {
     const { run } = this;
     const outline = (indices, colour, dash) => {
@@ -123,7 +138,7 @@ class Parallel {
       context.setLineDash([]);
     };
     if (run.hasLayout) {
-      for (const dimension of ["dp", "pp", "tp"]) outline(run.group(dimension, run.ranks[own]).map((rank) => run.at.get(rank)), css("--ink"), dimension === "dp" ? [2, 2] : []);
+      for (const [dimension, dash] of Object.entries(OUTLINES)) outline(run.group(dimension, run.ranks[own]).map((rank) => run.at.get(rank)), css("--ink"), dash);
     }
     const [x, y] = this.corner(own);
     const [w, hgt] = [Math.max(9, this.w + 3), Math.max(9, this.hgt + 2)];
@@ -158,9 +173,17 @@ class Parallel {
       context.fillText(`stage ${stage}`, 0, TOP + stage * (this.tp * this.hgt + this.gap) + (this.tp * this.hgt) / 2, LEFT - 8);
     }
     context.textBaseline = "top";
+    if (this.replicas > 1) {
+      for (let replica = 0; replica < this.replicas; replica += 1) {
+        const x = this.left(replica * this.dp * this.cp);
+        context.fillText(this.replicas > 8 ? String(replica) : `replica ${replica}`, x, 2, Math.max(8, this.dp * this.cp * this.w));
+      }
+      return;
+    }
     context.fillText("dp 0", LEFT, 2);
+    if (this.dp < 2 || this.wide < LEFT + 90) return;
     context.textAlign = "right";
-    context.fillText(`dp ${this.columns - 1}`, Math.min(this.canvas.clientWidth, LEFT + this.columns * this.w), 2);
+    context.fillText(`dp ${this.dp - 1}`, Math.min(this.canvas.clientWidth, this.wide), 2);
     context.textAlign = "left";
   }
 
@@ -169,7 +192,7 @@ class Parallel {
     const marks = [];
     if (run.silent.size || run.culprits.size) marks.push(h("span", { class: "key cross" }, "✕ silent, or holds others up"));
     if (run.slow.size) marks.push(h("span", { class: "key" }, "○ straggler"));
-    const text = waits ? "bright: waits for it directly; darker: through others" : run.facts.measures.length ? "bright: slower than its peers" : "";
+    const text = waits ? "bright: waits for it directly; darker: through others" : run.slower >= 0 ? "bright: slower than its peers" : "";
     this.legend.replaceChildren(h("span", { class: "key" }, text), ...marks);
   }
 
@@ -185,9 +208,9 @@ class Parallel {
     if (waiting.length) head.push(h("p", {}, `${count(waiting.length)} ranks wait for it: `, this.links(waiting.slice(0, 12)), waiting.length > 12 ? ` and ${count(waiting.length - 12)} more (heat map: who waits for whom)` : ""));
     if (run.waits_for[index] >= 0) head.push(h("p", {}, "It waits for ", this.links([run.waits_for[index]]), run.between[index] > 0 ? ` through ${run.between[index]} ${run.between[index] > 1 ? "others" : "other"}.` : " directly."));
     if (run.hasLayout) {
-      head.push(h("dl", {}, [["tp", "Tensor-parallel group"], ["pp", "Pipeline"], ["dp", "Data-parallel group"]].flatMap(([dimension, name]) => {
+      head.push(h("dl", {}, Object.entries(DIMENSIONS).flatMap(([dimension, { name }]) => {
         const ranks = run.group(dimension, rank);
-        return [h("dt", {}, name), h("dd", {}, this.link(describeRanks(ranks), () => state.set({ view: "timeline", group: formatRanks(ranks), rank, event: null }, { replace: false })))];
+        return ranks.length < 2 ? [] : [h("dt", {}, name), h("dd", {}, this.link(describeRanks(ranks), () => state.set({ view: "timeline", group: formatRanks(ranks), rank, event: null }, { replace: false })))];
       })));
     }
     const token = (this.token = {});
@@ -254,7 +277,9 @@ class Parallel {
 
   pick(event) {
     const box = this.canvas.getBoundingClientRect();
-    const column = Math.floor((event.clientX - box.left - LEFT) / this.w);
+    const x = event.clientX - box.left;
+    let column = this.columns - 1;
+    while (column >= 0 && this.left(column) > x) column -= 1;
     const block = this.tp * this.hgt + this.gap;
     const y = event.clientY - box.top - TOP;
     const line = Math.floor(y / block) * this.tp + Math.min(this.tp - 1, Math.floor((y % block) / this.hgt));

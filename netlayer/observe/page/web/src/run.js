@@ -1,5 +1,17 @@
 // The run as the overview has it, with what several views ask of it.
 
+// Groups of ranks by what they share, and the coordinates that vary inside one; as DIMENSIONS in view.py.
+export const DIMENSIONS = {
+  pp: { name: "Pipeline", inside: ["pp"] },
+  dp: { name: "Data-parallel group", inside: ["dp", "cp"] },
+  tp: { name: "Tensor-parallel group", inside: ["tp"] },
+  cp: { name: "Context-parallel group", inside: ["cp"] },
+  dp_replicate: { name: "Replicas", inside: ["dp_replicate"] },
+};
+const PLACES = ["tp", "pp", "dp", "cp", "dp_replicate"];
+const SELDOM = { cp: "cp", dp_replicate: "replica" }; // named where there is more than one
+const SLOWER = "slower than its peers";
+
 import { inUnit } from "./format.js";
 
 export class Run {
@@ -11,6 +23,9 @@ export class Run {
     this.culprits = new Set((this.facts.hang?.findings ?? []).filter((finding) => finding.certain).flatMap((finding) => finding.ranks));
     this.slow = new Map(this.facts.stragglers.map((row) => [row.rank, row]));
     this.hasLayout = this.ranks.length > 0 && this.pp.every((stage) => stage >= 0) && this.dp.every((place) => place >= 0);
+    // Number of places along each dimension.
+    this.degrees = Object.fromEntries(PLACES.map((name) => [name, this[name].reduce((most, each) => Math.max(most, each), 0) + 1]));
+    this.slower = this.facts.measures.findIndex((measure) => measure.name === SLOWER); // -1: nobody is compared
     this.rows = this.hostRows();
   }
 
@@ -30,21 +45,24 @@ export class Run {
     return this.facts.hosts[this.host[index]] ?? "";
   }
 
-  // Ranks of one dimension's group that a rank is in: all coordinates equal but that one's.
+  // Ranks of one dimension's group that a rank is in, in their order; none where no layout is known.
   group(dimension, rank) {
     const own = this.at.get(rank);
     if (own === undefined || !this.hasLayout) return [];
-    const others = ["tp", "pp", "dp"].filter((name) => name !== dimension);
+    const { inside } = DIMENSIONS[dimension];
+    const others = PLACES.filter((name) => !inside.includes(name));
     const ranks = [];
     for (let index = 0; index < this.ranks.length; index += 1) {
       if (others.every((name) => this[name][index] === this[name][own])) ranks.push(this.ranks[index]);
     }
-    return ranks.sort((one, other) => this[dimension][this.at.get(one)] - this[dimension][this.at.get(other)]);
+    const place = (rank) => inside.reduce((sum, name) => sum * this.degrees[name] + this[name][this.at.get(rank)], 0);
+    return ranks.sort((one, other) => place(one) - place(other));
   }
 
   // `tp 1, pp 0, dp 2`, as far as it is known.
   place(index) {
-    const parts = ["tp", "pp", "dp"].filter((name) => this[name][index] >= 0).map((name) => `${name} ${this[name][index]}`);
+    const shown = PLACES.filter((name) => this[name][index] >= 0 && (!(name in SELDOM) || this.degrees[name] > 1));
+    const parts = shown.map((name) => `${SELDOM[name] ?? name} ${this[name][index]}`);
     return parts.join(", ");
   }
 
@@ -58,6 +76,11 @@ export class Run {
     const index = this.at.get(rank);
     if (index !== undefined && this.waits_for[index] >= 0) flags.push(`waits for rank ${this.waits_for[index]}`);
     return flags;
+  }
+
+  // Ranks that verdicts name, worst first.
+  get named() {
+    return [...this.silent, ...this.culprits, ...this.slow.keys()].filter((rank) => this.at.has(rank));
   }
 
   isFaulty(rank) {

@@ -100,16 +100,19 @@ class Steps {
     const context = fit(this.canvas, width, HEIGHT);
     const { left, right, top, bottom } = this.window;
     const [columns, rows] = [Math.max(1, Math.round(plotWidth)), Math.max(1, Math.round(plotHeight))];
-    const image = new ImageData(columns, rows);
+    // One pixel a step, or a column of the screen where there are more steps: the browser stretches it.
+    const [begin, end] = [Math.floor(left), Math.ceil(right)];
+    const across = Math.min(columns, Math.max(1, end - begin));
+    const image = new ImageData(across, rows);
     const target = new Uint32Array(image.data.buffer);
     const colours = pixels(state.get("palette", "viridis"), css("--cell"));
-    const firstStep = new Int32Array(columns + 1).map((_, x) => Math.min(steps - 1, Math.floor(left + ((right - left) * x) / columns)));
+    const firstStep = new Int32Array(across + 1).map((_, x) => Math.min(steps - 1, Math.floor(begin + ((end - begin) * x) / across)));
     const line = new Uint8Array(steps);
     for (let y = 0; y < rows; y += 1) {
       const from = Math.min(ranks - 1, Math.floor(top + ((bottom - top) * y) / rows));
       const to = Math.max(from + 1, Math.min(ranks, Math.floor(top + ((bottom - top) * (y + 1)) / rows)));
       // Of several ranks in a line of pixels the largest value is seen: a straggler never gets lost.
-      for (let step = firstStep[0]; step <= firstStep[columns]; step += 1) {
+      for (let step = firstStep[0]; step <= firstStep[across]; step += 1) {
         let most = -1;
         for (let row = from; row < to; row += 1) {
           const level = levels[row * steps + step];
@@ -117,15 +120,16 @@ class Steps {
         }
         line[step] = most < 0 ? 255 : most;
       }
-      for (let x = 0; x < columns; x += 1) target[y * columns + x] = colours[line[firstStep[x]]];
+      for (let x = 0; x < across; x += 1) target[y * across + x] = colours[line[firstStep[x]]];
     }
     context.clearRect(0, 0, width, HEIGHT);
     this.buffer ??= document.createElement("canvas");
-    this.buffer.width = columns;
+    this.buffer.width = across;
     this.buffer.height = rows;
     this.buffer.getContext("2d").putImageData(image, 0, 0);
     context.imageSmoothingEnabled = false;
-    context.drawImage(this.buffer, LEFT, 0, plotWidth, plotHeight);
+    const scale = across / (end - begin);
+    context.drawImage(this.buffer, (left - begin) * scale, 0, (right - left) * scale, rows, LEFT, 0, plotWidth, plotHeight);
     this.axes(context, plotWidth, plotHeight);
     this.marks(context, plotWidth, plotHeight);
     this.describe();

@@ -4,6 +4,7 @@ import { isDark, kindColour } from "./colours.js";
 import { css, fit, h, labelled, onFrame, options, table } from "./dom.js";
 import { count, describeRanks, formatRanks, milliseconds, parseRanks, seconds, size } from "./format.js";
 import { embedded, load } from "./data.js";
+import { DIMENSIONS } from "./run.js";
 import * as state from "./state.js";
 
 const MARK = 254;
@@ -12,7 +13,6 @@ const RANK_GAP = 5;
 const TOP = 20;
 const MOST_HEIGHT = 520;
 const MOST_RANKS = 64;
-const DIMENSIONS = { pp: "pipeline group", dp: "data-parallel group", tp: "tensor-parallel group" };
 
 export const help = "Left, right: previous, next event. Up, down: another row. D: next dependency. + and -: zoom, shift and arrow keys: pan, 0: all. [ and ]: step before, after.";
 
@@ -22,14 +22,15 @@ class Timeline {
     this.canvas = h("canvas", { tabIndex: 0, role: "img", class: "plot" });
     this.group = h("select", { onchange: () => state.set({ group: this.group.value, event: null }) });
     this.step = h("input", { type: "number", class: "short", onchange: () => state.set({ step: this.step.value, event: null }) });
+    this.before = h("button", { onclick: () => this.turn(-1), "aria-label": "Step before" }, "◀");
+    this.after = h("button", { onclick: () => this.turn(1), "aria-label": "Step after" }, "▶");
     this.legend = h("div", { class: "legend kinds" });
     this.problem = h("p", { class: "problem" });
     this.detail = h("div", { class: "detail", role: "status" });
     this.element = h("div", {},
       h("div", { class: "toolbar" }, labelled("Ranks", this.group),
         h("div", { class: "control" }, h("span", {}, "Step"), h("span", { class: "pair" },
-          h("button", { onclick: () => this.turn(-1), "aria-label": "Step before" }, "◀"), this.step,
-          h("button", { onclick: () => this.turn(1), "aria-label": "Step after" }, "▶"))),
+          this.before, this.step, this.after)),
         this.legend),
       this.problem, this.canvas, this.detail);
     this.redraw = onFrame(() => this.draw());
@@ -43,7 +44,7 @@ class Timeline {
   // Groups of the chosen rank: by its place in the job, and those of its collectives.
   async groups(rank) {
     const items = [];
-    for (const [dimension, name] of Object.entries(DIMENSIONS)) {
+    for (const [dimension, { name }] of Object.entries(DIMENSIONS)) {
       const ranks = this.run.group(dimension, rank);
       if (ranks.length > 1) items.push([formatRanks(ranks), `${name}: ${describeRanks(ranks)}`]);
     }
@@ -56,7 +57,7 @@ class Timeline {
     } catch {
       // Not in an exported page.
     }
-    items.push([String(rank), `rank ${rank} alone`]);
+    if (!items.some(([value]) => value === String(rank))) items.push([String(rank), `rank ${rank} alone`]);
     if (!this.run.hasLayout && this.run.ranks.length <= MOST_RANKS) items.unshift([formatRanks([...this.run.ranks]), `all ${this.run.ranks.length} ranks`]);
     return items.slice(0, 40);
   }
@@ -67,7 +68,7 @@ class Timeline {
       this.problem.textContent = "This evidence names no rank.";
       return;
     }
-    const rank = state.number("rank", [...run.silent, ...run.culprits, ...run.slow.keys(), run.ranks[0]][0]);
+    const rank = state.number("rank", run.named[0] ?? run.ranks[0]);
     const items = await this.groups(rank);
     const wanted = state.get("group");
     if (wanted && !items.some(([value]) => value === wanted)) items.unshift([wanted, describeRanks(parseRanks(wanted))]);
@@ -75,7 +76,7 @@ class Timeline {
     const steps = run.steps;
     const step = state.number("step", run.facts.default_step ?? steps[steps.length - 1]);
     this.step.value = step ?? "";
-    this.step.disabled = !steps.length;
+    for (const control of [this.step, this.before, this.after]) control.disabled = !steps.length;
     const query = steps.length ? { ranks: this.group.value, first: step, last: step } : { ranks: this.group.value };
     const key = JSON.stringify([query, run.facts.version]);
     if (key !== this.key) {
@@ -121,10 +122,15 @@ class Timeline {
     for (let at = 0; at < data.code.length; at += 1) {
       if (data.code[at] === step) continue;
       const kind = data.code[at] === MARK ? "mark" : this.kinds[data.code[at]];
-      const lane = kind === "mark" ? "marks" : ["data", "checkpoint", "evaluation"].includes(kind) ? "host" : facts.names.lane[data.lane[at]] || (kind === "collective" ? "collectives" : "computation");
+      const lane = kind === "mark" ? (this.isLaunch(at) ? "launches" : "marks") : ["data", "checkpoint", "evaluation"].includes(kind) ? "host" : facts.names.lane[data.lane[at]] || (kind === "collective" ? "collectives" : "computation");
       const key = `${data.rank[at]}/${lane}`;
       if (!lanes.has(key)) lanes.set(key, { rank: data.rank[at], lane, events: [] });
       lanes.get(key).events.push(at);
+    }
+    // An operation that never ended has no event: it is drawn open, from the last that its rank recorded.
+    for (const open of facts.open ?? []) {
+      const own = [...lanes.values()].filter((lane) => lane.rank === open.rank);
+      lanes.set(`${open.rank}/open`, { rank: open.rank, lane: own.length ? "no end" : "", events: [], open });
     }
     const place = new Map(order.map((rank, index) => [rank, index]));
     this.rows = [...lanes.values()].sort((one, other) => (place.get(one.rank) ?? 1e9) - (place.get(other.rank) ?? 1e9) || one.rank - other.rank || one.lane.localeCompare(other.lane));
@@ -136,8 +142,9 @@ class Timeline {
       y += ROW * (row.depth > 1 ? 1.4 : 1);
     });
     this.total = y;
-    const begin = Math.min(...data.start_ms);
-    const end = data.end_ms.reduce((most, each) => Math.max(most, each), begin);
+    const begin = data.start_ms.reduce((least, each) => Math.min(least, each), Infinity);
+    let end = data.end_ms.reduce((most, each) => Math.max(most, each), begin);
+    if (facts.open?.length) end += 0.3 * (end - begin);
     this.all = { from: begin, to: Math.max(end, begin + 1e-3) };
     this.span = { ...this.all };
     this.scroll = 0;
@@ -147,13 +154,15 @@ class Timeline {
       if (!this.byKey.has(key)) this.byKey.set(key, []);
       this.byKey.get(key).push(at);
     });
-    const used = [...new Set(data.code)].filter((code) => code !== step);
-    this.legend.replaceChildren(...used.map((code) => {
-      const kind = code === MARK ? "mark" : this.kinds[code];
+    const used = new Set();
+    data.code.forEach((code, at) => {
+      if (code !== step) used.add(code === MARK ? (this.isLaunch(at) ? "launch" : "mark") : this.kinds[code]);
+    });
+    this.legend.replaceChildren(...[...used].map((kind) => {
       const swatch = h("span", { class: "swatch" });
-      swatch.style.background = kindColour(kind, isDark());
+      swatch.style.background = kindColour(kind === "launch" ? "collective" : kind, isDark());
       return h("span", { class: "key" }, swatch, kind === "other" ? "other (computation)" : kind);
-    }));
+    }), facts.open?.length ? h("span", { class: "key" }, h("span", { class: "swatch open" }), "has no end in the record") : "");
     const wanted = state.number("event");
     this.selected = Number.isInteger(wanted) && wanted < data.code.length && wanted >= 0 ? wanted : this.first();
     this.inspect();
@@ -175,15 +184,14 @@ class Timeline {
 
   // The last event of a rank that a verdict names; else the first of all.
   first() {
-    const named = [...this.run.silent, ...this.run.culprits, ...this.run.slow.keys()];
-    for (const rank of named) {
-      const rows = this.rows.filter((row) => row.rank === rank && row.lane !== "marks");
+    for (const rank of this.run.named) {
+      const rows = this.rows.filter((row) => row.rank === rank && row.lane !== "marks" && row.events.length);
       if (rows.length) {
         const events = rows.flatMap((row) => row.events);
         return events.reduce((last, at) => (this.data.end_ms[at] > this.data.end_ms[last] ? at : last), events[0]);
       }
     }
-    return this.rows[0]?.events[0];
+    return this.rows.find((row) => row.events.length)?.events[0];
   }
 
   x(ms) {
@@ -230,13 +238,35 @@ class Timeline {
           context.fillText(row.lane, this.left - 8, row.y + ROW / 2, 56);
           context.textAlign = "left";
         }
-        this.bars(context, row, dark);
+        if (row.open) this.open(context, row);
+        else this.bars(context, row, dark);
       }
       before = row.rank;
     }
     this.arrows(context);
     context.restore();
     this.ticks(context, width);
+  }
+
+  // An operation without an end, up to the edge.
+  open(context, row) {
+    const left = Math.max(this.left, this.x(row.open.from_ms));
+    const width = this.left + this.plotWidth - left;
+    if (width < 4) return;
+    const colour = css(this.run.isFaulty(row.rank) ? "--found" : "--muted");
+    context.strokeStyle = colour;
+    context.lineWidth = 1.5;
+    context.setLineDash([5, 3]);
+    context.strokeRect(left, row.y + 0.5, width + 4, ROW - 2);
+    context.setLineDash([]);
+    context.save();
+    context.beginPath();
+    context.rect(left, row.y, width, ROW);
+    context.clip();
+    context.fillStyle = colour;
+    context.font = `11px ${css("--sans")}`;
+    context.fillText(row.open.what, left + 5, row.y + ROW / 2 - 0.5);
+    context.restore();
   }
 
   bars(context, row, dark) {
@@ -251,7 +281,7 @@ class Timeline {
       if (right <= covered && data.code[at] === code) continue;
       const kind = data.code[at] === MARK ? "mark" : this.kinds[data.code[at]];
       // A launch in a dump is a moment too, but no failure.
-      context.fillStyle = kindColour(kind === "mark" && this.name(at).startsWith("launch ") ? "collective" : kind, dark);
+      context.fillStyle = kindColour(kind === "mark" && this.isLaunch(at) ? "collective" : kind, dark);
       const low = this.level.get(at) ? ROW * 0.4 : 0;
       const width = Math.max(kind === "mark" ? 2 : 1, right - left - (right - left > 4 ? 1 : 0));
       context.fillRect(left, row.y + 1 + low, width, ROW - 4);
@@ -337,7 +367,7 @@ class Timeline {
     for (let other = 0; other < data.code.length; other += 1) {
       if (data.code[other] !== data.code[at] || data.micro_batch[other] !== data.micro_batch[at] || data.step[other] !== data.step[at]) continue;
       const index = run.at.get(data.rank[other]);
-      if (index === undefined || run.tp[index] !== run.tp[own] || run.dp[index] !== run.dp[own]) continue;
+      if (index === undefined || ["tp", "cp", "dp", "dp_replicate"].some((name) => run[name][index] !== run[name][own])) continue;
       const here = Math.max(0, data.chunk[at]) * stages + run.pp[own];
       const there = Math.max(0, data.chunk[other]) * stages + run.pp[index];
       if (there === here - step) result.push({ at: other, note: "gives its input", strong: true });
@@ -365,6 +395,10 @@ class Timeline {
     }
     context.globalAlpha = 1;
     context.setLineDash([]);
+  }
+
+  isLaunch(at) {
+    return this.name(at).startsWith("launch ");
   }
 
   name(at) {
@@ -494,7 +528,9 @@ class Timeline {
   // The event of the next row that is nearest in time.
   across(by) {
     const number = this.rows.findIndex((each) => each.events.includes(this.selected)) + by;
-    const row = this.rows[number];
+    let next = number;
+    while (this.rows[next] && !this.rows[next].events.length) next += by;
+    const row = this.rows[next];
     if (!row) return;
     const middle = this.data.start_ms[this.selected];
     this.select(row.events.reduce((near, at) => (Math.abs(this.data.start_ms[at] - middle) < Math.abs(this.data.start_ms[near] - middle) ? at : near), row.events[0]));

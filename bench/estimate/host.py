@@ -1,0 +1,84 @@
+"""Host time of a step: its launches times what one takes the host, which bounds small models and deep tensor parallelism.
+
+A pass takes the longer of its device time and its host time; a CUDA graph has no host time. Launches are those of this
+project's trainer, counted in the profiles of `bench.mfu` (kernels, copies and fills of a step, over blocks and
+micro-batches); how long one takes the host is measured on that host, by the same profile of another layout
+(`launch_s_of`), or given. Other software launches otherwise: its plans have no host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from netlayer.config.tree import JobConfig
+
+# Launches of one block and micro-batch, forward and backward. reports/trainer_*.json, profiles, over blocks and
+# micro-batches: 44 (dp2_graph), 52 (pp2vp2_native3d), 54 (8_layers_native3d), 56 (125m); 36 for a parallel block
+# (dp2_parallel), whose second half has neither norm nor sum.
+_ATTENTION, _MLP, _PARALLEL_MLP = 27, 24, 9
+_TORCH = 3
+"""More of a half block where norms and activations are torch's own: 5 kernels for 3, each (bench.operators)."""
+_FORWARD = 1 / 3
+# Tensor parallelism through peers' memory, of two ranks: a block has 26 products for 12, in parts, and 80 copies and
+# flags that go straight to the driver (tp2: 132 launches in all). Through NCCL it has 20 launches (overlap.tp=false).
+_PARTS, _DIRECT, _COLLECTIVES = 14, 80, 20
+DIRECT_S = 10e-6
+"""A call that Python makes of the driver itself: as long as torch takes to find an operator by its name there (10 to
+16 us on the hosts of reports/trainer_h200_202611.md), which such a call spares."""
+_HEAD = 20
+_OPTIMIZER = 2.5
+"""Launches of a block's share of the optimiser's step: 33 for 8 and 12 blocks, 81 for 32."""
+_BUCKET = 4
+
+
+@dataclass(frozen=True)
+class Host:
+    """How long launches take.
+
+    Args:
+        launch_s: one through torch, autograd and the model's Python included.
+        direct_s: one that goes straight to the driver.
+    """
+
+    launch_s: float
+    direct_s: float = DIRECT_S
+
+    def half_s(self, job: JobConfig, is_mlp: bool) -> tuple[float, float]:
+        """Return seconds of one half block's forward and of its backward, for one micro-batch."""
+        number = _ATTENTION if not is_mlp else _PARALLEL_MLP if job.model.parallel_block else _MLP
+        if job.model.operators == "torch":
+            number += _TORCH
+        direct = 0.0
+        if job.parallel.tp > 1:
+            # A part and an exchange for each other rank; a parallel block's exchanges are its attention's.
+            share = 0.5 if not job.model.parallel_block else 0.0 if is_mlp else 1.0
+            peers = job.parallel.tp - 1
+            if job.overlap.tp:
+                number, direct = number + share * _PARTS * peers, share * _DIRECT * peers * self.direct_s
+            else:
+                number += share * _COLLECTIVES
+        whole = number * self.launch_s + direct
+        again = _FORWARD if job.model.recompute == "full" else 0.0
+        return _FORWARD * whole, (1 - _FORWARD + again) * whole
+
+    def head_s(self) -> tuple[float, float]:
+        """The same of the head and the loss."""
+        return _FORWARD * _HEAD * self.launch_s, (1 - _FORWARD) * _HEAD * self.launch_s
+
+    def optimizer_s(self, num_blocks: float, num_buckets: int) -> float:
+        """Return seconds of what a step launches once: the optimiser, and the exchange of each bucket."""
+        return (_OPTIMIZER * num_blocks + _BUCKET * num_buckets) * self.launch_s
+
+
+def launch_s_of(rows: Sequence[Mapping[str, Any]], system: str) -> float | None:
+    """Return the seconds of a launch that a record's profile measured: an upper bound, for waits are in it.
+
+    None where the record has no profile of that system.
+    """
+    profile = next((row for row in rows if row.get("run") == "profile" and row["system"] == system), None)
+    if profile is None or not profile.get("kinds") or "launch_ms" not in profile:
+        return None
+    launches = sum(kind["kernels"] for kind in profile["kinds"])
+    return profile["launch_ms"] / 1e3 / launches if launches else None
