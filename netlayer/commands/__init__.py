@@ -1,1 +1,1 @@
-"""What commands of all packages are made of: groups whose members load on use, and the files that examples need."""
+"""Parts of commands of all packages: groups whose members load on use, and files for their examples."""

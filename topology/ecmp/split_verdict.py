@@ -78,7 +78,7 @@ class UplinkShares:
 
 @dataclass(frozen=True)
 class SplitRatio:
-    """How far the split lowers one definition of collisions, under one hash at one load.
+    """Effect of the split on one definition of collisions, under one hash at one load.
 
     Args:
         definition: in words, of `DEFINITIONS`.
