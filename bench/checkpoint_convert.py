@@ -28,8 +28,8 @@ from netlayer.config.tree import Config, build_config
 from netlayer.errors import CheckFailed
 from netlayer.results import RunRecord, utc_now, write_text
 from netlayer.units import format_size
-from trainer.checkpoint.convert import export_checkpoint, import_model, model_in, open_foreign
-from trainer.checkpoint.layouts import own_shapes
+from trainer.checkpoint.foreign.convert import export_checkpoint, import_model, model_in, open_foreign
+from trainer.checkpoint.foreign.layouts import own_shapes
 from trainer.checkpoint.reader import open_checkpoint, write_checkpoint
 
 MAX_RESIDENT_BYTES = 4 << 30

@@ -21,19 +21,19 @@ from typing import Any, NoReturn
 import click
 
 import netlayer
-from netlayer import lazy_group
+from netlayer.commands import lazy_group
+from netlayer.commands.lazy_group import Lazy, LazyGroup
 from netlayer.errors import EXIT_OK, EXIT_USAGE, FULL_DISK, NetlayerError
 from netlayer.launch.early_end import Ended
 from netlayer.launch.interrupt import Interrupts, counted_interrupts
 from netlayer.launch.rank import end_rank
-from netlayer.lazy_group import Lazy, LazyGroup
 
 logger = logging.getLogger(__name__)
 
 _COMMANDS = {
     "accept": Lazy("bench.accept.cli:accept", "Acceptance: which node, GPU or link is bad: measured, or from logs."),
     "arena": Lazy("congestion.commands.arena:arena", "Congestion: all control laws on a frozen suite, one table."),
-    "bench": Lazy("bench.group:bench", "Records of benches: compare two of them."),
+    "bench": Lazy("bench.commands.group:bench", "Records of benches: compare two of them."),
     "checkpoint": Lazy(
         "trainer.commands.checkpoint:checkpoint",
         "Checkpoints: list, verify, rewrite; Hugging Face's and others' both ways.",
@@ -139,7 +139,7 @@ def examples(target: Path | None) -> None:
     Example:
       netlayer examples --copy try && cd try
     """
-    from netlayer.example_files import EXAMPLES, copy_examples, examples_folder
+    from netlayer.commands.example_files import EXAMPLES, copy_examples, examples_folder
 
     if target:
         copied = copy_examples(target)

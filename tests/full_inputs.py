@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from netlayer.example_files import copy_examples
+from netlayer.commands.example_files import copy_examples
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import click
 
 from netlayer.command import RunOptions, run_options
-from netlayer.lazy_group import Lazy, LazyGroup
+from netlayer.commands.lazy_group import Lazy, LazyGroup
 
 _COMMANDS = {
     name: Lazy(f"topology.{module}:command", line)

@@ -12,9 +12,9 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
@@ -34,6 +34,66 @@ METRICS_FILE, VALIDATION_FILE = "metrics.jsonl", "validation.jsonl"
 BEFORE = "before-"
 _NO_END = "no end was written: killed, or still under way"
 _TRAINING_POINTS = 200
+_ALONG: tuple[Literal["tokens", "seconds"], ...] = ("tokens", "seconds")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation of a run.
+
+    Args:
+        step: after which it was; 0: before any.
+        tokens: that were trained on until then.
+        epochs: passes over the training text until then.
+        seconds: of training steps until then.
+        held_out_loss: nats a token.
+    """
+
+    step: int
+    tokens: int
+    epochs: float
+    seconds: float
+    held_out_loss: float
+
+
+@dataclass(frozen=True)
+class TrainingPoint:
+    """Mean over a stretch of steps, placed at its middle.
+
+    Args:
+        tokens: until the middle of the stretch.
+        seconds: of training steps, likewise.
+        loss: nats a token, mean over the stretch.
+    """
+
+    tokens: float
+    seconds: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class BaselineComparison:
+    """A run beside the baseline; None where either is missing or did not reach its end, or a loss was not reached.
+
+    Args:
+        baseline: its name.
+        baseline_loss: held-out loss that it ended with, nats a token.
+        baseline_tokens, baseline_seconds: that it took in all.
+        tokens_to_baseline_loss, seconds_to_baseline_loss: at which the run reached that loss.
+        tokens_over_baseline, seconds_over_baseline: the same over the baseline's own.
+        baseline_tokens_to_this_loss, baseline_seconds_to_this_loss: at which the baseline reached the run's last loss.
+    """
+
+    baseline: str | None = None
+    baseline_loss: float | None = None
+    baseline_tokens: int | None = None
+    baseline_seconds: float | None = None
+    tokens_to_baseline_loss: float | None = None
+    seconds_to_baseline_loss: float | None = None
+    tokens_over_baseline: float | None = None
+    seconds_over_baseline: float | None = None
+    baseline_tokens_to_this_loss: float | None = None
+    baseline_seconds_to_this_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,15 +171,14 @@ class Curve:
             total.append(total[-1] + step)
         return total
 
-    def points(self) -> list[Row]:
-        """Each evaluation: `step`, `tokens`, `epochs`, `seconds` of training until then, `held_out_loss`."""
+    def points(self) -> list[Point]:
+        """Return the evaluations in order."""
         seconds, epoch = self.seconds(), self.facts["corpus"]["train_tokens"]
         points = []
         for row in self.evaluations:
             tokens = row["step"] * self.tokens_per_step
             at = seconds[min(row["step"], len(seconds) - 1)]
-            place = {"step": row["step"], "tokens": tokens, "epochs": tokens / epoch, "seconds": at}
-            points.append({**place, "held_out_loss": row["validation_loss"]})
+            points.append(Point(row["step"], tokens, tokens / epoch, at, row["validation_loss"]))
         return points
 
 
@@ -177,9 +236,9 @@ def rows_of(curves: Sequence[Curve]) -> list[Row]:
     baseline = baseline_of(curves)
     rows = [summary(curve, baseline) for curve in curves]
     for curve in curves:
-        rows += [{"table": EVALUATION, "run": curve.name, **point} for point in curve.points()]
+        rows += [{"table": EVALUATION, "run": curve.name, **asdict(point)} for point in curve.points()]
     for curve in curves:
-        rows += [{"table": TRAINING, "run": curve.name, **point} for point in smoothed(curve)]
+        rows += [{"table": TRAINING, "run": curve.name, **asdict(point)} for point in smoothed(curve)]
     return rows
 
 
@@ -225,40 +284,38 @@ def summary(curve: Curve, baseline: Curve | None) -> Row:
         "tokens_per_s": tokens / seconds if seconds else None,
         **rates,
         "memory_gib": max((row["memory_gib"] for row in curve.steps), default=None),
-        **_compared(curve, baseline),
+        **asdict(_compared(curve, baseline)),
     }
 
 
-def first_reached(points: Sequence[Mapping[str, Any]], along: str, loss: float) -> float | None:
+def first_reached(points: Sequence[Point], along: Literal["tokens", "seconds"], loss: float) -> float | None:
     """Return the tokens or seconds (`along`) at which the held-out loss first was `loss` or less.
 
     Interpolates linearly between two evaluations; None if no evaluation is that low.
     """
-    before: Mapping[str, Any] | None = None
+    before: Point | None = None
     for point in points:
-        if point["held_out_loss"] <= loss:
+        if point.held_out_loss <= loss:
+            at = float(getattr(point, along))
             if before is None:
-                return float(point[along])
-            share = (before["held_out_loss"] - loss) / (before["held_out_loss"] - point["held_out_loss"])
-            return float(before[along] + share * (point[along] - before[along]))
+                return at
+            share = (before.held_out_loss - loss) / (before.held_out_loss - point.held_out_loss)
+            begin = float(getattr(before, along))
+            return begin + share * (at - begin)
         before = point
     return None
 
 
-def smoothed(curve: Curve, max_points: int = _TRAINING_POINTS) -> list[Row]:
+def smoothed(curve: Curve, max_points: int = _TRAINING_POINTS) -> list[TrainingPoint]:
     """Average the training loss over at most `max_points` equal stretches of steps, each placed at its middle."""
     seconds, width = curve.seconds(), math.ceil(len(curve.steps) / max_points)
     means = []
     for first in range(0, len(curve.steps), max(1, width)):
         stretch = curve.steps[first : first + width]
         middle = first + len(stretch) / 2
-        means.append(
-            {
-                "tokens": middle * curve.tokens_per_step,
-                "seconds": (seconds[first] + seconds[first + len(stretch)]) / 2,
-                "loss": sum(row["loss"] for row in stretch) / len(stretch),
-            }
-        )
+        middle_s = (seconds[first] + seconds[first + len(stretch)]) / 2
+        loss = sum(row["loss"] for row in stretch) / len(stretch)
+        means.append(TrainingPoint(middle * curve.tokens_per_step, middle_s, loss))
     return means
 
 
@@ -305,37 +362,26 @@ def comparison(row: Mapping[str, Any]) -> str:
     )
 
 
-def _compared(curve: Curve, baseline: Curve | None) -> Row:
-    """Return the columns that compare a run with the baseline, None where either is missing or unfinished.
-
-    They are the tokens and seconds until either run reaches the other's last held-out loss.
-    """
-    row: Row = dict.fromkeys(
-        (
-            "baseline",
-            "baseline_loss",
-            "baseline_tokens",
-            "baseline_seconds",
-            "tokens_to_baseline_loss",
-            "seconds_to_baseline_loss",
-            "tokens_over_baseline",
-            "seconds_over_baseline",
-            "baseline_tokens_to_this_loss",
-            "baseline_seconds_to_this_loss",
-        )
-    )
+def _compared(curve: Curve, baseline: Curve | None) -> BaselineComparison:
+    """Compare a run with the baseline: tokens and seconds until either reaches the other's last held-out loss."""
     if baseline is None or not curve.is_whole:
-        return row
+        return BaselineComparison()
     points, baseline_points = curve.points(), baseline.points()
-    last = baseline_points[-1]
-    row |= {"baseline": baseline.name, "baseline_loss": last["held_out_loss"]}
-    for along in ("tokens", "seconds"):
-        reached = first_reached(points, along, last["held_out_loss"])
-        row[f"baseline_{along}"] = last[along]
-        row[f"{along}_to_baseline_loss"] = reached
-        row[f"{along}_over_baseline"] = None if reached is None else reached / last[along]
-        row[f"baseline_{along}_to_this_loss"] = first_reached(baseline_points, along, points[-1]["held_out_loss"])
-    return row
+    loss, last = points[-1].held_out_loss, baseline_points[-1]
+    tokens, seconds = (first_reached(points, along, last.held_out_loss) for along in _ALONG)
+    baseline_tokens, baseline_seconds = (first_reached(baseline_points, along, loss) for along in _ALONG)
+    return BaselineComparison(
+        baseline.name,
+        last.held_out_loss,
+        last.tokens,
+        last.seconds,
+        tokens_to_baseline_loss=tokens,
+        seconds_to_baseline_loss=seconds,
+        tokens_over_baseline=None if tokens is None else tokens / last.tokens,
+        seconds_over_baseline=None if seconds is None else seconds / last.seconds,
+        baseline_tokens_to_this_loss=baseline_tokens,
+        baseline_seconds_to_this_loss=baseline_seconds,
+    )
 
 
 def _rows(file: Path) -> list[Row]:

@@ -27,6 +27,7 @@ from netlayer.launch.interrupt import held_interrupt
 from netlayer.progress import Stages
 from netlayer.results import Row, RunRecord, utc_now, write_text
 from netlayer.store.meeting import MeetingPlace, meeting_place
+from topology.ecmp.rows import TierCollisions
 from trainer.commands.train import words_of
 from trainer.data.corpus import find_files
 from trainer.plan import Backend, check_memory, check_supported, prepare, resolve
@@ -206,10 +207,12 @@ def _records(outcome: Outcome, seed: int, arguments: Mapping[str, Any], started:
         records += [
             fabric(name="quickstart.fabric", source="simulated", rows=[fabric_summary(outcome)]),
             fabric(name="topology.ecmp", source="simulated", rows=simulated),
-            fabric(name="topology.ecmp", source="predicted", rows=[*predicted, *outcome.by_load]),
+            fabric(
+                name="topology.ecmp", source="predicted", rows=[*predicted, *(row.row() for row in outcome.by_load)]
+            ),
         ]
     return records
 
 
-def _of_source(rows: Sequence[Row], source: str) -> list[Row]:
-    return [row for row in rows if row["source"] == source]
+def _of_source(rows: Sequence[TierCollisions], source: str) -> list[Row]:
+    return [row.row() for row in rows if row.source == source]

@@ -9,6 +9,7 @@ from typing import Any
 from netlayer.config.tree import Config
 from netlayer.environ import Finding
 from netlayer.results import Row, RunRecord
+from topology.ecmp.rows import LoadCollisions, TierCollisions
 from trainer.train import Backend, TrainResult
 
 _WARM_UP_STEPS = 10
@@ -24,8 +25,8 @@ class Outcome:
     fabric: Config
     store: str = ""
     bench: Sequence[RunRecord] = ()
-    collisions: Sequence[Row] = ()
-    by_load: Sequence[Row] = ()
+    collisions: Sequence[TierCollisions] = ()
+    by_load: Sequence[LoadCollisions] = ()
     training: TrainResult | None = None
 
     @property
@@ -41,10 +42,10 @@ class Outcome:
         """Elements that arrived wrong, over all collectives, sizes and places."""
         return sum(int(row["wrong"]) for _, row in self.checked_rows)
 
-    def uplinks(self, split: bool, hash_name: str, traffic: str = "permutation") -> Row:
+    def uplinks(self, split: bool, hash_name: str, traffic: str = "permutation") -> TierCollisions:
         """The comparison's row for the ToR uplinks."""
-        expected = {"split": split, "hash": hash_name, "traffic": traffic, "tier": "tor-spine"}
-        return next(row for row in self.collisions if expected.items() <= row.items())
+        case = split, traffic, hash_name, "tor-spine"
+        return next(row for row in self.collisions if (row.split, row.traffic, row.hash_name, row.tier) == case)
 
     @property
     def trained(self) -> TrainResult:
@@ -90,12 +91,12 @@ def fabric_summary(outcome: Outcome) -> dict[str, Any]:
     """Collisions on the ToR uplinks under a random permutation at full load, with the split over without."""
     split, whole = (outcome.uplinks(split, "random") for split in (True, False))
     return {
-        "collision_share_split": split["collision_share"],
-        "collision_share_whole": whole["collision_share"],
-        "collision_share_ratio": split["collision_share"] / whole["collision_share"],
-        "excess_split": split["excess"],
-        "excess_whole": whole["excess"],
-        "excess_ratio": split["excess"] / whole["excess"],
+        "collision_share_split": split.collision_share,
+        "collision_share_whole": whole.collision_share,
+        "collision_share_ratio": split.collision_share / whole.collision_share,
+        "excess_split": split.excess,
+        "excess_whole": whole.excess,
+        "excess_ratio": split.excess / whole.excess,
     }
 
 

@@ -246,7 +246,7 @@ def read_inputs(
     from bench.tune.evidence import read_facts
     from bench.tune.planner import Inputs
     from congestion.nic.profile.file import load_profile
-    from netlayer.example_files import examples_folder
+    from netlayer.commands.example_files import examples_folder
     from netlayer.nccl.environment import NEWEST, installed_nccl, parse_release
 
     release = nccl or installed_nccl() or NEWEST

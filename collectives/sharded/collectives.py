@@ -74,7 +74,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is reduced over whom, whichever backend does it.
+    """Choice of what is reduced over whom, whichever backend does it.
 
     Args:
         comm: which nothing else uses but calls from the same place in every rank's program.

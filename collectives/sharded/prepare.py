@@ -300,7 +300,7 @@ def check_communication(
         return
     rank = dist.get_rank()
     opened = None if comms is None else [comm.group for comm in comms]
-    values = {"groups": _names_of(groups), "comms": _names_of(opened), **settings}
+    values = {"groups": _describe(groups), "comms": _describe(opened), **settings}
     key = f"sharded/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]}"
     store = PrefixStore(key, dist.distributed_c10d._get_default_store())
     # A wrapper's own keys: every rank of these counts its wrappers, and makes them in one order.
@@ -327,11 +327,12 @@ def check_communication(
         raise RanksMissing(f"{exc}; {rule}", exc.missing) from None
 
 
-def _names_of(groups: Sequence[dist.ProcessGroup | None] | None) -> str:
-    """Return the names of groups made beforehand, by which torch knows them on all of their ranks."""
+def _describe(groups: Sequence[dist.ProcessGroup | None] | None) -> str:
+    """Return how many groups were made beforehand, and not which: their names may rightly differ from rank to rank."""
     if groups is None:
         return "not given"
-    return " and ".join("none" if group is None else f"group {group.group_name}" for group in groups)
+    gather, reduce, *replicas = groups
+    return ("one for both" if gather is reduce else "two") + (" and one of replicas" if replicas else "")
 
 
 def check_same(

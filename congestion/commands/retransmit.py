@@ -14,7 +14,7 @@ from congestion.retransmit.nics import NICS
 from netlayer.command import RunOptions, renamed_option, run_options_without_config
 
 if TYPE_CHECKING:  # `--help` needs no numpy
-    from congestion.retransmit.rows import Row, Setting
+    from congestion.retransmit.rows import Recovery, Row, Setting
     from netlayer.output import Output
     from netlayer.results import Source
 
@@ -148,21 +148,24 @@ def retransmit(
     flaps = sorted(set(flaps_s or map(parse_duration, _FLAPS)))
     advised = [*(flap for flap in flaps if flap < longest_s), longest_s]
     with open_output(options.out, "retransmit") as out, Stages() as stages:
-        tables: dict[str, list[Row]] = {
-            "recoveries": recoveries(settings, flaps),
-            "advices": advices(advised, settings[0].nic, NCCL_RETRY_CNT),
-            "ring": [],
-        }
+        predicted, least = recoveries(settings, flaps), advices(advised, settings[0].nic, NCCL_RETRY_CNT)
+        ring_table: list[Row] = []
         if ring:
             with stages.open("ring") as bar:
                 downs = flaps if flaps_s else _RING_FLAPS_S
-                tables["ring"] = ring_rows(of_one_nic(settings), downs, options.seed, bar, waiting(stages))
+                ring_table = ring_rows(of_one_nic(settings), downs, options.seed, bar, waiting(stages))
         with stages.open("page"):
-            findings = Findings(settings, flaps, **tables, longest_s=longest_s, nccl=nccl, command=_command_line())
+            parts = predicted, least, ring_table
+            findings = Findings(settings, flaps, *parts, longest_s=longest_s, nccl=nccl, command=_command_line())
             build_page(findings).write(out.part)
+        tables = {
+            "recoveries": [row.row() for row in predicted],
+            "advices": [row.row() for row in least],
+            "ring": ring_table,
+        }
         _keep(out, tables, started, options, _command_line())
     if str(options.json_file) != "-":
-        _print(tables)
+        _print(predicted, tables)
     click.echo(f"report: {out.folder / 'report.html'}", err=True)
 
 
@@ -231,11 +234,11 @@ def _keep(out: Output, tables: Mapping[str, Sequence[Row]], started: str, option
         write_text(options.json_file, whole.to_json())
 
 
-def _print(tables: Mapping[str, Sequence[Row]]) -> None:
+def _print(predicted: Sequence[Recovery], tables: Mapping[str, Sequence[Row]]) -> None:
     from congestion.retransmit.page import wide
     from netlayer.printing import print_rows, print_table
 
-    table = wide(tables["recoveries"])
+    table = wide(predicted)
     lines = [[str(cell) for cell in line] for line in table.itertuples(index=False)]
     print_table("predicted: from the link's going down to the send that passes", list(map(str, table)), lines)
     print_rows("predicted: the least timeout that outlives a flap, with a fifth to spare", tables["advices"], _ADVICE)

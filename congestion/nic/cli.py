@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from netlayer.lazy_group import Lazy, LazyGroup
+from netlayer.commands.lazy_group import Lazy, LazyGroup
 
 _LOOK, _CHANGE = "congestion.nic.commands.look", "congestion.nic.commands.change"
 _COMMANDS = {

@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from congestion.retransmit.rows import RING_BYTES, RING_RANKS, Row, Setting, of_one_nic, recoveries
+from congestion.retransmit.rows import (
+    RING_BYTES,
+    RING_RANKS,
+    FlapAdvice,
+    Recovery,
+    Row,
+    Setting,
+    of_one_nic,
+    recoveries,
+)
 from congestion.retransmit.timers import NCCL_RETRY_CNT, NICS, nccl_timeout
 from netlayer.printing import duration
 from netlayer.report import Axis, Chart, Figure, Report, charts
@@ -34,8 +43,8 @@ class Findings:
 
     settings: Sequence[Setting]
     flaps_s: Sequence[float]
-    recoveries: Sequence[Row]
-    advices: Sequence[Row]
+    recoveries: Sequence[Recovery]
+    advices: Sequence[FlapAdvice]
     ring: Sequence[Row]
     longest_s: float
     nccl: str
@@ -53,22 +62,22 @@ def build_page(findings: Findings) -> Report:
     return report.fill(findings, [_overview, _recoveries, _advices, _ring, _definitions])
 
 
-def wide(rows: Sequence[Row]) -> pd.DataFrame:
+def wide(rows: Sequence[Recovery]) -> pd.DataFrame:
     """A row a setting, a column a flap: time from the flap's beginning to the send that passes, or QP error."""
     frame = pd.DataFrame(
         [
             {
-                **{key: row[key] for key in ("nic", "timeout", "retry_cnt", "adaptive")},
-                "gives up after": "never" if row["error_s"] is None else duration(row["error_s"]),
-                "flap": duration(row["flap_s"]),
-                "said": duration(row["recovery_s"]) if row["survives"] else _QP_ERROR,
+                **row.setting.row(),
+                "gives up after": "never" if row.error_s is None else duration(row.error_s),
+                "flap": duration(row.flap_s),
+                "outcome": _QP_ERROR if row.recovery_s is None else duration(row.recovery_s),
             }
             for row in rows
         ]
     )
     named = frame.rename(columns={"nic": "NIC", "timeout": "T", "retry_cnt": "R"})
     index = ["NIC", "T", "R", "adaptive", "gives up after"]
-    table = named.pivot_table(index=index, columns="flap", values="said", aggfunc="first", sort=False)
+    table = named.pivot_table(index=index, columns="flap", values="outcome", aggfunc="first", sort=False)
     return table.reset_index().rename_axis(columns=None)
 
 
@@ -76,18 +85,18 @@ def _overview(report: Report, findings: Findings) -> None:
     nic, longest = findings.nics[0], findings.advices[-1]
     preset = Setting(nic, nccl_timeout(findings.nccl), NCCL_RETRY_CNT)
     row = recoveries([preset], [findings.longest_s])[0]
-    fate = f"is back after {duration(row['recovery_s'])}" if row["survives"] else "ends the queue pair"
+    fate = f"is back after {duration(row.recovery_s)}" if row.recovery_s is not None else "ends the queue pair"
     section = report.section(
         "At a glance",
         f"With the defaults of NCCL {findings.nccl} (timeout {preset.timeout}, {preset.retry_cnt} retries) on {nic} a "
         f"flap of {duration(findings.longest_s)} {fate}. The least timeout that outlives it on any NIC, with a fifth "
-        f"to spare, is {longest['timeout']}; as {nic} was measured, {longest['nic_timeout']} is enough.",
+        f"to spare, is {longest.timeout}; as {nic} was measured, {longest.nic_timeout} is enough.",
         source="predicted",
     )
-    lost = row["recovery_s"] and row["recovery_s"] - findings.longest_s
+    lost = row.recovery_s and row.recovery_s - findings.longest_s
     section.figures(
-        Figure("NCCL_IB_TIMEOUT", longest["timeout"], "", f"NCCL_IB_RETRY_CNT={longest['retry_cnt']}"),
-        Figure("A dead path is found after", _duration_text(longest["error_s"]), "", f"on {nic}, with that timeout"),
+        Figure("NCCL_IB_TIMEOUT", longest.timeout, "", f"NCCL_IB_RETRY_CNT={longest.retry_cnt}"),
+        Figure("A dead path is found after", _duration_text(longest.error_s), "", f"on {nic}, with that timeout"),
         Figure(
             "Lost after the link is back",
             _duration_text(lost),
@@ -114,7 +123,7 @@ def _recoveries(report: Report, findings: Findings) -> None:
         "modes": (by_mode, "By NIC and mode, with one timeout: early retransmissions decide what a short flap costs."),
     }
     for name, (settings, caption) in curves.items():
-        rows = [row for row in recoveries(settings, flaps) if row["survives"]]
+        rows = [row.row() for row in recoveries(settings, flaps) if row.survives]
         if rows and (name == "recovery" or len(settings) > 1):
             section.chart(_curves(pd.DataFrame(rows)), name=name, caption=caption)
     longest = pd.DataFrame(
@@ -143,9 +152,9 @@ def _curves(rows: pd.DataFrame) -> Chart:
 
 
 def _judged(findings: Findings) -> str:
-    killed = [row for row in findings.recoveries if not row["survives"]]
+    killed = [row for row in findings.recoveries if not row.survives]
     longest = max(findings.flaps_s)
-    safe = [row for row in findings.recoveries if row["flap_s"] == longest and row["survives"]]
+    safe = [row for row in findings.recoveries if row.flap_s == longest and row.survives]
     return (
         f"{len(killed)} of {len(findings.recoveries)} pairs of setting and flap end in a QP error; "
         f"{len(safe)} of {len(findings.settings)} settings outlive {duration(longest)}."
@@ -154,7 +163,7 @@ def _judged(findings: Findings) -> str:
 
 def _advices(report: Report, findings: Findings) -> None:
     """Add the section on the least timeout that outlives a flap, and what it costs when a path is dead."""
-    rows = pd.DataFrame(findings.advices)
+    rows = pd.DataFrame([advice.row() for advice in findings.advices])
     section = report.section(
         "Which timeout for which flap",
         "A longer timeout outlives a longer flap, and takes longer to find that a path is dead: until then NCCL stands "

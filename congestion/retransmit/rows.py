@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -50,52 +50,94 @@ class Setting:
         return {"nic": self.nic, "timeout": self.timeout, "retry_cnt": self.retry_cnt, "adaptive": self.mode}
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """Predicted course of a flap under a setting.
+
+    Args:
+        flap_s: length of the flap, s.
+        recovery_s: from its beginning to the send that passes, s; None: the queue pair has gone to error before.
+        error_s: after which a dead path is given up, s; None: never.
+        longest_flap_s: that the setting outlives, s; None: there is no longest.
+    """
+
+    setting: Setting
+    flap_s: float
+    recovery_s: float | None
+    error_s: float | None
+    longest_flap_s: float | None
+
+    @property
+    def survives(self) -> bool:
+        """Whether the queue pair outlives the flap."""
+        return self.recovery_s is not None
+
+    def row(self) -> Row:
+        """Return the columns of a record."""
+        return {
+            **self.setting.row(),
+            "flap_s": self.flap_s,
+            "survives": self.survives,
+            "recovery_s": self.recovery_s,
+            "error_s": self.error_s,
+            "longest_flap_s": self.longest_flap_s,
+            "source": "predicted",
+        }
+
+
+@dataclass(frozen=True)
+class FlapAdvice:
+    """The least timeouts that outlive a flap with a margin, and their price.
+
+    Args:
+        flap_s: length of the flap, s.
+        timeout: exponent that is enough on any NIC.
+        nic_timeout: exponent that is enough as `nic` was measured.
+        lower_s: what `timeout` outlives on any NIC, s.
+        recovery_s: from the flap's beginning to the send that passes, s, on `nic` with `timeout`.
+        error_s: after which `nic` gives up a dead path with `timeout`, s; None: never.
+    """
+
+    flap_s: float
+    nic: str
+    retry_cnt: int
+    timeout: int
+    nic_timeout: int
+    lower_s: float
+    recovery_s: float
+    error_s: float | None
+
+    def row(self) -> Row:
+        """Return the columns of a record."""
+        return {**asdict(self), "source": "predicted"}
+
+
 def of_one_nic(settings: Sequence[Setting]) -> list[Setting]:
     """Return those that differ from the first in the timeout alone, with the most retries of all."""
     most, first = max(setting.retry_cnt for setting in settings), settings[0]
     return [one for one in settings if (one.nic, one.mode, one.retry_cnt) == (first.nic, first.mode, most)]
 
 
-def recoveries(settings: Iterable[Setting], flaps_s: Sequence[float]) -> list[Row]:
-    """A row a setting and flap: `survives`, `recovery_s` (None where not), `error_s` (None where it never gives up)."""
-    rows: list[Row] = []
+def recoveries(settings: Iterable[Setting], flaps_s: Sequence[float]) -> list[Recovery]:
+    """Predict each setting's course of each flap."""
+    rows: list[Recovery] = []
     for setting in settings:
         timers = setting.timers
         error_s = timers.error_s if np.isfinite(timers.error_s) else None
         for flap_s, recovery in zip(flaps_s, recovery_s(timers, np.array(flaps_s)).tolist(), strict=True):
-            alive = survives(timers, flap_s)
-            rows.append(
-                {
-                    **setting.row(),
-                    "flap_s": flap_s,
-                    "survives": alive,
-                    "recovery_s": recovery if alive else None,
-                    "error_s": error_s,
-                    "longest_flap_s": timers.last_send_s if error_s else None,
-                    "source": "predicted",
-                }
-            )
+            recovered_s = recovery if survives(timers, flap_s) else None
+            rows.append(Recovery(setting, flap_s, recovered_s, error_s, timers.last_send_s if error_s else None))
     return rows
 
 
-def advices(flaps_s: Iterable[float], nic: str, retry_cnt: int) -> list[Row]:
-    """A row a flap: the least timeouts that outlive it with a fifth to spare, and what they cost."""
-    rows: list[Row] = []
+def advices(flaps_s: Iterable[float], nic: str, retry_cnt: int) -> list[FlapAdvice]:
+    """Return for each flap the least timeouts that outlive it with a fifth to spare, and what they cost."""
+    rows: list[FlapAdvice] = []
     for flap_s in flaps_s:
         advice = advise(flap_s, nic, retry_cnt)
-        rows.append(
-            {
-                "flap_s": flap_s,
-                "nic": nic,
-                "retry_cnt": retry_cnt,
-                "timeout": advice.timeout,
-                "nic_timeout": advice.nic_timeout,
-                "lower_s": advice.lower_s,
-                "recovery_s": advice.recovery_s,
-                "error_s": advice.error_s if np.isfinite(advice.error_s) else None,
-                "source": "predicted",
-            }
-        )
+        error_s = advice.error_s if np.isfinite(advice.error_s) else None
+        timeouts = advice.timeout, advice.nic_timeout
+        rows.append(FlapAdvice(flap_s, nic, retry_cnt, *timeouts, advice.lower_s, advice.recovery_s, error_s))
     return rows
 
 

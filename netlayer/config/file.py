@@ -13,10 +13,10 @@ from typing import Any
 
 import tomlkit
 
+from netlayer.commands.example_files import examples_folder
 from netlayer.config.renamed import RENAMED, with_new_keys
 from netlayer.config.tree import Config, Section, build_config
 from netlayer.errors import ConfigError
-from netlayer.example_files import examples_folder
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from bench.compare import compare
+from bench.commands.compare import compare
 from bench.perf.table import nccl_tests_json
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord, Source

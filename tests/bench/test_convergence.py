@@ -27,6 +27,7 @@ from bench.convergence.rows import (
     FACTS_FILE,
     RUN,
     Curve,
+    Point,
     first_reached,
     read_curve,
     rows_of,
@@ -99,7 +100,7 @@ def run_rows(*curves: Curve) -> dict[str, dict[str, Any]]:
 
 
 def test_a_loss_is_reached_on_the_straight_line_between_two_evaluations() -> None:
-    points = [{"tokens": 100 * n, "held_out_loss": loss} for n, loss in enumerate((8.0, 6.0, 5.0, 5.5))]
+    points = [Point(n, 100 * n, 0.0, 0.0, loss) for n, loss in enumerate((8.0, 6.0, 5.0, 5.5))]
     assert first_reached(points, "tokens", 5.25) == pytest.approx(175)
     assert first_reached(points, "tokens", 8.0) == 0
     assert first_reached(points, "tokens", 4.99) is None
@@ -158,8 +159,15 @@ def test_a_run_that_broke_off_is_compared_with_nothing() -> None:
 def test_training_losses_are_means_of_stretches() -> None:
     curve = made("standard", [8, 7, 6, 5, 4])
     first, *others = smoothed(curve, max_points=8)
-    assert (first["loss"], first["tokens"], first["seconds"]) == (7.5, STEP_TOKENS, pytest.approx(1))
+    assert (first.loss, first.tokens, first.seconds) == (7.5, STEP_TOKENS, pytest.approx(1))
     assert len(others) == 7
+
+
+def test_records_have_the_columns_and_values_that_they_had_as_mappings() -> None:
+    kinds = ("standard", [8, 7, 6, 5, 4], 1.0), ("parallel", [8, 6, 4, 3.5, 3], 0.5), ("lamb", [8, 7.5, 7, 6.5, 6], 1.0)
+    rows = rows_of([made(*kind) for kind in kinds])
+    golden = Path(__file__).parent / "golden" / "convergence_rows.json"
+    assert json.dumps(rows) == golden.read_text(encoding="utf-8").strip()
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from bench.estimate import arena, fit
 from bench.estimate.command import estimate
 from bench.estimate.devices import DEVICES, NUMBERS, Numbers, device_of
-from bench.estimate.own import WORST_BAR, own_rows
 from bench.estimate.host import Host
+from bench.estimate.own import WORST_BAR, own_rows
 from bench.estimate.paper import ABLATION, LARGE, TABLE_2, PaperRow, calibrate, plan_of, seconds_at, summary
 from bench.estimate.plan import Plan, check_plan
 from bench.estimate.rows import ROWS_FILE, Row, load_rows, mfu_percent

@@ -31,9 +31,9 @@ from bench.tune.profile import Gain, Profile, Setting, diff, read_profile
 from bench.tune.study import markdown, study_rows
 from congestion.nic.profile.file import build_profile, load_profile
 from netlayer.cli import run as run_cli
+from netlayer.commands.example_files import examples_folder
 from netlayer.config.tree import Config, build_config
 from netlayer.errors import ConfigError, HardwareMissing, RankFailed
-from netlayer.example_files import examples_folder
 from netlayer.results import RunRecord
 
 NODE = [(1, 8)]

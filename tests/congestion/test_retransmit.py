@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from congestion.retransmit.rows import Setting, advices, recoveries
 from congestion.retransmit.timers import NICS, Timers, advise, nccl_timeout, nominal_s, recovery_s, schedule, survives
 
 MS = 1e-3
@@ -207,3 +211,10 @@ def test_nccl_defaults_by_version(version, timeout):
 def test_a_version_that_is_none():
     with pytest.raises(ValueError, match=r"2\.30\.7"):
         nccl_timeout("latest")
+
+
+def test_records_have_the_columns_and_values_that_they_had_as_mappings():
+    settings = [Setting("connectx-5", 14, 3), Setting("connectx-5", 18, 7, False), Setting("rxe", 14, 7)]
+    rows = [recoveries(settings, [0.001, 0.5, 5.0]), advices([0.01, 5.0], "connectx-5", 7)]
+    golden = Path(__file__).parent / "golden" / "retransmit_rows.json"
+    assert json.dumps([[row.row() for row in part] for part in rows]) == golden.read_text(encoding="utf-8").strip()

@@ -45,11 +45,14 @@ _FIELDS = {"netlayer.config.tree", "congestion.simulation.settings"}
 
 # Both compile the simulator's kernels, for minutes, in a process of their own.
 _COMPILED = ("packet", "flow")
+# Each takes three processes with torch; "gradient to optimiser" holds the same modules, and names the same.
+_WITHIN_ANOTHER = ("gradient",)
+_SLOW = {name: [pytest.mark.slow(minutes=4)] for name in _COMPILED} | {
+    name: [pytest.mark.slow] for name in _WITHIN_ANOTHER
+}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow(minutes=4)] if name in _COMPILED else []) for name in MOST]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_SLOW.get(name, [])) for name in MOST])
 def test_a_walk_stays_as_short_and_goes_as_the_architecture_says(name: str, tmp_path: Path) -> None:
     outcome = walks.follow(name, tmp_path)
     assert len(outcome.entered) <= MOST[name], outcome.entered

@@ -149,7 +149,7 @@ def test_ctrl_c_while_a_command_loads_ends_it_in_one_line(tmp_path: Path) -> Non
         "command = click.command(lambda: click.echo('ran'))\n"
     )
     script = (
-        "from netlayer import lazy_group\nfrom netlayer.cli import run\n"
+        "from netlayer.commands import lazy_group\nfrom netlayer.cli import run\n"
         "run(lambda: lazy_group.load('slow:command'), 'x')\n"
     )
     loading = subprocess.Popen(

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from netlayer.cli import cli
+from netlayer.commands.example_files import EXAMPLES, copy_examples, examples_folder
 from netlayer.config.file import example
 from netlayer.errors import ConfigError
-from netlayer.example_files import EXAMPLES, copy_examples, examples_folder
 
 ROOT = Path(__file__).parents[2]
 

@@ -140,6 +140,7 @@ def test_hashed_flows_of_unequal_rates_agree_with_the_closed_form_within_2_perce
     _assert_agreement(fabric, doubled)
 
 
+@pytest.mark.slow  # the test above has two rates in each group
 def test_nine_rates_in_each_group_agree_within_2_percent() -> None:
     """NIC n sends n % 9 + 1 flows to one other, each of that part of its rate."""
     fabric = Clos.build(cluster(servers=512, rails=2, nics_per_server=2))

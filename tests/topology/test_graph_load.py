@@ -10,7 +10,8 @@ from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.topology.fabrics import cluster, clusters
 from tests.topology.graphs import diamond, graph
-from topology.ecmp.graph_load import ALL_TIERS, demand_bps, graph_rows, load_fabric, load_graph
+from topology.ecmp.compare import ALL_TIERS
+from topology.ecmp.graph_load import demand_bps, graph_rows, load_fabric, load_graph
 from topology.ecmp.hashing import Ecmp, HashName
 from topology.ecmp.load import load
 from topology.fabric.cable_plan import CablePlan
@@ -68,13 +69,14 @@ def test_every_rate_has_a_bottleneck_and_names_say_where() -> None:
 
 def test_rows_are_means_over_seeds_and_json() -> None:
     rows = graph_rows(diamond(), _flows([(0, 2), (1, 2)]), seeds=range(4), hashes=["random", "crc16"])
-    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    columns = [row.row() for row in rows]
+    assert json.loads(json.dumps(columns, allow_nan=False)) == columns
     tiers = ["host-switch1", "switch1-switch2", "switch2-switch1", "switch1-host", "fabric"]
-    assert [(row["hash"], row["tier"]) for row in rows] == [
+    assert [(row.hash_name, row.tier) for row in rows] == [
         (name, tier) for name in ("random", "crc16") for tier in tiers
     ]
-    assert {row["seeds"] for row in rows} == {4}
-    assert [row["flows"] for row in rows[:5]] == [2.0] * 5
+    assert {row.seeds for row in rows} == {4}
+    assert [row.flows for row in rows[:5]] == [2.0] * 5
 
 
 def test_a_host_shares_all_its_links() -> None:

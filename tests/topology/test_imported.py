@@ -352,6 +352,7 @@ def test_cure_is_that_of_the_clos(files: tuple[str, str], tmp_path: Path) -> Non
     _same(planned, imported, besides=_WHERE)
 
 
+@pytest.mark.slow  # each of its parts is compared above, and a report of an imported fabric is written below
 def test_report_is_that_of_the_clos(files: tuple[str, str], tmp_path: Path) -> None:
     planned, imported = _tables(["report", "--seeds", "1", "--processes", "1"], files, tmp_path)
     for table in ("placements", "ports", "knobs"):

@@ -32,7 +32,8 @@ def _begun(out: Path, process: subprocess.Popen[str], pattern: str) -> bool:
         (["report", "--config", "SMALL", "--processes", "2"], ".part-*"),
     ],
 )
-@pytest.mark.parametrize("delay_s", [0.0, 1.5])
+# Later: in the midst of the work of two processes.
+@pytest.mark.parametrize("delay_s", [0.0, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_nothing(tmp_path: Path, arguments: list[str], pattern: str, delay_s: float) -> None:
     (tmp_path / "small.toml").write_text(to_toml(small()))
     words = [str(tmp_path / "small.toml") if word == "SMALL" else word for word in arguments]

@@ -1,20 +1,19 @@
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tests.topology.fabrics import cluster, megascale
-from topology.ecmp.split_verdict import claims, closed_form, partial_load, ratios, simulated, verdict
+from topology.ecmp.split_verdict import SplitRatio, claims, closed_form, partial_load, ratios, simulated, verdict
 from topology.fabric.clos import Clos, Tier
 
 CLUSTER = megascale().cluster
 FABRICS = {split: Clos.build(CLUSTER.model_copy(update={"aoc_split": split})) for split in (True, False)}
 
 
-def _rows(*points: tuple[float, float]) -> list[dict[str, Any]]:
+def _rows(*points: tuple[float, float]) -> list[SplitRatio]:
     """Rows of one definition whose ratio at each load is given."""
-    base = {"definition": "excess", "hash": "closed form", "source": "predicted", "without": 1.0}
-    return [{**base, "load": load, "with": ratio, "ratio": ratio} for load, ratio in points]
+    return [SplitRatio("excess", "closed form", load, "predicted", 1.0, ratio, ratio) for load, ratio in points]
 
 
 def test_simulation_and_closed_form_agree_on_where_it_halves() -> None:
@@ -48,12 +47,12 @@ def test_the_verdict_is_computed_and_says_what_simulation_finds() -> None:
     assert word == "WARN"
     assert sentence.startswith("At full load, by hash (closed form; predicted): ")
     assert "is true in part. With an ideal hash, the share of flows in collision" in sentence
-    halved = [{**row, "with": row["without"] / 2, "ratio": 0.5} for row in rows]
+    halved = [replace(row, with_split=row.without / 2, ratio=0.5) for row in rows]
     assert verdict(claims(halved), halved, design)[0] == "PASS"
-    tenth = [{**row, "with": 0.9 * row["without"], "ratio": 0.9} for row in rows]
+    tenth = [replace(row, with_split=0.9 * row.without, ratio=0.9) for row in rows]
     assert verdict(claims(tenth), tenth, design)[0] == "FAIL"
     both = _rows((0.5, 0.4), (1.0, 0.6))
-    hashed = [{**row, "hash": "crc16", "source": "simulated"} for row in _rows((0.5, 0.2), (1.0, 0.6))]
+    hashed = [replace(row, hash_name="crc16", source="simulated") for row in _rows((0.5, 0.2), (1.0, 0.6))]
     _, sentence = verdict(claims(both + hashed), both + hashed, design)
     assert "(simulated, halved up to: crc16 88%)" in sentence
     assert sentence.startswith(
@@ -69,7 +68,7 @@ def test_a_split_without_effect_is_said_to_have_none() -> None:
     assert word == "NO VERDICT"
     assert "halves" not in sentence
     assert "The ToR split has no effect on this fabric: a NIC is as fast as a switch port (400 b/s)" in sentence
-    alike = [{**row, "with": row["without"], "ratio": 1.0} for row in ratios(closed_form(CLUSTER))]
+    alike = [replace(row, with_split=row.without, ratio=1.0) for row in ratios(closed_form(CLUSTER))]
     _, sentence = verdict(claims(alike), alike, FABRICS[True].design)
     assert sentence.endswith("The ToR split has no effect on this fabric: no share differs at any load that was tried.")
 

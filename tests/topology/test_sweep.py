@@ -106,7 +106,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+# Ctrl-C of a command with workers is in test_interrupted.
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_worker_outlives_a_sweep_that_is_ended(how: signal.Signals) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True

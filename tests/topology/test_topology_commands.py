@@ -106,7 +106,9 @@ _NO_EFFECT = ("The ToR split has no effect on this fabric: a NIC is as fast", "C
     [
         ({}, _HALVES),
         ({"tiers": 2, "pods": 1, "nic_bps": 400, "servers_per_tor_set": 16}, _NO_EFFECT),
-        ({"nics_per_server": 2, "rails": 2, "rail_only": True, "gpus_per_server": 2}, _HALVES),
+        pytest.param(
+            {"nics_per_server": 2, "rails": 2, "rail_only": True, "gpus_per_server": 2}, _HALVES, marks=pytest.mark.slow
+        ),
     ],
     ids=["three tiers", "two tiers and a split without effect", "rail-only"],
 )

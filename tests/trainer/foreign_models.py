@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from netlayer.config.tree import ModelConfig
-from trainer.checkpoint.hugging_face import config_of
-from trainer.checkpoint.layouts import Layout
+from trainer.checkpoint.foreign.hugging_face import config_of
+from trainer.checkpoint.foreign.layouts import Layout
 from trainer.model.gpt import GPT, build_model
 
 KINDS = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}

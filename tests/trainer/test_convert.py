@@ -31,7 +31,8 @@ from tests.trainer.foreign_models import (
     save_as_theirs,
     values_of,
 )
-from trainer.checkpoint.convert import (
+from trainer.checkpoint.dcp import state_name
+from trainer.checkpoint.foreign.convert import (
     export_checkpoint,
     import_model,
     model_in,
@@ -39,9 +40,8 @@ from trainer.checkpoint.convert import (
     open_foreign,
     reshard_checkpoint,
 )
-from trainer.checkpoint.dcp import state_name
-from trainer.checkpoint.hugging_face import architecture_of, layout_of
-from trainer.checkpoint.layouts import gpt2_layout, torchtitan_layout
+from trainer.checkpoint.foreign.hugging_face import architecture_of, layout_of
+from trainer.checkpoint.foreign.layouts import gpt2_layout, torchtitan_layout
 from trainer.checkpoint.listing import list_checkpoints
 from trainer.checkpoint.meta import check_model, check_same_text, find, resume_notes, seed_of
 from trainer.checkpoint.reader import open_checkpoint, write_checkpoint

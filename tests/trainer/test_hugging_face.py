@@ -14,8 +14,8 @@ from netlayer.config.tree import ModelConfig
 from netlayer.errors import ConfigError
 from tests.trainer.foreign_models import KINDS, MODELS, SHAPE, config_named, random_model, values_of
 from tests.trainer.published_models import CausalLM, of_job
-from trainer.checkpoint.hugging_face import architecture_of, config_of, layout_of, read_model
-from trainer.checkpoint.layouts import own_shapes, torchtitan_layout
+from trainer.checkpoint.foreign.hugging_face import architecture_of, config_of, layout_of, read_model
+from trainer.checkpoint.foreign.layouts import own_shapes, torchtitan_layout
 
 FILE = Path("somewhere/config.json")
 # As the two sides publish them; keys that decide nothing here are left in.

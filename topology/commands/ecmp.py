@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
 
     from netlayer.config.tree import Config
     from netlayer.output import Output
+    from topology.ecmp.rows import TierCollisions
     from topology.single_run import SingleRun
 
 _BALANCES = (
@@ -117,7 +118,7 @@ def command(options: RunOptions, **params: Any) -> None:
     fabric = Clos.build(config.cluster)
     flows = read_flows(params["flows_file"], fabric) if params["flows_file"] else None
     with open_output(options.out, "topology-ecmp") as out, Stages() as stages:
-        tables = _compare(config, options.seed, params, flows, stages)
+        collisions, tables = _compare(config, options.seed, params, flows, stages)
         runs, wires = _runs(config, options.seed, params, flows, stages), Wires.of_clos(fabric, config.cluster)
         tables |= _rows_of(runs, wires)
         if flows is None and any(name in _OWN for name in params["traffics"]):
@@ -130,7 +131,7 @@ def command(options: RunOptions, **params: Any) -> None:
                 "ecmp", tables, out, started, options, config, source="simulated", csv=False, **recorded
             )
     if prints_tables:
-        _print(tables, runs, wires, config, params["seeds"])
+        _print(collisions, tables.get("traffic", []), runs, wires, config, params["seeds"])
     click.echo(f"wrote: links and flows, .csv and .parquet, in {out.folder}", err=True)
 
 
@@ -154,8 +155,10 @@ def _refuse(params: dict[str, Any]) -> None:
     )
 
 
-def _compare(config: Config, seed: int, params: dict[str, Any], flows: Any, stages: Any) -> dict[str, Any]:
-    """Rows of the comparison with and without the split, and the distributions that they come from."""
+def _compare(
+    config: Config, seed: int, params: dict[str, Any], flows: Any, stages: Any
+) -> tuple[Sequence[TierCollisions], dict[str, Any]]:
+    """Return the comparison with and without the split, and tables of it and of the distributions behind it."""
     from topology.ecmp.compare import compare_split
     from topology.ecmp.distribution import Distribution
     from topology.ecmp.hashing import FIVE_TUPLE
@@ -175,7 +178,8 @@ def _compare(config: Config, seed: int, params: dict[str, Any], flows: Any, stag
             observe=distribution.add,
             progress=bar,
         )
-    return {"collisions": rows, "link_use": distribution.link_rows(), "tor_collisions": distribution.tor_rows()}
+    tables = {"collisions": [row.row() for row in rows]}
+    return rows, tables | {"link_use": distribution.link_rows(), "tor_collisions": distribution.tor_rows()}
 
 
 def _runs(config: Config, seed: int, params: dict[str, Any], flows: Any, stages: Any) -> list[SingleRun]:
@@ -213,11 +217,23 @@ def _write(runs: Sequence[SingleRun], wires: Any, out: Output) -> None:
         save_table(pd.concat([tables[name] for tables in made], ignore_index=True), out.part, name)
 
 
-def _print(row_tables: dict[str, Any], runs: Sequence[SingleRun], wires: Any, config: Config, seeds: int) -> None:
+def _print(
+    rows: Sequence[TierCollisions],
+    step: Sequence[dict[str, Any]],
+    runs: Sequence[SingleRun],
+    wires: Any,
+    config: Config,
+    seeds: int,
+) -> None:
+    """Print the tables of all traffics, and those of each traffic's single run.
+
+    Args:
+        rows: the comparison with and without the split.
+        step: the job's bytes, a row a kind; empty: no flows of a job.
+    """
     from topology.commands import tables
 
-    rows = row_tables["collisions"]
-    tables.print_traffic(row_tables.get("traffic", []))
+    tables.print_traffic(step)
     tables.print_collisions(rows, split=config.cluster.aoc_split, seeds=seeds)
     tables.print_slowdowns(rows, split=config.cluster.aoc_split)
     tables.print_split(rows)

@@ -41,8 +41,7 @@ def run(options: RunOptions, params: dict[str, Any]) -> None:
     with open_output(options.out, "topology-ecmp") as out, Stages() as stages:
         with stages.open("hash"):
             seeds = range(options.seed, options.seed + params["seeds"])
-            graph_collisions = graph_rows(graph, flows, seeds=seeds, hashes=hashes, fields=fields)
-            rows = [{**row, "traffic": traffic, "split": None} for row in graph_collisions]
+            rows = graph_rows(graph, flows, seeds=seeds, hashes=hashes, fields=fields, traffic=traffic)
             loaded = load_graph(graph, flows, hashes[0], options.seed, fields=fields)
         with stages.open("write"):
             rated = {"rate_bps": loaded.rates.flow_bps, "slowdown": loaded.slowdown}
@@ -59,7 +58,7 @@ def run(options: RunOptions, params: dict[str, Any]) -> None:
             for name, table in tables.items():
                 save_table(pd.DataFrame(table).assign(**which), out.part, name)
             kept = {
-                "collisions": rows,
+                "collisions": [row.row() for row in rows],
                 "time": [{**which, "flows": len(flows), **loaded.times()}],
                 "bottleneck": [{**which, **row} for row in loaded.bottlenecks()],
             }

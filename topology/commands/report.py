@@ -78,8 +78,8 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
                 page = build_page(findings).write(out.part)
         tables = {
             "claims": [claim.row() for claim in findings.claims],
-            "split": findings.by_load,
-            "ratios": findings.ratios,
+            "split": [shares.row() for shares in findings.by_load],
+            "ratios": [ratio.row() for ratio in findings.ratios],
             "link_use": findings.link_use,
             "tor_collisions": findings.tor_collisions,
             "tiers": use_rows(findings.loads),

@@ -1,4 +1,4 @@
-"""The tables of `netlayer topology describe` and `ecmp`. Rows as `Clos.describe` and `compare_split` give them."""
+"""The tables of `netlayer topology describe` and `ecmp`. Levels as `Clos.describe` gives them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from netlayer.units import format_rate
 from topology.fabric.clos import Tier
 
 if TYPE_CHECKING:
+    from topology.ecmp.rows import TierCollisions
     from topology.fabric.wires import Wires
     from topology.single_run import SingleRun
 
@@ -43,16 +44,16 @@ def print_traffic(rows: Rows) -> None:
     print_rows("Traffic of one step (predicted)", rows, columns)
 
 
-def print_collisions(rows: Rows, *, split: bool | None, seeds: int) -> None:
+def print_collisions(rows: Sequence[TierCollisions], *, split: bool | None, seeds: int) -> None:
     """Print every tier of the fabric as configured: share of flows in collision / excess, a column a hash."""
-    split_rows = [row for row in rows if row["split"] == split]
-    hashes = list(dict.fromkeys(row["hash"] for row in split_rows))
+    split_rows = [row for row in rows if row.split == split]
+    hashes = list(dict.fromkeys(row.hash_name for row in split_rows))
     lines = []
-    for traffic, tier in dict.fromkeys((row["traffic"], row["tier"]) for row in split_rows):
-        by_hash = {row["hash"]: row for row in split_rows if (row["traffic"], row["tier"]) == (traffic, tier)}
+    for traffic, tier in dict.fromkeys((row.traffic, row.tier) for row in split_rows):
+        by_hash = {row.hash_name: row for row in split_rows if (row.traffic, row.tier) == (traffic, tier)}
         first = next(iter(by_hash.values()))
-        figures = [f"{first['links']:,}", f"{first['flows']:,.0f}", f"{first['utilisation']:.1%}"]
-        fullest = max(row["max_utilisation"] or 0 for row in by_hash.values())
+        figures = [f"{first.links:,}", f"{first.flows:,.0f}", f"{first.utilisation:.1%}"]
+        fullest = max(row.max_utilisation or 0 for row in by_hash.values())
         lines.append(
             [traffic, tier, *figures, f"{fullest:.0%}", *(_share_and_excess(by_hash.get(name)) for name in hashes)]
         )
@@ -60,15 +61,16 @@ def print_collisions(rows: Rows, *, split: bool | None, seeds: int) -> None:
     print_table(title, ["traffic", "tier", "links", "flows", "load", "fullest", *hashes], lines)
 
 
-def print_split(rows: Rows) -> None:
+def print_split(rows: Sequence[TierCollisions]) -> None:
     """ToR uplinks with and without the split."""
-    uplinks = [row for row in rows if row["tier"] == Tier.TOR_SPINE.label]
+    uplinks = [row for row in rows if row.tier == Tier.TOR_SPINE.label]
     lines = []
-    for traffic, name, source in dict.fromkeys((row["traffic"], row["hash"], row["source"]) for row in uplinks):
-        pair = {row["split"]: row for row in uplinks if (row["traffic"], row["hash"]) == (traffic, name)}
+    for traffic, name, source in dict.fromkeys((row.traffic, row.hash_name, row.source) for row in uplinks):
+        pair = {row.split: row for row in uplinks if (row.traffic, row.hash_name) == (traffic, name)}
+        both = pair[False], pair[True]
         cells = [
-            " -> ".join(_mean_and_std(pair[split], key) for split in (False, True))
-            for key in ("collision_share", "excess")
+            " -> ".join(_mean_and_std(row, row.collision_share, row.collision_share_std) for row in both),
+            " -> ".join(_mean_and_std(row, row.excess, row.excess_std) for row in both),
         ]
         lines.append([traffic, name, source, *cells])
     print_table(
@@ -76,14 +78,14 @@ def print_split(rows: Rows) -> None:
     )
 
 
-def print_slowdowns(rows: Rows, *, split: bool | None) -> None:
+def print_slowdowns(rows: Sequence[TierCollisions], *, split: bool | None) -> None:
     """Print slowdowns of the flows that leave their ToR, for each hash: uncongested over max-min fair rate."""
-    fabric_rows = [row for row in rows if row["split"] == split and row["tier"] == "fabric"]
-    hashes = list(dict.fromkeys(row["hash"] for row in fabric_rows))
+    fabric_rows = [row for row in rows if row.split == split and row.tier == "fabric"]
+    hashes = list(dict.fromkeys(row.hash_name for row in fabric_rows))
     lines = []
-    for traffic in dict.fromkeys(row["traffic"] for row in fabric_rows):
-        of_traffic = [row for row in fabric_rows if row["traffic"] == traffic]
-        lines.append([traffic, *(f"{row['slowdown']:.2f} ({row['max_slowdown']:.2f})" for row in of_traffic)])
+    for traffic in dict.fromkeys(row.traffic for row in fabric_rows):
+        of_traffic = [row for row in fabric_rows if row.traffic == traffic]
+        lines.append([traffic, *(f"{row.slowdown:.2f} ({row.max_slowdown:.2f})" for row in of_traffic)])
     title = f"Slowdown{_with(split)}: mean (worst) of the flows between ToRs"
     print_table(title, ["traffic", *hashes], lines)
 
@@ -134,13 +136,12 @@ def _print_members(rows: Rows, what: str) -> None:
     print_rows(f"ECMP members, actual against expected share of their group: {what}", rows, columns)
 
 
-def _share_and_excess(row: dict[str, Any] | None) -> str:
-    return f"{row['collision_share']:.1%} / {row['excess']:.1%}" if row else "-"
+def _share_and_excess(row: TierCollisions | None) -> str:
+    return f"{row.collision_share:.1%} / {row.excess:.1%}" if row else "-"
 
 
-def _mean_and_std(row: dict[str, Any], key: str) -> str:
-    spread = f" ± {row[key + '_std']:.2%}" if row["source"] == "simulated" and row["seeds"] > 1 else ""
-    return f"{row[key]:.2%}{spread}"
+def _mean_and_std(row: TierCollisions, mean: float, std: float) -> str:
+    return f"{mean:.2%}" + (f" ± {std:.2%}" if row.source == "simulated" and row.seeds > 1 else "")
 
 
 def _with(split: bool | None) -> str:

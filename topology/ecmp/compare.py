@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from topology.ecmp.balance import BalanceName, balance
 from topology.ecmp.expected import Expected, expected_collisions, expected_load
 from topology.ecmp.hashing import FIVE_TUPLE, Field
 from topology.ecmp.load import Collisions, Load
+from topology.ecmp.rows import LoadCollisions, TierCollisions, mean_and_std
 from topology.fabric.clos import Clos, Tier
 from topology.fabric.design import Design, plan
 from topology.fabric.interface import Fabric
@@ -81,13 +82,11 @@ def compare_split(
     placement: StrategyName = "given",
     observe: Observer | None = None,
     progress: Progress | None = None,
-) -> list[dict[str, Any]]:
+) -> list[TierCollisions]:
     """Compare collisions with and without the ToR split: one row a split, traffic, hash (or closed form) and tier.
 
-    Rows hold JSON values. `source` is "simulated" for a hash, "predicted" for the closed form, which exists for single
-    tiers between switches alone; `tier` "fabric" is any of these on a path. Figures are means over the seeds, `*_std`
-    the sample deviation (0 for one seed); `slowdown` is uncongested over max-min fair rate. A seed moves the switches'
-    seeds, the queue pair numbers and the permutation.
+    The closed form exists for single tiers between switches alone. A seed moves the switches' seeds, the queue pair
+    numbers and the permutation.
 
     Args:
         hashes: hash functions, or substitutes for one (`balance.BALANCES`).
@@ -125,11 +124,14 @@ def compare_split(
         for split, fabric in fabrics.items():
             for tier, value in expected_load(fabric, chosen).items():
                 expected.setdefault(_Case(split, traffic, CLOSED_FORM, tier.label), []).append(value)
-    rows = [_simulated_row(case, values) for case, values in outcomes.items()]
+    rows = [
+        TierCollisions.of_seeds(*case, [one.collisions for one in values], [one.slowdown for one in values])
+        for case, values in outcomes.items()
+    ]
     return rows + [_predicted_row(case, values, _links(fabrics[case.split], case)) for case, values in expected.items()]
 
 
-def split_by_load(cluster: ClusterConfig, loads: Sequence[float] = LOADS) -> list[dict[str, Any]]:
+def split_by_load(cluster: ClusterConfig, loads: Sequence[float] = LOADS) -> list[LoadCollisions]:
     """Closed form for the uplinks of one ToR, with and without the split, as more of its NICs send at full rate.
 
     Args:
@@ -236,41 +238,14 @@ def _hash(
             yield _Case(split, traffic, name, ALL_TIERS), _Outcome(loaded.collisions(), contention.slowdowns())
 
 
-def _load_row(split: bool, num_flows: int, design: Design) -> dict[str, Any]:
+def _load_row(split: bool, num_flows: int, design: Design) -> LoadCollisions:
     """Return the predicted collisions at one ToR where `num_flows` of its NICs send at full rate."""
     expected = expected_collisions([num_flows], [design.nic_bps], design.tor_uplinks, design.tor_uplink_bps)
-    return {
-        "split": split,
-        "source": "predicted",
-        "flows": num_flows,
-        "load": num_flows / design.nics_per_tor,
-        "collision_share": expected.share,
-        "excess": expected.excess,
-    }
+    return LoadCollisions(split, num_flows, num_flows / design.nics_per_tor, expected.share, expected.excess)
 
 
-def _simulated_row(case: _Case, outcomes: list[_Outcome]) -> dict[str, Any]:
-    """Return the row of a simulated case: means over its seeds, and the largest in columns that begin with max_."""
-    seeds = [one.collisions for one in outcomes]
-    return {
-        **_case_columns(case, "simulated"),
-        "seeds": len(seeds),
-        "links": seeds[0].num_links,
-        "flows": statistics.fmean(one.num_flows for one in seeds),
-        "collisions": statistics.fmean(one.num_colliding for one in seeds),
-        "overloaded_links": statistics.fmean(one.num_overloaded for one in seeds),
-        "overloaded_share": statistics.fmean(one.num_overloaded / max(one.num_links, 1) for one in seeds),
-        "utilisation": statistics.fmean(one.utilisation for one in seeds),
-        "max_utilisation": max(one.max_utilisation for one in seeds),
-        "slowdown": statistics.fmean(one.slowdown[0] for one in outcomes),
-        "max_slowdown": max(one.slowdown[1] for one in outcomes),
-        **_mean_and_std("collision_share", [one.share for one in seeds]),
-        **_mean_and_std("excess", [one.excess for one in seeds]),
-    }
-
-
-def _predicted_row(case: _Case, seeds: list[Expected], links: tuple[int, float]) -> dict[str, Any]:
-    """Return the row of a case by the closed form, in the columns of `_simulated_row`; None where it has no answer.
+def _predicted_row(case: _Case, seeds: list[Expected], links: tuple[int, float]) -> TierCollisions:
+    """Return the row of a case by the closed form, with None where it has no answer.
 
     Args:
         seeds: expected collisions of each seed's flows.
@@ -278,35 +253,26 @@ def _predicted_row(case: _Case, seeds: list[Expected], links: tuple[int, float])
     """
     num_links, capacity_bps = links
     demand_bps = statistics.fmean(one.total_bps for one in seeds)
-    return {
-        **_case_columns(case, "predicted"),
-        "seeds": len(seeds),
-        "links": num_links,
-        "flows": statistics.fmean(one.num_flows for one in seeds),
-        "collisions": statistics.fmean(one.num_colliding for one in seeds),
-        "overloaded_links": None,
-        "overloaded_share": None,
-        "utilisation": demand_bps / capacity_bps if capacity_bps else 0.0,
-        "max_utilisation": None,
-        "slowdown": None,
-        "max_slowdown": None,
-        **_mean_and_std("collision_share", [one.share for one in seeds]),
-        **_mean_and_std("excess", [one.excess for one in seeds]),
-    }
-
-
-def _case_columns(case: _Case, source: str) -> dict[str, Any]:
-    return {
-        "split": case.split,
-        "traffic": case.traffic,
-        "hash": case.hash_name,
-        "tier": case.tier,
-        "source": source,
-    }
-
-
-def _mean_and_std(name: str, values: list[float]) -> dict[str, float]:
-    return {name: statistics.fmean(values), f"{name}_std": statistics.stdev(values) if len(values) > 1 else 0.0}
+    share, share_std = mean_and_std([one.share for one in seeds])
+    excess, excess_std = mean_and_std([one.excess for one in seeds])
+    return TierCollisions(
+        *case,
+        "predicted",
+        seeds=len(seeds),
+        links=num_links,
+        flows=statistics.fmean(one.num_flows for one in seeds),
+        collisions=statistics.fmean(one.num_colliding for one in seeds),
+        overloaded_links=None,
+        overloaded_share=None,
+        utilisation=demand_bps / capacity_bps if capacity_bps else 0.0,
+        max_utilisation=None,
+        slowdown=None,
+        max_slowdown=None,
+        collision_share=share,
+        collision_share_std=share_std,
+        excess=excess,
+        excess_std=excess_std,
+    )
 
 
 def _links(fabric: Clos, case: _Case) -> tuple[int, float]:

@@ -7,7 +7,6 @@ and adaptive choice, routing other than ECMP over shortest paths, and (but in `t
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from topology.ecmp.graph_routing import UNREACHABLE, Routes, by_ecmp
 from topology.ecmp.hashing import FIVE_TUPLE, Ecmp, Field, HashName
 from topology.ecmp.load import TOLERANCE, Collisions
 from topology.ecmp.routing import NO_LINK
+from topology.ecmp.rows import TierCollisions
 from topology.fabric.graph import Floats, Graph, Ints
 from topology.fabric.wires import Wires
 from topology.importers import read_fabric
@@ -175,42 +175,22 @@ def graph_rows(
     seeds: Sequence[int],
     hashes: Sequence[HashName],
     fields: Sequence[Field] = FIVE_TUPLE,
-) -> Rows:
-    """One row a hash and tier, columns as in `compare.compare_split` but for `split`; means over the seeds.
+    traffic: str = FROM_FILE,
+) -> list[TierCollisions]:
+    """Return a row a hash and tier, means over the seeds.
+
+    Args:
+        traffic: name of the flows in the rows.
 
     Raises:
         ConfigError, ValueError: see `load_graph`.
     """
-    rows: Rows = []
+    rows: list[TierCollisions] = []
     for name in hashes:
         loads = [load_graph(graph, flows, name, seed, fields=fields) for seed in seeds]
         masks = {tier: mask for loaded in loads for tier, mask in loaded.tiers().items()}
-        rows += [_row(name, tier, mask, loads) for tier, mask in masks.items()]
+        for tier, links in masks.items():
+            collisions = [loaded.collisions(links) for loaded in loads]
+            slowdowns = [loaded.slowdowns(links) for loaded in loads]
+            rows.append(TierCollisions.of_seeds(None, traffic, name, tier, collisions, slowdowns))
     return rows
-
-
-def _row(name: str, tier: str, links: NDArray[np.bool_], loads: Sequence[GraphLoad]) -> dict[str, Any]:
-    """Return the row of one tier: means over `loads`, one a seed, and the largest where a column begins with max_."""
-    collisions = [loaded.collisions(links) for loaded in loads]
-    slowdowns = [loaded.slowdowns(links) for loaded in loads]
-    return {
-        "traffic": FROM_FILE,
-        "hash": name,
-        "tier": tier,
-        "source": "simulated",
-        "seeds": len(loads),
-        "links": collisions[0].num_links,
-        "flows": statistics.fmean(one.num_flows for one in collisions),
-        "collisions": statistics.fmean(one.num_colliding for one in collisions),
-        "overloaded_links": statistics.fmean(one.num_overloaded for one in collisions),
-        "utilisation": statistics.fmean(one.utilisation for one in collisions),
-        "max_utilisation": max(one.max_utilisation for one in collisions),
-        "slowdown": statistics.fmean(mean for mean, _ in slowdowns),
-        "max_slowdown": max(worst for _, worst in slowdowns),
-        **_mean_and_std("collision_share", [one.share for one in collisions]),
-        **_mean_and_std("excess", [one.excess for one in collisions]),
-    }
-
-
-def _mean_and_std(name: str, values: list[float]) -> dict[str, float]:
-    return {name: statistics.fmean(values), f"{name}_std": statistics.stdev(values) if len(values) > 1 else 0.0}

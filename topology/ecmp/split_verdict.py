@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,6 @@ from topology.fabric.clos import Clos, Tier
 from topology.fabric.design import Design, plan
 from topology.traffic.job import Flows, headers, permutation
 
-Row = dict[str, Any]
 Progress = Callable[[int, int, str], None]
 
 DEFINITIONS = {"collision_share": "in collision", "excess": "excess", "sharing_share": "sharing"}
@@ -35,6 +35,70 @@ HALF = 0.5
 
 
 Stretch = tuple[float, float]
+_Shares = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class UplinkShares:
+    """Shares of the flows on ToR uplinks that collide, by each definition, at one load; all 0..1 but the counts.
+
+    Args:
+        split: with the ToR split.
+        hash_name: a hash, or the closed form.
+        load: share of a ToR's NICs that send at full rate to other ToRs.
+        flows: on uplinks of one ToR (closed form), or of all, mean over the seeds.
+        collision_share: flows on an uplink with more demand than capacity.
+        excess: demand above capacity over all demand.
+        sharing_share: flows that are not alone on their uplink.
+        seeds: that were simulated; 0: predicted by the closed form.
+    """
+
+    split: bool
+    hash_name: str
+    load: float
+    flows: float
+    collision_share: float
+    excess: float
+    sharing_share: float
+    seeds: int = 0
+
+    @property
+    def source(self) -> str:
+        return "simulated" if self.seeds else "predicted"
+
+    def row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        figures = {"collision_share": self.collision_share, "excess": self.excess}
+        if not self.seeds:
+            columns = {"split": self.split, "source": self.source, "flows": self.flows, "load": self.load, **figures}
+            return {**columns, "hash": self.hash_name, "sharing_share": self.sharing_share}
+        columns = {"split": self.split, "hash": self.hash_name, "load": self.load, "source": self.source}
+        return {**columns, "seeds": self.seeds, "flows": self.flows, **figures, "sharing_share": self.sharing_share}
+
+
+@dataclass(frozen=True)
+class SplitRatio:
+    """Effect of the split on one definition of collisions, under one hash at one load.
+
+    Args:
+        definition: in words, of `DEFINITIONS`.
+        load: share of a ToR's NICs that send.
+        without, with_split: the definition's value, 0..1.
+        ratio: with the split over without; None where nothing collides without it.
+    """
+
+    definition: str
+    hash_name: str
+    load: float
+    source: str
+    without: float
+    with_split: float
+    ratio: float | None
+
+    def row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        names = {"hash_name": "hash", "with_split": "with"}
+        return {names.get(name, name): value for name, value in asdict(self).items()}
 
 
 class Claim(NamedTuple):
@@ -97,12 +161,21 @@ class Claim(NamedTuple):
         return f"from {_load(low)}" if last else f"from {low:.0%} to {_load(high)}"
 
 
-def closed_form(cluster: ClusterConfig, loads: Sequence[float] = FINE_LOADS) -> list[Row]:
-    """Rows of all definitions for an ideal hash, a row a load and split."""
+def closed_form(cluster: ClusterConfig, loads: Sequence[float] = FINE_LOADS) -> list[UplinkShares]:
+    """Return the shares by all definitions for an ideal hash, of each load and split."""
     rows = split_by_load(cluster, loads)
     designs = {split: plan(cluster.model_copy(update={"aoc_split": split})) for split in (True, False)}
     return [
-        {**row, "hash": CLOSED_FORM, "sharing_share": _sharing(row["flows"], designs[row["split"]])} for row in rows
+        UplinkShares(
+            row.split,
+            CLOSED_FORM,
+            row.load,
+            row.flows,
+            row.collision_share,
+            row.excess,
+            _sharing(row.flows, designs[row.split]),
+        )
+        for row in rows
     ]
 
 
@@ -112,9 +185,9 @@ def simulated(
     seeds: Sequence[int],
     loads: Sequence[float] = LOADS,
     progress: Progress | None = None,
-) -> list[Row]:
+) -> list[UplinkShares]:
     """Return the same of real hashes on the ToR uplinks, means over the seeds; each ToR has its load of senders."""
-    rows_of_case: dict[tuple[bool, HashName, float], list[Row]] = {}
+    shares_of_case: dict[tuple[bool, HashName, float], list[_Shares]] = {}
     points = [(seed, share) for seed in seeds for share in loads]
     for done, (seed, share) in enumerate(points, start=1):
         flows = partial_load(fabrics[True], share, seed)
@@ -122,19 +195,12 @@ def simulated(
         for name in hashes:
             ecmp = Ecmp(name, tuples, seed)
             for split, fabric in fabrics.items():
-                rows_of_case.setdefault((split, name, share), []).append(_uplinks(fabric, flows, ecmp))
+                shares_of_case.setdefault((split, name, share), []).append(_uplinks(fabric, flows, ecmp))
         if progress:
             progress(done, len(points), f"seed {seed}, load {share:.0%}")
     return [
-        {
-            "split": split,
-            "hash": name,
-            "load": share,
-            "source": "simulated",
-            "seeds": len(rows),
-            **{key: statistics.fmean(row[key] for row in rows) for key in rows[0]},
-        }
-        for (split, name, share), rows in rows_of_case.items()
+        UplinkShares(split, name, share, *_means(shares), seeds=len(shares))
+        for (split, name, share), shares in shares_of_case.items()
     ]
 
 
@@ -150,34 +216,28 @@ def partial_load(fabric: Clos, share: float, seed: int) -> Flows:
     return flows.where(np.sort(by_tor[place < senders]))
 
 
-def ratios(rows: Sequence[Row]) -> list[Row]:
+def ratios(rows: Sequence[UplinkShares]) -> list[SplitRatio]:
     """Return how far the split of uplinks lowers collisions: values with it over those without it.
 
     One row for each definition, hash and load; the ratio is None where nothing collides without the split.
     """
-    cells = {(row["hash"], row["load"], row["split"]): row for row in rows}
-    return [
-        {
-            "definition": definition,
-            "hash": name,
-            "load": share,
-            "source": row["source"],
-            "without": without[key],
-            "with": row[key],
-            "ratio": row[key] / without[key] if without[key] else None,
-        }
-        for key, definition in DEFINITIONS.items()
-        for (name, share, split), row in cells.items()
-        if split and (without := cells[name, share, False])
-    ]
+    cells = {(row.hash_name, row.load, row.split): row for row in rows}
+    compared = []
+    for key, definition in DEFINITIONS.items():
+        for (name, share, split), row in cells.items():
+            if split:
+                with_split, without = (getattr(each, key) for each in (row, cells[name, share, False]))
+                ratio = with_split / without if without else None
+                compared.append(SplitRatio(definition, name, share, row.source, without, with_split, ratio))
+    return compared
 
 
-def claims(compared: Sequence[Row]) -> list[Claim]:
+def claims(compared: Sequence[SplitRatio]) -> list[Claim]:
     """Return the verdict of each definition and hash, from `ratios`."""
     return list(_claims(compared))
 
 
-def verdict(judged: Sequence[Claim], compared: Sequence[Row], design: Design) -> tuple[str, str]:
+def verdict(judged: Sequence[Claim], compared: Sequence[SplitRatio], design: Design) -> tuple[str, str]:
     """PASS where the split halves all at every load, FAIL where nothing at any, else WARN; and why, in sentences.
 
     NO VERDICT where the split changes nothing on this fabric: what it does to collisions cannot be seen there. First
@@ -211,27 +271,27 @@ _SUBJECTS = {
 }
 
 
-def _at_last_load(compared: Sequence[Row]) -> str:
+def _at_last_load(compared: Sequence[SplitRatio]) -> str:
     """Flows in collision and excess at the highest load, hash by hash: of both designs where they differ."""
-    last = max((row["load"] for row in compared), default=0.0)
-    rows = [row for row in compared if row["load"] == last]
-    rows = [row for row in rows if row["source"] == "simulated"] or rows
+    last = max((row.load for row in compared), default=0.0)
+    rows = [row for row in compared if row.load == last]
+    rows = [row for row in rows if row.source == "simulated"] or rows
     if not rows:
         return "No flow crosses a ToR uplink."
-    hashes = ", ".join(dict.fromkeys(row["hash"] for row in rows))
+    hashes = ", ".join(dict.fromkeys(row.hash_name for row in rows))
     shares = [
-        f"{', '.join(_both(row) for row in rows if row['definition'] == DEFINITIONS[key])} {quantity}"
+        f"{', '.join(_both(row) for row in rows if row.definition == DEFINITIONS[key])} {quantity}"
         for key, quantity in (
             ("collision_share", "of flows in collision on ToR uplinks"),
             ("excess", "of demand in excess"),
         )
-        if any(row["definition"] == DEFINITIONS[key] for row in rows)
+        if any(row.definition == DEFINITIONS[key] for row in rows)
     ]
-    return f"At {_load(last)}, by hash ({hashes}; {rows[0]['source']}): {'; '.join(shares)}."
+    return f"At {_load(last)}, by hash ({hashes}; {rows[0].source}): {'; '.join(shares)}."
 
 
-def _both(row: Row) -> str:
-    with_split, without = f"{row['with']:.1%}", f"{row['without']:.1%}"
+def _both(row: SplitRatio) -> str:
+    with_split, without = f"{row.with_split:.1%}", f"{row.without:.1%}"
     return with_split if with_split == without else f"{with_split} (without the ToR split {without})"
 
 
@@ -259,15 +319,15 @@ def _load(share: float, full: str = "full load") -> str:
     return full if share >= 1 else f"{share:.0%}" if full != "full load" else f"{share:.0%} load"
 
 
-def _claims(compared: Sequence[Row]) -> Iterator[Claim]:
+def _claims(compared: Sequence[SplitRatio]) -> Iterator[Claim]:
     """Yield for each definition and hash the loads at which the split halves collisions, lowers or raises them."""
-    keys = dict.fromkeys((row["definition"], row["hash"], row["source"]) for row in compared)
+    keys = dict.fromkeys((row.definition, row.hash_name, row.source) for row in compared)
     for definition, name, source in keys:
-        rows = [row for row in compared if (row["definition"], row["hash"]) == (definition, name)]
-        rows = sorted((row for row in rows if row["with"] or row["without"]), key=lambda row: row["load"])
+        rows = [row for row in compared if (row.definition, row.hash_name) == (definition, name)]
+        rows = sorted((row for row in rows if row.with_split or row.without), key=lambda row: row.load)
         if rows:
-            loads = [row["load"] for row in rows]
-            curve = [row["with"] / row["without"] if row["without"] else math.inf for row in rows]
+            loads = [row.load for row in rows]
+            curve = [row.with_split / row.without if row.without else math.inf for row in rows]
             yield Claim(
                 definition,
                 name,
@@ -277,7 +337,7 @@ def _claims(compared: Sequence[Row]) -> Iterator[Claim]:
                 _stretches(loads, curve, 1.0, math.inf),
                 loads[0],
                 loads[-1],
-                rows[-1]["ratio"],
+                rows[-1].ratio,
             )
 
 
@@ -318,16 +378,16 @@ def _sharing(num_flows: int, design: Design) -> float:
     return float(1 - (1 - 1 / design.tor_uplinks) ** max(num_flows - 1, 0))
 
 
-def _uplinks(fabric: Clos, flows: Flows, ecmp: Ecmp) -> Row:
-    """Return the shares of flows that collide on ToR uplinks and that share one with another flow, for one seed."""
+def _means(shares: Sequence[_Shares]) -> _Shares:
+    flows, collision, excess, sharing = (statistics.fmean(values) for values in zip(*shares, strict=True))
+    return flows, collision, excess, sharing
+
+
+def _uplinks(fabric: Clos, flows: Flows, ecmp: Ecmp) -> _Shares:
+    """Return (flows, collision share, excess, sharing share) on ToR uplinks for one seed, as in `UplinkShares`."""
     loaded = load(fabric, flows, ecmp)
     collisions = loaded.collisions([Tier.TOR_SPINE])
     links: NDArray[np.int64] = loaded.paths[:, Tier.TOR_SPINE]
     on_link = np.bincount(links[links >= 0], minlength=fabric.num_links)
     shared = on_link[links[links >= 0]] > 1
-    return {
-        "flows": len(links),
-        "collision_share": collisions.share,
-        "excess": collisions.excess,
-        "sharing_share": float(shared.mean()) if len(shared) else 0.0,
-    }
+    return len(links), collisions.share, collisions.excess, float(shared.mean()) if len(shared) else 0.0

@@ -19,7 +19,7 @@ from topology.ecmp.distribution import Distribution
 from topology.ecmp.hashing import Ecmp, HashName
 from topology.ecmp.load import Load, place
 from topology.ecmp.search import plan_ports, plan_summary, search_knobs
-from topology.ecmp.split_verdict import Claim, claims, closed_form, ratios, simulated
+from topology.ecmp.split_verdict import Claim, SplitRatio, UplinkShares, claims, closed_form, ratios, simulated
 from topology.fabric.clos import Clos, Tier
 from topology.fabric.imported import ImportedFabric
 from topology.fabric.interface import Fabric
@@ -64,8 +64,8 @@ class Findings:
     seeds: int
     config_options: tuple[str, ...]
     fabrics: dict[bool, Clos]
-    by_load: list[Row]
-    ratios: list[Row]
+    by_load: list[UplinkShares]
+    ratios: list[SplitRatio]
     claims: list[Claim]
     link_use: list[Row]
     tor_collisions: list[Row]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from netlayer import lazy_names
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.convert import export_checkpoint as export_checkpoint
-    from trainer.checkpoint.convert import import_model as import_model
-    from trainer.checkpoint.convert import model_in as model_in
-    from trainer.checkpoint.convert import open_foreign as open_foreign
     from trainer.checkpoint.distcp import file_of as file_of
-    from trainer.checkpoint.layouts import own_shapes as own_shapes
+    from trainer.checkpoint.foreign.convert import export_checkpoint as export_checkpoint
+    from trainer.checkpoint.foreign.convert import import_model as import_model
+    from trainer.checkpoint.foreign.convert import model_in as model_in
+    from trainer.checkpoint.foreign.convert import open_foreign as open_foreign
+    from trainer.checkpoint.foreign.layouts import own_shapes as own_shapes
     from trainer.checkpoint.meta import Meta as Meta
     from trainer.checkpoint.meta import find as find
     from trainer.checkpoint.names import checkpoints_in as checkpoints_in
@@ -52,15 +52,15 @@ __getattr__ = lazy_names(
         "Saver": ".save",
         "ShardPlan": ".snapshot",
         "checkpoints_in": ".names",
-        "export_checkpoint": ".convert",
+        "export_checkpoint": ".foreign.convert",
         "file_of": ".distcp",
         "find": ".meta",
-        "import_model": ".convert",
-        "model_in": ".convert",
+        "import_model": ".foreign.convert",
+        "model_in": ".foreign.convert",
         "open_checkpoint": ".reader",
-        "open_foreign": ".convert",
+        "open_foreign": ".foreign.convert",
         "open_saver": ".save",
-        "own_shapes": ".layouts",
+        "own_shapes": ".foreign.layouts",
         "write_checkpoint": ".reader",
     },
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from netlayer.errors import ConfigError
 from trainer.checkpoint.file import TensorWriter
-from trainer.checkpoint.hugging_face import FIELD
+from trainer.checkpoint.foreign.hugging_face import FIELD
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _REMEDY = "download or write it again"

@@ -133,7 +133,7 @@ def reshard(path: Path, out: Path, file_size: str, model_only: bool, verbose: in
     log.configure(verbose)
     size = _size("--file-size", file_size)
     with held_interrupt():
-        from trainer.checkpoint.convert import reshard_checkpoint
+        from trainer.checkpoint.foreign.convert import reshard_checkpoint
         from trainer.checkpoint.reader import open_checkpoint
     with Stages() as stages, stages.open("reshard") as bar, open_checkpoint(path, "PATH") as source:
         written = reshard_checkpoint(source, out, size, model_only, bar)
@@ -176,7 +176,7 @@ def export(
     with held_interrupt():  # torch takes two seconds to load
         import torch
 
-        from trainer.checkpoint.convert import export_checkpoint, model_in
+        from trainer.checkpoint.foreign.convert import export_checkpoint, model_in
         from trainer.checkpoint.reader import open_checkpoint
     with Stages() as stages, stages.open("export") as bar, open_checkpoint(path, "PATH") as source:
         model = model_in(source, config_path)
@@ -214,7 +214,7 @@ def import_(path: Path, out: Path, origin: Any, seq_len: int | None, config_path
 
     log.configure(verbose)
     with held_interrupt():
-        from trainer.checkpoint.convert import import_model, open_foreign
+        from trainer.checkpoint.foreign.convert import import_model, open_foreign
     with Stages() as stages, stages.open("import") as bar:
         written = import_model(open_foreign(path, origin, config_path, seq_len), out, bar)
     click.echo(written.line())

@@ -16,7 +16,7 @@ import click
 
 from netlayer import log
 from netlayer.command import RunOptions, run_options
-from netlayer.lazy_group import LazyGroup
+from netlayer.commands.lazy_group import LazyGroup
 
 if TYPE_CHECKING:
     from netlayer.config.tree import Config

@@ -4,7 +4,7 @@ Defaults are those of transformers' classes: a config.json may omit what its cla
 writes `rope_theta` and `rope_scaling`, transformers 5 both inside `rope_parameters`; either is read, and the former two
 are written, which both versions read. What a model here cannot compute is refused with the key that asks for it.
 
-Not covered: tensors (`trainer.checkpoint.layouts`).
+Not covered: tensors (`trainer.checkpoint.foreign.layouts`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from netlayer.config.tree import ModelConfig, RopeScalingConfig, build_section
 from netlayer.errors import ConfigError
-from trainer.checkpoint.layouts import Layout, gpt2_layout, llama_layout
+from trainer.checkpoint.foreign.layouts import Layout, gpt2_layout, llama_layout
 
 CONFIG = "config.json"
 FIELD = "PATH"

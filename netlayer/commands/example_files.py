@@ -35,7 +35,7 @@ EXAMPLES = {
 
 def examples_folder() -> Path:
     """Return the folder of the examples, in a checkout or as the installed package carries it."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     folders = (package.parent / "examples", package / "examples")
     for folder in folders:
         if (folder / "laptop.toml").is_file():

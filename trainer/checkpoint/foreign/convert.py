@@ -9,7 +9,8 @@ Memory is that of the largest parameter, in the dtypes of both sides. A folder a
 and on the disk. What is exported is the model: moments of an optimiser belong to the run that goes on. An imported
 folder is a checkpoint of step 0 without them, from which `netlayer train --resume` starts with a fresh optimiser.
 
-Not covered: names and layouts (`trainer.checkpoint.layouts`), config.json (`trainer.checkpoint.hugging_face`).
+Not covered: names and layouts (`trainer.checkpoint.foreign.layouts`), and config.json
+(`trainer.checkpoint.foreign.hugging_face`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from netlayer.errors import ConfigError
 from netlayer.lock import LockBusy, claimed
 from netlayer.results import sync_folder, writing
 from netlayer.units import format_size
-from trainer.checkpoint.hugging_face import (
+from trainer.checkpoint.foreign.hugging_face import (
     ARCHITECTURES,
     CONFIG,
     FIELD,
@@ -43,7 +44,7 @@ from trainer.checkpoint.hugging_face import (
     layout_of,
     read_model,
 )
-from trainer.checkpoint.layouts import HEAD, TOKENS, Layout, gpt2_layout, own_layout, torchtitan_layout
+from trainer.checkpoint.foreign.layouts import HEAD, TOKENS, Layout, gpt2_layout, own_layout, torchtitan_layout
 from trainer.checkpoint.names import PENDING, TOKENIZER
 from trainer.checkpoint.reader import Checkpoint, open_checkpoint, write_checkpoint, write_items
 from trainer.checkpoint.safetensors_files import SafetensorsFiles, ShardedWriter

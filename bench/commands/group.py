@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from netlayer.lazy_group import Lazy, LazyGroup
+from netlayer.commands.lazy_group import Lazy, LazyGroup
 
-_COMMANDS = {"compare": Lazy("bench.compare:compare", "Two records row by row: ratio, spread, verdict.")}
+_COMMANDS = {"compare": Lazy("bench.commands.compare:compare", "Two records row by row: ratio, spread, verdict.")}
 
 
 @click.group(cls=LazyGroup, lazy=_COMMANDS)

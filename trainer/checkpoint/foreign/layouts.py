@@ -7,7 +7,7 @@ What differs: GPT-2's `Conv1D` keeps matrices transposed; q, k and v, and gate a
 turns neighbouring values of a head (2i, 2i + 1) where Hugging Face and `trainer.ops.rotary` turn halves (i, i + K/2),
 so rows of q and k are in another order there; a tied head is one tensor here, and absent or a copy there.
 
-Not covered: config.json (`trainer.checkpoint.hugging_face`), files.
+Not covered: config.json (`trainer.checkpoint.foreign.hugging_face`), files.
 """
 
 from __future__ import annotations

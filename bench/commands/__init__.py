@@ -1,0 +1,1 @@
+"""Commands of `netlayer bench`."""
