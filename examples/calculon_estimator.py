@@ -1,8 +1,8 @@
 """Enter Calculon (Isaev et al., SC'23) in the arena: `netlayer estimate arena examples/calculon_estimator.py`.
 
-It is no package: clone https://github.com/calculon-ai/calculon and put the clone on PYTHONPATH. Its own system files are
-taken, with memory enough (the rows did fit), and nothing is fitted. It tells rows in bfloat16 of models with one pair of
-keys and values a head and a plain MLP, without context parallelism and without FSDP; of all others it says nothing.
+It is no package: clone https://github.com/calculon-ai/calculon and put the clone on PYTHONPATH. Its own system files
+are taken, with memory enough (the rows did fit), and nothing is fitted. It tells rows in bfloat16 of models with one
+pair of keys and values a head and a plain MLP, without context parallelism and FSDP; of all others it says nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "Calculon"
 _SYSTEMS = {"H100": "h100_80g_nvl8.json", "A100": "a100_80g.json"}
 
 
-def fit(rows: Sequence[Row]) -> Callable[[Plan], float | None]:
+def fit(_rows: Sequence[Row]) -> Callable[[Plan], float | None]:
     """Return `predict`; Calculon has no number that rows say."""
     folder = Path(calculon.__file__).parent.parent / "systems"
     systems = {}

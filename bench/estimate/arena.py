@@ -2,7 +2,8 @@
 
 Two protocols. *Leave one family out*: an estimator is fitted to the rows of all other families and predicts this one.
 *From the smallest row*: within a series (one layout at growing scale) it is scaled so that the series' smallest row is
-met, and predicts the others. Rows that are kept aside (rows_aside.csv) are predicted from all others. What an estimator was fitted to and what it predicts never share a column.
+met, and predicts the others. Rows that are kept aside (rows_aside.csv) are predicted from all others. What an estimator
+was fitted to and what it predicts never share a column.
 
 Anyone enters an estimator as a Python file with
 

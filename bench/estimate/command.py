@@ -330,9 +330,7 @@ def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> Non
         raise CheckFailed(f"bars: {MEDIAN_BAR:.0%} in the median, {WORST_BAR:.0%} at most")
 
 
-def _plan(
-    config: Any, device: str, precision: str, zero: int, cp: int, kernels: str, launch_us: float = 0.0
-) -> Plan:
+def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels: str, launch_us: float = 0.0) -> Plan:
     """Return the plan of a configuration and options, and refuse what they say twice or cannot have."""
     from typing import cast
 
@@ -489,7 +487,11 @@ def _print_others(predictions: Mapping[str, Sequence[Any]], aside: Mapping[str, 
     from netlayer.printing import print_table
 
     rows = [
-        [scores[0].family, str(scores[0].num_rows), *("-" if s.predicted is None else f"{s.predicted:.2f}" for s in scores)]
+        [
+            scores[0].family,
+            str(scores[0].num_rows),
+            *("-" if s.predicted is None else f"{s.predicted:.2f}" for s in scores),
+        ]
         for scores in zip(*aside.values(), strict=True)
     ]
     if rows:

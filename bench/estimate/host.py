@@ -1,4 +1,4 @@
-"""Host time of a step: its launches times what one takes the host, which bounds small models and deep tensor parallelism.
+"""Host time of a step: launches times what one takes, which bounds small models and deep tensor parallelism.
 
 A pass takes the longer of its device time and its host time; a CUDA graph has no host time. Launches are those of this
 project's trainer, counted in the profiles of `bench.mfu` (kernels, copies and fills of a step, over blocks and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import math
@@ -16,11 +17,11 @@ from hypothesis import strategies as st
 from bench.estimate import arena, fit
 from bench.estimate.command import estimate
 from bench.estimate.devices import DEVICES, NUMBERS, Numbers, device_of
-from bench.estimate.own import WORST_BAR, own_rows
 from bench.estimate.host import Host
+from bench.estimate.own import WORST_BAR, own_rows
 from bench.estimate.paper import ABLATION, LARGE, TABLE_2, PaperRow, calibrate, plan_of, seconds_at, summary
 from bench.estimate.plan import Plan, check_plan
-from bench.estimate.rows import ROWS_FILE, Row, load_rows, mfu_percent
+from bench.estimate.rows import ASIDE_FILE, ROWS_FILE, Row, load_rows, mfu_percent
 from bench.estimate.search import RESERVED_BYTES, search
 from bench.estimate.step import estimate_step, memory_of, pipeline_s, slowest_of
 from netlayer.config.tree import (
@@ -349,6 +350,49 @@ def test_estimator_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: st
         file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         arena.entry_of(file)
+
+
+def test_estimator_that_cannot_tell_a_row_is_scored_on_the_others(rows: list[Row]) -> None:
+    few = [*rows[:6], *rows[-4:]]
+
+    def some(_: Any) -> Any:
+        return lambda plan: None if plan.precision == "fp8" else 1.01 * arena.seconds_of(plan, 50)
+
+    predictions = {
+        name: arena.run_entry(arena.Entry(name, way), few)
+        for name, way in (("some", some), ("all", arena.fit_constant))
+    }
+    number, errors = arena.on_rows_of(predictions, "some")
+    told = [row for row in few if row.plan.precision == "bf16"]
+    assert 0 < number == len(told) < len(few)
+    assert errors["some"] == pytest.approx(sum(abs(50 / 1.01 - row.mfu) for row in told) / number)
+    assert set(errors) == {"some", "all"}
+    assert arena.scores(predictions["some"], few)[0].predicted == errors["some"]
+
+
+def test_rows_kept_aside_are_predicted_from_a_fit_that_saw_none(rows: list[Row]) -> None:
+    aside = load_rows(ASIDE_FILE)
+    assert not {(row.source, row.release, row.gpus, row.step_s) for row in aside} & {
+        (row.source, row.release, row.gpus, row.step_s) for row in rows
+    }
+    seen: list[Row] = []
+
+    def remember(rows_of_fit: Any) -> Any:
+        seen.extend(rows_of_fit)
+        return lambda plan: arena.seconds_of(plan, 40)
+
+    predictions = arena.run_aside(arena.Entry("forty", remember), rows, aside)
+    assert seen == rows
+    assert [each.predicted for each in predictions] == pytest.approx([40] * len(aside))
+
+
+def test_rows_kept_aside_agree_with_the_mfu_that_their_sources_print() -> None:
+    """Within what sources count otherwise: parameters for products, and shared heads."""
+    with ASIDE_FILE.open(encoding="utf-8", newline="") as file:
+        printed = [float(cells["printed_mfu_percent"] or "nan") for cells in csv.DictReader(file)]
+    pairs = [(row.mfu, mfu) for row, mfu in zip(load_rows(ASIDE_FILE), printed, strict=True) if mfu == mfu]
+    assert len(pairs) > 40
+    assert all(own == pytest.approx(mfu, rel=0.02) for own, mfu in pairs)
 
 
 def test_estimator_file_is_entered(tmp_path: Path, rows: list[Row]) -> None:
