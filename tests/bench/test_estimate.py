@@ -485,6 +485,23 @@ def test_own_record_before_a_technique_is_predicted_without_it() -> None:
     assert before.predicted_s > 1.01 * after.predicted_s
 
 
+def test_a_step_bound_by_its_host_takes_what_others_profiles_measured_there() -> None:
+    """1.3B in tensor parallelism of two: 132 ms, of which the device is at work for about half."""
+    files = [REPORTS / f"trainer_{name}.json" for name in ("2xh200_202611.dp2_parallel", "h200_202611.1.3b_tp2")]
+    profiled, bound = own_rows(files, 0)
+    assert profiled.plan.host is None  # by its own profile it is not predicted
+    assert bound.plan.host is not None
+    assert 50e-6 < bound.plan.host.launch_s < 120e-6
+    assert abs(bound.error) < 0.15
+    assert own_rows(files[1:], 0)[0].error < -0.4
+
+
+def test_own_record_before_our_operators_ran_torchs() -> None:
+    (row,) = own_rows([REPORTS / "trainer_h200_202611.1.3b_pp2.json"], 0)
+    assert (row.plan.job.model.operators, row.plan.kernels) == ("torch", "eager")
+    assert abs(row.error) < WORST_BAR
+
+
 def test_of_records_of_one_job_the_newest_counts() -> None:
     names = ("pp2vp2_balanced", "pp2vp2_turns", "pp2vp2_balanced")
     rows = own_rows([REPORTS / f"trainer_2xh200_202611.{name}.json" for name in names], 0)
@@ -523,6 +540,13 @@ def test_step_prints_that_it_is_predicted() -> None:
     assert result.output.startswith("predicted, not measured: tiny-gpt on 8 H100, bf16")
     assert "with full attention" in result.output
     assert "with causal; peak 989.5 TFLOP/s a GPU" in result.output
+
+
+def test_step_tells_what_the_host_costs() -> None:
+    result = run("step", *SMALL, "--launch-us", "400", "--json", "-")
+    row = json.loads(result.stdout)["rows"][0]
+    assert row["host_s"] > 0.5 * row["step_s"]
+    assert "waiting for the host" in run("step", *SMALL, "--launch-us", "400").output
 
 
 def test_step_writes_a_predicted_record() -> None:
