@@ -208,9 +208,9 @@ def run_aside(entry: Entry, rows: Sequence[Row], aside: Sequence[Row]) -> list[P
 
 def on_rows_of(predictions: Mapping[str, Sequence[Prediction]], estimator: str) -> tuple[int, dict[str, float]]:
     """Return how many rows an estimator predicts, and the mean absolute error of each on these."""
-    told = [index for index, each in enumerate(predictions[estimator]) if not math.isnan(each.predicted)]
-    errors = {name: _mean([abs(each[index].error) for index in told]) for name, each in predictions.items()}
-    return len(told), {name: error for name, error in errors.items() if error is not None}
+    predicted_rows = [index for index, each in enumerate(predictions[estimator]) if not math.isnan(each.predicted)]
+    errors = {name: _mean([abs(each[index].error) for index in predicted_rows]) for name, each in predictions.items()}
+    return len(predicted_rows), {name: error for name, error in errors.items() if error is not None}
 
 
 def carried(rows: Sequence[Row]) -> list[Prediction]:

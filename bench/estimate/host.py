@@ -35,7 +35,7 @@ _BUCKET = 4
 
 @dataclass(frozen=True)
 class Host:
-    """How long launches take.
+    """Seconds that launches take the host.
 
     Args:
         launch_s: one through torch, autograd and the model's Python included.

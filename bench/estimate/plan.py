@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def reductions(self) -> int:
-        """How often a step reduces gradients: stage 2 of this trainer does in every micro-batch."""
+        """Times that a step reduces gradients: stage 2 of this trainer does in every micro-batch."""
         return self.num_micro_batches if self.job.parallel.stage == 2 and self.zero in (1, 2) else 1
 
     @property
