@@ -210,7 +210,7 @@ def arena(options: RunOptions, estimator: Path | None, rows_file: Path | None, p
         if pages:
             from bench.estimate.page import arena_page
 
-            arena_page(predictions, table, bars, record).write(out.part)
+            arena_page(predictions, table, bars, record, aside_table).write(out.part)
         for path in out.publish():
             click.echo(f"record: {path}", err=True)
         if pages:

@@ -47,7 +47,7 @@ class Host:
 
     def half_s(self, job: JobConfig, is_mlp: bool) -> tuple[float, float]:
         """Return seconds of one half block's forward and of its backward, for one micro-batch."""
-        number = _ATTENTION if not is_mlp else _PARALLEL_MLP if job.model.parallel_block else _MLP
+        number: float = _ATTENTION if not is_mlp else _PARALLEL_MLP if job.model.parallel_block else _MLP
         if job.model.operators == "torch":
             number += _TORCH
         direct = 0.0
