@@ -2,12 +2,13 @@
 
 Two protocols. *Leave one family out*: an estimator is fitted to the rows of all other families and predicts this one.
 *From the smallest row*: within a series (one layout at growing scale) it is scaled so that the series' smallest row is
-met, and predicts the others. What an estimator was fitted to and what it predicts never share a column.
+met, and predicts the others. Rows that are kept aside (rows_aside.csv) are predicted from all others. What an estimator
+was fitted to and what it predicts never share a column.
 
 Anyone enters an estimator as a Python file with
 
     def fit(rows):            # bench.estimate.rows.Row, of all other families
-        return predict        # predict(plan) -> seconds of a step; bench.estimate.plan.Plan
+        return predict        # predict(plan) -> seconds of a step, None: cannot tell; bench.estimate.plan.Plan
 
 and, if it wants, NAME. The file is imported, so it runs with the user's rights.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from bench.estimate.step import pipeline_ratio, quick_step_s
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.workload.flops import step_flops
 
-Predict = Callable[[Plan], float]
+Predict = Callable[[Plan], float | None]
 Fit = Callable[[Sequence[Row]], Predict]
 OURS, CONSTANT, LOG_LINEAR, CARRIED = "ours", "one constant", "linear in log GPUs", "smallest row's MFU"
 TARGETS = {"ratio to the constant": 0.5, "aim, points": 1.0, "from the smallest row, points": 0.35}
@@ -56,6 +57,8 @@ class Prediction:
         fitted: from a fit that saw the row.
         predicted: from the rows of all other families; the row's family was omitted.
         scaled: from the smallest row of its series; None for that row itself.
+
+    All are NaN where the estimator cannot tell.
     """
 
     row: Row
@@ -181,15 +184,33 @@ def run_entry(
             scaled = None
             if first is not None:
                 growth = _seconds(entry, predict, row) / _seconds(entry, predict, first)
-                scaled = mfu_percent(row.plan, first.step_s * growth)
+                scaled = None if math.isnan(growth) else mfu_percent(row.plan, first.step_s * growth)
             predictions[id(row)] = Prediction(
                 row,
                 entry.name,
-                mfu_percent(row.plan, fitted[id(row)]),
-                mfu_percent(row.plan, _seconds(entry, predict, row)),
+                _mfu(row, fitted[id(row)]),
+                _mfu(row, _seconds(entry, predict, row)),
                 scaled,
             )
     return [predictions[id(row)] for row in rows]
+
+
+def run_aside(entry: Entry, rows: Sequence[Row], aside: Sequence[Row]) -> list[Prediction]:
+    """Predict rows that are kept aside from a fit to all others.
+
+    Raises:
+        CheckFailed: as `run_entry`.
+    """
+    predict = entry.fit(rows)
+    mfus = (_mfu(row, _seconds(entry, predict, row)) for row in aside)
+    return [Prediction(row, entry.name, math.nan, mfu, None) for row, mfu in zip(aside, mfus, strict=True)]
+
+
+def on_rows_of(predictions: Mapping[str, Sequence[Prediction]], estimator: str) -> tuple[int, dict[str, float]]:
+    """Return how many rows an estimator predicts, and the mean absolute error of each on these."""
+    predicted_rows = [index for index, each in enumerate(predictions[estimator]) if not math.isnan(each.predicted)]
+    errors = {name: _mean([abs(each[index].error) for index in predicted_rows]) for name, each in predictions.items()}
+    return len(predicted_rows), {name: error for name, error in errors.items() if error is not None}
 
 
 def carried(rows: Sequence[Row]) -> list[Prediction]:
@@ -300,8 +321,14 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _mfu(row: Row, seconds: float) -> float:
+    return math.nan if math.isnan(seconds) else mfu_percent(row.plan, seconds)
+
+
 def _seconds(entry: Entry, predict: Predict, row: Row) -> float:
     value = predict(row.plan)
+    if value is None:
+        return math.nan
     if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise CheckFailed(f"estimator {entry.name} predicts {value!r} s for {row.family}, {row.gpus} GPUs")
     return float(value)

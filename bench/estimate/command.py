@@ -179,31 +179,38 @@ def arena(options: RunOptions, estimator: Path | None, rows_file: Path | None, p
       netlayer estimate arena my_estimator.py --no-page --json -
     """
     from bench.estimate import arena as room
-    from bench.estimate.rows import load_rows
+    from bench.estimate.rows import ASIDE_FILE, load_rows
     from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
 
     started = utc_now()
     rows = load_rows(rows_file) if rows_file else load_rows()
+    kept_aside = [] if rows_file else load_rows(ASIDE_FILE)
     entries = room.entries(estimator)
     with open_output(options.out, "estimate-arena") as out:
         predictions: dict[str, list[room.Prediction]] = {}
+        aside: dict[str, list[room.Prediction]] = {}
         with Stages() as stages:
             for entry in entries:
                 with stages.open(entry.name) as bar:
                     predictions[entry.name] = room.run_entry(entry, rows, bar)
+                    aside[entry.name] = room.run_aside(entry, rows, kept_aside)
         predictions[room.CARRIED] = room.carried(rows)
         table = {name: room.scores(each, rows) for name, each in predictions.items()}
         bars = room.bars(table)
-        record_rows = [*_prediction_rows(predictions), *_score_rows(table), *_bar_rows(bars)]
+        aside_table = {name: room.scores(each, kept_aside) for name, each in aside.items() if kept_aside}
+        aside_rows = [
+            {**row, "table": f"aside {row['table']}"} for row in (*_prediction_rows(aside), *_score_rows(aside_table))
+        ]
+        record_rows = [*_prediction_rows(predictions), *_score_rows(table), *_bar_rows(bars), *aside_rows]
         arguments = {"estimator": str(estimator or ""), "rows": str(rows_file or "")}
         record = make_record(options, "estimate.arena", record_rows, started, arguments, {})
         record.save(out.part / "records")
         if pages:
             from bench.estimate.page import arena_page
 
-            arena_page(predictions, table, bars, record).write(out.part)
+            arena_page(predictions, table, bars, record, aside_table).write(out.part)
         for path in out.publish():
             click.echo(f"record: {path}", err=True)
         if pages:
@@ -211,6 +218,7 @@ def arena(options: RunOptions, estimator: Path | None, rows_file: Path | None, p
     _write_json(options, record)
     if str(options.json_file) != "-":
         _print_arena(table, bars)
+        _print_others(predictions, aside_table)
     missed = [bar for bar in bars if not bar.is_met]
     if check and missed:
         raise CheckFailed(f"{len(missed)} of {len(bars)} bars missed: {'; '.join(bar.name for bar in missed)}")
@@ -322,9 +330,7 @@ def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> Non
         raise CheckFailed(f"bars: {MEDIAN_BAR:.0%} in the median, {WORST_BAR:.0%} at most")
 
 
-def _plan(
-    config: Any, device: str, precision: str, zero: int, cp: int, kernels: str, launch_us: float = 0.0
-) -> Plan:
+def _plan(config: Any, device: str, precision: str, zero: int, cp: int, kernels: str, launch_us: float = 0.0) -> Plan:
     """Return the plan of a configuration and options, and refuse what they say twice or cannot have."""
     from typing import cast
 
@@ -473,6 +479,28 @@ def _print_arena(table: Mapping[str, Sequence[Any]], bars: Sequence[Any]) -> Non
     print_table("from the smallest row of a series, all series", ["estimator", "points"], within)
     lines = [[bar.name, f"{bar.value:.2f}", f"{bar.limit:.2f}", "met" if bar.is_met else "missed"] for bar in bars]
     print_table("bars of ours, points of MFU", ["bar", "reached", "limit", ""], lines)
+
+
+def _print_others(predictions: Mapping[str, Sequence[Any]], aside: Mapping[str, Sequence[Any]]) -> None:
+    """Print the rows that are kept aside, and what an estimator that cannot tell all rows reaches on its own."""
+    from bench.estimate.arena import CARRIED, on_rows_of
+    from netlayer.printing import print_table
+
+    rows = [
+        [
+            scores[0].family,
+            str(scores[0].num_rows),
+            *("-" if s.predicted is None else f"{s.predicted:.2f}" for s in scores),
+        ]
+        for scores in zip(*aside.values(), strict=True)
+    ]
+    if rows:
+        print_table("rows kept aside, from a fit to all rows above, points of MFU", ["family", "rows", *aside], rows)
+    for name, each in predictions.items():
+        number, errors = on_rows_of(predictions, name)
+        if 0 < number < len(each) and name != CARRIED:
+            lines = [[other, f"{error:.2f}"] for other, error in errors.items()]
+            print_table(f"on the {number} rows that {name} can tell, points of MFU", ["estimator", "error"], lines)
 
 
 def make_record(

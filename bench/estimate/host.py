@@ -1,4 +1,4 @@
-"""Host time of a step: its launches times what one takes the host, which bounds small models and deep tensor parallelism.
+"""Host time of a step: launches times what one takes, which bounds small models and deep tensor parallelism.
 
 A pass takes the longer of its device time and its host time; a CUDA graph has no host time. Launches are those of this
 project's trainer, counted in the profiles of `bench.mfu` (kernels, copies and fills of a step, over blocks and
@@ -35,7 +35,7 @@ _BUCKET = 4
 
 @dataclass(frozen=True)
 class Host:
-    """How long launches take.
+    """Seconds that launches take the host.
 
     Args:
         launch_s: one through torch, autograd and the model's Python included.
@@ -47,7 +47,7 @@ class Host:
 
     def half_s(self, job: JobConfig, is_mlp: bool) -> tuple[float, float]:
         """Return seconds of one half block's forward and of its backward, for one micro-batch."""
-        number = _ATTENTION if not is_mlp else _PARALLEL_MLP if job.model.parallel_block else _MLP
+        number: float = _ATTENTION if not is_mlp else _PARALLEL_MLP if job.model.parallel_block else _MLP
         if job.model.operators == "torch":
             number += _TORCH
         direct = 0.0

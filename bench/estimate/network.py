@@ -20,9 +20,10 @@ if TYPE_CHECKING:  # an estimate without a fabric needs no numba
     from topology.fabric.interface import Fabric
     from topology.traffic.job import Flows
 
+
 @dataclass(frozen=True)
 class _Protocol:
-    """One of NCCL's protocols: seconds of a collective, of a hop on NVLink, of one between servers; share of the rate."""
+    """One of NCCL's protocols: seconds of a collective, of a hop on NVLink and between servers, share of the rate."""
 
     base_s: float
     nvlink_hop_s: float
@@ -31,8 +32,8 @@ class _Protocol:
 
 
 _PROTOCOLS = (_Protocol(14.0e-6, 1.9e-6, 4.0e-6, 0.92), _Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0))
-"""LL128 and Simple, of which a ring takes the faster: NCCL's own model (2.19 to 2.27, `src/graph/tuning.cc`: baseLat and
-hwLat of rings), which it chooses by. LL is for less than what a step sends."""
+"""LL128 and Simple, of which a ring takes the faster: the constants that NCCL chooses by (2.19 to 2.27,
+`src/graph/tuning.cc`: baseLat and hwLat of rings). LL is for less than what a step sends."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ class Network:
         """Seconds of a message between neighbouring stages."""
         stride = self.plan.job.parallel.tp * self.plan.group_size * self.plan.job.parallel.dp_replicate
         if stride * 2 <= self.plan.cluster.gpus_per_server:
-            return min(each.base_s + each.nvlink_hop_s + num_bytes / self.nvlink_bps / each.share for each in _PROTOCOLS)
+            return min(
+                each.base_s + each.nvlink_hop_s + num_bytes / self.nvlink_bps / each.share for each in _PROTOCOLS
+            )
         rate = self.nic_bps / self.pp_slowdown
         return min(each.base_s + each.nic_hop_s + num_bytes / rate / each.share for each in _PROTOCOLS)
 

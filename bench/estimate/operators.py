@@ -268,7 +268,9 @@ class Operators:
         gather = self.network.tp(rows * (1 if plan.narrow_exchanges else width))
         scatter = self.network.tp(rows * width)
         if not plan.job.overlap.tp:
-            return (gather + scatter, gather), (0.0, gather + scatter)
+            # Each of the latter two has one of the linear's two other GEMMs to lie under.
+            late = max(0.0, gather - gemm / 2) + max(0.0, scatter - gemm / 2)
+            return (gather + scatter, gather + late), (0.0, gather + scatter - late)
         # Of the two linears each hides one exchange forward; backward, the first gather has one input gradient to hide
         # under, the others have the three GEMMs that are left.
         under = gemm / 2 * (1 - 1 / tp)

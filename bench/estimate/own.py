@@ -100,9 +100,7 @@ def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
 def _step_s(plan: Plan, factor: float) -> float:
     """Return a step whose device takes `factor` times as long as its numbers say."""
     numbers = NUMBERS[plan.device.generation]
-    scaled = {
-        name: getattr(numbers, name) / factor for name in ("gemm", "gemm_fp8", "attention", "memory", "links")
-    }
+    scaled = {name: getattr(numbers, name) / factor for name in ("gemm", "gemm_fp8", "attention", "memory", "links")}
     return estimate_step(plan, dataclasses.replace(numbers, **scaled)).step_s
 
 

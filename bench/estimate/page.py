@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from bench.estimate.arena import CARRIED, CONSTANT, OURS, Bar, Prediction, Score
+from bench.estimate.arena import CARRIED, CONSTANT, OURS, Bar, Prediction, Score, on_rows_of
 from bench.estimate.devices import NUMBERS
 from bench.estimate.search import describe
 from bench.estimate.step import MFU_FORMULA
@@ -22,6 +22,7 @@ class _Arena:
     scores: Mapping[str, Sequence[Score]]
     bars: Sequence[Bar]
     record: RunRecord
+    aside: Mapping[str, Sequence[Score]]
 
 
 def arena_page(
@@ -29,6 +30,7 @@ def arena_page(
     scores: Mapping[str, Sequence[Score]],
     bars: Sequence[Bar],
     record: RunRecord,
+    aside: Mapping[str, Sequence[Score]] | None = None,
 ) -> Report:
     """Return the page; `Report.write` puts it into a folder."""
     report = Report(
@@ -41,7 +43,9 @@ def arena_page(
     if missed:
         text += "; missed: " + "; ".join(f"{bar.name} ({bar.value:.2f}, limit {bar.limit:.2f})" for bar in missed)
     report.verdict("PASS" if not missed else "WARN", text)
-    return report.fill(_Arena(predictions, scores, bars, record), [_scores, _bars, _rows, _numbers])
+    return report.fill(
+        _Arena(predictions, scores, bars, record, aside or {}), [_scores, _bars, _aside, _rows, _numbers]
+    )
 
 
 def _scores(report: Report, arena: _Arena) -> None:
@@ -50,7 +54,7 @@ def _scores(report: Report, arena: _Arena) -> None:
     total = {name: scores[0] for name, scores in arena.scores.items()}
     section.figures(
         *(
-            Figure(name, f"{score.predicted:.2f}", "points", "skip one family, all rows")
+            Figure(name, f"{score.predicted:.2f}", "points", f"skip one family, {_rows_told(arena, name)}")
             for name, score in total.items()
             if score.predicted is not None
         ),
@@ -88,6 +92,32 @@ def _scores(report: Report, arena: _Arena) -> None:
         frame,
         caption="Mean absolute errors, points of MFU. All but `fitted` predict rows that the fit did not see.",
         formats=numbers,
+    )
+
+
+def _rows_told(arena: _Arena, name: str) -> str:
+    """Return of how many rows an estimator's error is the mean."""
+    number, total = on_rows_of(arena.predictions, name)[0], len(arena.predictions[name])
+    return "all rows" if number == total else f"the {number} of {total} rows that it can tell"
+
+
+def _aside(report: Report, arena: _Arena) -> None:
+    """Open the section of the rows that no fit saw, where there are any."""
+    if not arena.aside:
+        return
+    rows = [
+        {
+            "source": scores[0].family,
+            "rows": scores[0].num_rows,
+            **{score.estimator: score.predicted for score in scores},
+        }
+        for scores in zip(*arena.aside.values(), strict=True)
+    ]
+    section = report.section("Rows kept aside", source="predicted")
+    section.table(
+        pd.DataFrame(rows),
+        caption="Mean absolute errors, points of MFU, from a fit to all rows above: rows that no fit sees.",
+        formats=dict.fromkeys(arena.aside, ".2f"),
     )
 
 

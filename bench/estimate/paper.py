@@ -102,18 +102,20 @@ def paper_rows(on_progress: Callable[[int, int, str], None] | None = None) -> tu
     rows: list[PaperRow] = []
     for index, (batch, gpus, *seconds) in enumerate(TABLE_2):
         say(index, f"{gpus} GPUs")
-        slowdowns = slowdowns_of("175b", gpus)
+        slowdown, pp_slowdown = slowdowns_of("175b", gpus)
         for system, paper in zip(SYSTEMS, seconds, strict=True):
-            estimate = estimate_step(plan_of(system, "175b", gpus, batch), numbers, **slowdowns)
+            estimate = estimate_step(
+                plan_of(system, "175b", gpus, batch), numbers, slowdown=slowdown, pp_slowdown=pp_slowdown
+            )
             is_calibrated = system == SYSTEMS[0] and gpus == TABLE_2[0][1]
             case = f"{system}, {gpus:,} GPUs"
             rows.append(PaperRow("table 2", case, "s", paper, estimate.step_s, is_calibrated, parts_of(estimate)))
     for index, (gpus, *percents) in enumerate(LARGE):
         say(len(TABLE_2) + index, f"530B, {gpus} GPUs")
-        slowdowns = slowdowns_of("530b", gpus)
+        slowdown, pp_slowdown = slowdowns_of("530b", gpus)
         for system, paper in zip(SYSTEMS, percents, strict=True):
             plan = plan_of(system, "530b", gpus, gpus)
-            estimate = estimate_step(plan, numbers, **slowdowns)
+            estimate = estimate_step(plan, numbers, slowdown=slowdown, pp_slowdown=pp_slowdown)
             measured_s = seconds_at(plan, paper, is_windowed=system == SYSTEMS[1])
             case = f"{system}, {gpus:,} GPUs"
             rows.append(PaperRow("530B", case, "s", measured_s, estimate.step_s, parts=parts_of(estimate)))
@@ -226,12 +228,11 @@ def parts_of(estimate: StepEstimate) -> dict[str, float]:
     }
 
 
-def slowdowns_of(preset: str, gpus: int) -> dict[str, float]:
+def slowdowns_of(preset: str, gpus: int) -> tuple[float, float]:
     """Return by how much collisions on the fabric slow rings of data parallelism, and messages between stages."""
     job = variant(gpus, gpus, {}, preset).job
     config = Config.model_construct(cluster=cluster_of(gpus), job=job)
-    slowdown, pp_slowdown = fabric_slowdowns(config)
-    return {"slowdown": slowdown, "pp_slowdown": pp_slowdown}
+    return fabric_slowdowns(config)
 
 
 def mfu_of(plan: Plan, estimate: StepEstimate, *, is_windowed: bool) -> float:

@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def reductions(self) -> int:
-        """How often a step reduces gradients: stage 2 of this trainer does in every micro-batch."""
+        """Times that a step reduces gradients: stage 2 of this trainer does in every micro-batch."""
         return self.num_micro_batches if self.job.parallel.stage == 2 and self.zero in (1, 2) else 1
 
     @property
@@ -165,7 +165,9 @@ def check_plan(plan: Plan) -> Plan:
     """
     seq_len, tp = plan.job.model.seq_len, plan.job.parallel.tp
     if plan.zero == 0 and plan.job.parallel.dp_replicate > 1:
-        rule = f"shards nothing, and job.parallel.dp_replicate = {plan.job.parallel.dp_replicate} are replicas of shards"
+        rule = (
+            f"shards nothing, and job.parallel.dp_replicate = {plan.job.parallel.dp_replicate} are replicas of shards"
+        )
         raise ConfigError("--zero", plan.zero, rule, "give 1, 2 or 3, or set job.parallel.dp_replicate to 1")
     if plan.cp < 1 or seq_len % (2 * plan.cp * tp if plan.cp > 1 else 1):
         rule = f"must be at least 1, and 2 x cp x tp must divide job.model.seq_len = {seq_len}"

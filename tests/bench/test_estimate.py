@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import math
@@ -20,7 +21,7 @@ from bench.estimate.host import Host
 from bench.estimate.own import WORST_BAR, own_rows
 from bench.estimate.paper import ABLATION, LARGE, TABLE_2, PaperRow, calibrate, plan_of, seconds_at, summary
 from bench.estimate.plan import Plan, check_plan
-from bench.estimate.rows import ROWS_FILE, Row, load_rows, mfu_percent
+from bench.estimate.rows import ASIDE_FILE, ROWS_FILE, Row, load_rows, mfu_percent
 from bench.estimate.search import RESERVED_BYTES, search
 from bench.estimate.step import estimate_step, memory_of, pipeline_s, slowest_of
 from netlayer.config.tree import (
@@ -351,6 +352,49 @@ def test_estimator_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: st
         arena.entry_of(file)
 
 
+def test_estimator_that_cannot_tell_a_row_is_scored_on_the_others(rows: list[Row]) -> None:
+    few = [*rows[:6], *rows[-4:]]
+
+    def some(_: Any) -> Any:
+        return lambda plan: None if plan.precision == "fp8" else 1.01 * arena.seconds_of(plan, 50)
+
+    predictions = {
+        name: arena.run_entry(arena.Entry(name, way), few)
+        for name, way in (("some", some), ("all", arena.fit_constant))
+    }
+    number, errors = arena.on_rows_of(predictions, "some")
+    told = [row for row in few if row.plan.precision == "bf16"]
+    assert 0 < number == len(told) < len(few)
+    assert errors["some"] == pytest.approx(sum(abs(50 / 1.01 - row.mfu) for row in told) / number)
+    assert set(errors) == {"some", "all"}
+    assert arena.scores(predictions["some"], few)[0].predicted == errors["some"]
+
+
+def test_rows_kept_aside_are_predicted_from_a_fit_that_saw_none(rows: list[Row]) -> None:
+    aside = load_rows(ASIDE_FILE)
+    assert not {(row.source, row.release, row.gpus, row.step_s) for row in aside} & {
+        (row.source, row.release, row.gpus, row.step_s) for row in rows
+    }
+    seen: list[Row] = []
+
+    def remember(rows_of_fit: Any) -> Any:
+        seen.extend(rows_of_fit)
+        return lambda plan: arena.seconds_of(plan, 40)
+
+    predictions = arena.run_aside(arena.Entry("forty", remember), rows, aside)
+    assert seen == rows
+    assert [each.predicted for each in predictions] == pytest.approx([40] * len(aside))
+
+
+def test_rows_kept_aside_agree_with_the_mfu_that_their_sources_print() -> None:
+    """Within what sources count otherwise: parameters for products, and shared heads."""
+    with ASIDE_FILE.open(encoding="utf-8", newline="") as file:
+        printed = [float(cells["printed_mfu_percent"] or "nan") for cells in csv.DictReader(file)]
+    pairs = [(row.mfu, mfu) for row, mfu in zip(load_rows(ASIDE_FILE), printed, strict=True) if mfu == mfu]
+    assert len(pairs) > 40
+    assert all(own == pytest.approx(mfu, rel=0.02) for own, mfu in pairs)
+
+
 def test_estimator_file_is_entered(tmp_path: Path, rows: list[Row]) -> None:
     file = tmp_path / "mine.py"
     file.write_text("NAME = 'two seconds'\ndef fit(rows):\n    return lambda plan: 2.0\n")
@@ -441,6 +485,23 @@ def test_own_record_before_a_technique_is_predicted_without_it() -> None:
     assert before.predicted_s > 1.01 * after.predicted_s
 
 
+def test_a_step_bound_by_its_host_takes_what_others_profiles_measured_there() -> None:
+    """1.3B in tensor parallelism of two: 132 ms, of which the device is at work for about half."""
+    files = [REPORTS / f"trainer_{name}.json" for name in ("2xh200_202611.dp2_parallel", "h200_202611.1.3b_tp2")]
+    profiled, bound = own_rows(files, 0)
+    assert profiled.plan.host is None  # by its own profile it is not predicted
+    assert bound.plan.host is not None
+    assert 50e-6 < bound.plan.host.launch_s < 120e-6
+    assert abs(bound.error) < 0.15
+    assert own_rows(files[1:], 0)[0].error < -0.4
+
+
+def test_own_record_before_our_operators_ran_torchs() -> None:
+    (row,) = own_rows([REPORTS / "trainer_h200_202611.1.3b_pp2.json"], 0)
+    assert (row.plan.job.model.operators, row.plan.kernels) == ("torch", "eager")
+    assert abs(row.error) < WORST_BAR
+
+
 def test_of_records_of_one_job_the_newest_counts() -> None:
     names = ("pp2vp2_balanced", "pp2vp2_turns", "pp2vp2_balanced")
     rows = own_rows([REPORTS / f"trainer_2xh200_202611.{name}.json" for name in names], 0)
@@ -479,6 +540,13 @@ def test_step_prints_that_it_is_predicted() -> None:
     assert result.output.startswith("predicted, not measured: tiny-gpt on 8 H100, bf16")
     assert "with full attention" in result.output
     assert "with causal; peak 989.5 TFLOP/s a GPU" in result.output
+
+
+def test_step_tells_what_the_host_costs() -> None:
+    result = run("step", *SMALL, "--launch-us", "400", "--json", "-")
+    row = json.loads(result.stdout)["rows"][0]
+    assert row["host_s"] > 0.5 * row["step_s"]
+    assert "waiting for the host" in run("step", *SMALL, "--launch-us", "400").output
 
 
 def test_step_writes_a_predicted_record() -> None:
