@@ -209,6 +209,23 @@ def test_readings_of_one_series_keep_their_sum(tmp_path: Path) -> None:
     assert np.nanmean(arrays["series0"]) == pytest.approx(1000.0 / 0.010)
 
 
+def test_readings_of_several_starts_are_one_series(tmp_path: Path) -> None:
+    for attempt in range(3):
+        events = [
+            Counter(Origin(rank=rank, attempt=attempt), "gpu.power", at, at, 500.0 + attempt, "W")
+            for rank in (0, 1)
+            for at in range(attempt * 1000 * MS, attempt * 1000 * MS + 5 * MS, MS)
+        ]
+        write(tmp_path, events)
+    source = PageSource([tmp_path])
+    [row] = source.view.counters()
+    assert (row["series"], row["readings"]) == (2, 30)
+    facts, arrays = unpack(source.get("counters", {"name": "gpu.power", "rank": "1"}))
+    assert [one["rank"] for one in facts["series"]] == [1]
+    assert np.nanmax(arrays["series0"]) == 502.0
+    assert np.nanmin(arrays["series0"]) == 500.0
+
+
 def test_a_life_has_restart_and_eviction_with_evidence(faulty: PageSource) -> None:
     facts, arrays = unpack(faulty.get("overview", {}))
     marks = {mark["name"]: mark for mark in facts["marks"]}
