@@ -56,7 +56,8 @@ class Life {
     const series = [hasMfu
       ? { label: "MFU of the step", values: places.map((at) => (at === null ? NaN : run.mfu[at])), colour: "blue" }
       : { label: "step, median rank", values: places.map((at) => (at === null ? NaN : run.step_median_s[at])), colour: "blue" }];
-    series.push({ label: "effective time so far", values: effective, colour: "orange", dash: [6, 3], scale: hasMfu ? "y" : "second" });
+    const isKnown = facts.verdicts.some((each) => each.subject === "effective time" && each.state !== "cannot tell");
+    if (isKnown) series.push({ label: "effective time so far", values: effective, colour: "orange", dash: [6, 3], scale: hasMfu ? "y" : "second" });
     const shades = facts.spans.map((span, number) => ({ from: number ? facts.spans[number - 1].to_s : span.from_s, to: span.first_step_s ?? span.to_s, colour: css("--band") }));
     // Steps that a later start took again are not in the line.
     facts.spans.forEach((span, number) => {
@@ -65,7 +66,7 @@ class Life {
     });
     const telling = facts.marks.filter((mark) => mark.name in TELLING);
     this.lines.show(x, series, {
-      x: "time", y: hasMfu ? share : seconds, y2: hasMfu ? undefined : share, shades, asTime: moment, range: [first, Math.max(...facts.spans.map((span) => span.to_s), x[x.length - 1])],
+      x: "time", y: hasMfu ? share : seconds, y2: hasMfu || !isKnown ? undefined : share, shades, asTime: moment, range: [first, Math.max(...facts.spans.map((span) => span.to_s), x[x.length - 1])],
       marks: telling.map((mark) => ({ at: mark.at_s, colour: COLOURS[TELLING[mark.name]] })),
     });
     const key = (colour, text) => {
