@@ -36,7 +36,7 @@ _FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 600.0  # of a machine that others use too
 _CODES = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13, "Tab": 9, "Escape": 27, "Home": 36, "End": 35}  # fmt: skip  # noqa: E501
 _TRACED = ("toplevel", "disabled-by-default-devtools.timeline", "__metadata")
 _TASKS = ("RunTask", "ThreadControllerImpl::RunTask")

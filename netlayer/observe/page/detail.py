@@ -279,7 +279,7 @@ def counters(view: RunView, name: str, of_rank: int | None, span_s: tuple[float,
     Raises:
         LookupError: there is no such counter.
     """
-    every = [one for file in view.columns.files for one in file.readings if one.name == name]
+    every = [one for one in view.readings if one.name == name]
     if not every:
         raise LookupError(f"counter {name}: there is none")
     unit = f"{every[0].unit}/s" if any((one.end_ns > one.start_ns).any() for one in every) else every[0].unit

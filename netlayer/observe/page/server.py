@@ -2,7 +2,8 @@
 
 [Note: who may do what] Every request for data needs the token, on loopback too: a run's folder may be its owner's
 alone, and a login node has other users. Only /metrics, which has numbers, ranks and hosts and no text of a log, needs
-none on loopback, for a Prometheus of that machine. The page itself holds nothing of a run. A request must name this
+none on loopback: the token is another one at each start, which a Prometheus of that machine cannot know. Elsewhere it
+may be sent as `Authorization: Bearer` too. The page itself holds nothing of a run. A request must name this
 server in its Host header, so that no page of another site reaches it by a name of its own (DNS rebinding); beyond
 loopback any address in numbers will do, for no name stands behind it. The token is sent in the header
 `X-Netlayer-Token`, which no form and no other site can send. It is drawn at each start and stands behind the # of the
@@ -51,6 +52,7 @@ _FILES = {
     "/app.css": ("app.css", "text/css; charset=utf-8"),
 }
 _DATA = ("overview", "map", "events", "rank", "counters")
+_METRICS = "/metrics"
 _MAX_BODY_BYTES = 4096
 _MAX_CONNECTIONS = 64
 _WAIT_S = 25.0
@@ -194,7 +196,7 @@ class _Handler(BoundedHandler):
         if parts.path in self.server.assets:
             body, kind = self.server.assets[parts.path]
             self._send(HTTPStatus.OK, body, kind)
-        elif not self._has_token() and not (self.server.is_local and parts.path == "/metrics"):
+        elif not self._has_token() and not (self.server.is_local and parts.path == _METRICS):
             self._refuse(HTTPStatus.FORBIDDEN, "the token is needed: open the whole address that the command printed")
         else:
             self._data(parts.path, dict(urllib.parse.parse_qsl(parts.query, max_num_fields=20)))
@@ -234,7 +236,7 @@ class _Handler(BoundedHandler):
 
     def _data(self, path: str, query: dict[str, str]) -> None:
         name = path.removeprefix("/api/")
-        if path == "/metrics" and self.server.metrics is not None:
+        if path == _METRICS and self.server.metrics is not None:
             self._send(HTTPStatus.OK, self.server.metrics(), "text/plain; version=0.0.4; charset=utf-8")
         elif path == "/api/changes":
             self._changes(query)
@@ -274,6 +276,9 @@ class _Handler(BoundedHandler):
 
     def _has_token(self) -> bool:
         token = self.headers.get(TOKEN_HEADER, "")
+        if not token and urllib.parse.urlsplit(self.path).path == _METRICS:
+            # The form that Prometheus can send; a browser adds neither of the two by itself.
+            token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         return is_same_secret(token, self.server.token)
 
     def _json(self, tree: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from netlayer.layout import describe_ranks
 from netlayer.observe.blame import Blame
 from netlayer.observe.events import Mark, Segment, events_of
-from netlayer.observe.page.columns import Columns, is_hang
+from netlayer.observe.page.columns import Columns, Readings, is_hang
 from netlayer.observe.page.payload import pack, pack_levels
 from netlayer.observe.page.stopped import Stop, judge_stop
 from netlayer.observe.page.tables import run_of
@@ -132,7 +132,7 @@ class RunView:
         steps = self.run.steps
         if not steps or self.stop.silent:
             return steps[-1] if steps else None
-        num = np.isfinite(self.run.step_s).sum(axis=1)
+        num = (np.isfinite(self.run.step_s) & ~self.is_open).sum(axis=1)
         whole = np.flatnonzero(num == num.max())
         return steps[int(whole[-1])]
 
@@ -325,11 +325,29 @@ class RunView:
     def counters(self) -> list[dict[str, Any]]:
         """Counters by name: unit, number of series, and readings."""
         rows: dict[str, dict[str, Any]] = {}
-        for one in (readings for file in self.columns.files for readings in file.readings):
+        for one in self.readings:
             row = rows.setdefault(one.name, {"name": one.name, "unit": one.unit, "series": 0, "readings": 0})
             row["series"] += 1
             row["readings"] += len(one.values)
         return sorted(rows.values(), key=lambda row: str(row["name"]))
+
+    @cached_property
+    def readings(self) -> list[Readings]:
+        """Readings by counter, rank, host and port; those of several files, as of several starts, are one series."""
+        parts: dict[tuple[Any, ...], list[Readings]] = {}
+        for one in (readings for file in self.columns.files for readings in file.readings):
+            parts.setdefault((one.name, one.rank, one.host, one.port, one.unit), []).append(one)
+        result = []
+        for series in parts.values():
+            if len(series) == 1:
+                result.append(series[0])
+                continue
+            start_ns, end_ns, values = (
+                np.concatenate([getattr(one, name) for one in series]) for name in ("start_ns", "end_ns", "values")
+            )
+            order = np.argsort(end_ns, kind="stable")
+            result.append(replace(series[0], start_ns=start_ns[order], end_ns=end_ns[order], values=values[order]))
+        return result
 
     def _kinds(self) -> dict[str, int]:
         kinds: dict[str, int] = {}

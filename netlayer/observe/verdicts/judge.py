@@ -28,6 +28,7 @@ _WHOLE_STEPS, _LASTING_STEPS = 30, 100
 """Slow steps that confirm a suspect where nobody counted waits for a processor: of a whole record, and of a part."""
 _BUSY_HOST = 0.1
 """Share of their own time that ranks wait for a processor, from which on a verdict says so."""
+_MANY_TIMES = 4.0
 _UNRECORDED = 0.25
 """Share of a step by which a rank has less record than its peers, and less own time, to be looked at."""
 
@@ -168,7 +169,10 @@ def _lines(lines: Sequence[str]) -> str:
 def _line(run: Run, suspect: Suspect) -> str:
     cause, share = _cause(run, suspect)
     since = f"since step {run.steps[suspect.since]}" if suspect.since else f"in all {len(run.steps)} steps"
-    return f"{run.name(suspect.column)} is {suspect.slowdown:.1%} slower {since}: {cause} ({share:.0%} of it)"
+    is_slow = f"is {suspect.slowdown:.1%} slower"
+    if suspect.slowdown >= _MANY_TIMES:
+        is_slow = f"takes {1 + suspect.slowdown:.0f} times as long as its peers"
+    return f"{run.name(suspect.column)} {is_slow} {since}: {cause} ({share:.0%} of it)"
 
 
 def straggler_rows(run: Run, detection: Detection) -> tuple[StragglerRow, ...]:

@@ -275,6 +275,26 @@ def test_a_receiver_that_comes_late_does_not_make_its_link_fast_nor_that_of_othe
     assert verdict(events, "slow link").state == "cannot tell"
 
 
+def test_waits_inside_a_pass_clear_nobody_of_what_is_in_no_record() -> None:
+    # As DDP in Kineto: rank 3 sleeps between its passes, and its peers wait for it inside their backward pass.
+    events = []
+    for step in range(1, 13):
+        for rank in range(8):
+            begin, origin = step * 300 * MS, Origin("kineto", rank=rank)
+            own = begin + (210 if rank == 3 else 10) * MS
+            rows = (
+                ("step", begin, begin + 280 * MS),
+                ("forward", begin, begin + 8 * MS),
+                ("backward", own, begin + 275 * MS),
+            )
+            events += [
+                Segment(origin, name, name, first, last, step=step, timing="reported") for name, first, last in rows
+            ]
+    answer = verdict(events, "straggler")
+    assert answer.state == "cannot tell"
+    assert answer.line.startswith("76% of the step of rank 3 is in no record, of its peers' 9%")
+
+
 def test_a_port_that_falls_silent_is_off_its_period() -> None:
     events = [*events_of_run(steps=40)]
     ends = sorted({event.end_ns for event in events if isinstance(event, Segment) and event.segment == "step"})

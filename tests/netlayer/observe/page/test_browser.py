@@ -77,7 +77,7 @@ def press(browser: Browser, *keys: str) -> None:
 
 def test_a_reader_finds_the_silent_rank_and_the_straggler_at_once(browser: Browser) -> None:
     findings = read(browser, ".findings")
-    assert "rank 21 is silent, in forward of micro-batch 0 of step 12; 30 ranks wait for it" in findings
+    assert "rank 21 (host-0002) is silent, in forward of micro-batch 0 of step 12; 30 ranks wait for it" in findings
     assert "rank 5 (host-0000) is" in findings
 
 
@@ -110,7 +110,7 @@ def test_the_timeline_shows_what_an_event_waits_for(browser: Browser) -> None:
     browser.evaluate("location.hash = 'view=timeline&rank=13&step=5'")
     browser.settle()
     press(browser, "3")
-    assert "pipeline group: ranks 5, 13, 21, 29" in read(browser, "select")
+    assert "Pipeline: ranks 5, 13, 21, 29" in read(browser, "select")
     for _ in range(12):
         if "recv (pipeline forward)" in read(browser, ".detail h3"):
             break
@@ -121,6 +121,15 @@ def test_the_timeline_shows_what_an_event_waits_for(browser: Browser) -> None:
     press(browser, "]")
     assert "step=6" in browser.evaluate("location.hash")
     press(browser, "+", "+", "0", "ArrowDown", "ArrowUp")
+
+
+def test_an_operation_that_never_ended_is_drawn_open(browser: Browser) -> None:
+    browser.evaluate("location.hash = 'view=timeline&rank=21'")
+    browser.settle()
+    press(browser, "3")
+    assert "has no end in the record" in read(browser, ".legend.kinds")
+    press(browser, "ArrowDown", "ArrowUp", "+", "0")  # over rows that have no event
+    assert browser.problems() == []
 
 
 def test_the_parallel_view_says_who_waits_for_whom(browser: Browser) -> None:
@@ -194,15 +203,46 @@ def test_the_printed_address_opens_the_page_and_a_bare_one_says_what_it_needs(se
         assert browser.evaluate("location.href").rstrip("#") == bare
 
 
-@pytest.mark.parametrize("width", [1280, 420])
-def test_an_exported_page_needs_no_server_and_fits(source: PageSource, tmp_path: Path, width: int) -> None:
+def test_a_page_says_at_the_top_what_it_cannot_tell_and_draws_all_dimensions(browser: Browser, tmp_path: Path) -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=2, dp_replicate=2)
+    write_run(tmp_path / "run", layout, 3, Faults())
+    exported = export_page(PageSource([tmp_path / "run"]), tmp_path)
+    browser.open(exported.path.as_uri() + "#view=parallel&rank=6")
+    findings = browser.evaluate("[...document.querySelectorAll('.findings > .card')].map((card) => card.innerText)")
+    assert any(line.startswith("None\nsilent rank\nthe run ended as intended") for line in findings), findings
+    assert any(line.startswith("Cannot tell\nstraggler\n") for line in findings), findings
+    detail = read(browser, ".detail")
+    assert "tp 0, pp 0, dp 1, cp 1, replica 0" in detail
+    for name, ranks in (
+        ("Data-parallel group", "0, 2, 4, 6"),
+        ("Context-parallel group", "4, 6"),
+        ("Replicas", "6, 14"),
+    ):
+        assert f"{name}\nranks {ranks}" in detail
+    press(browser, "4")
+    for key, rank in (("ArrowRight", 8), ("ArrowLeft", 6), ("ArrowDown", 7)):
+        press(browser, key)
+        assert f"rank {rank} · " in read(browser, ".detail h3")
+    assert browser.problems() == []
+
+
+def test_an_exported_page_needs_no_server_and_fits(source: PageSource, tmp_path: Path, browser: Browser) -> None:
     exported = export_page(source, tmp_path)
-    with Browser(width, 900, dark=width == 420) as browser:
+    first = len(browser.events)
+    for width, scheme in ((1280, "light"), (420, "dark")):
+        browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        browser.call("Page.navigate", url="about:blank")
         browser.open(exported.path.as_uri() + "#view=parallel&rank=21")
         assert "30 ranks wait for it" in read(browser, ".detail")
         for key in "123456":
             press(browser, key)
-            assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), key
-        assert browser.problems() == []
-        assert not [event for event in browser.events if event.get("method") == "Network.requestWillBeSent"
-                    and not event["params"]["request"]["url"].startswith(("file:", "data:", "blob:"))]  # fmt: skip
+            assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (width, key)
+    assert browser.problems() == []
+    urls = [
+        event["params"]["request"]["url"]
+        for event in browser.events[first:]
+        if event.get("method") == "Network.requestWillBeSent"
+    ]
+    assert urls
+    assert all(url.startswith(("file:", "data:", "blob:", "about:")) for url in urls)

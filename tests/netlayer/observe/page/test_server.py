@@ -164,6 +164,9 @@ def test_metrics_need_no_token_on_loopback(source: PageSource, monkeypatch: pyte
     for host, status in (("127.0.0.1", 200), ("0.0.0.0", 403)):
         with served(PageServer(source, host=host, metrics=lambda: b"x 1\n")) as running:
             assert ask(running, "/metrics", token="")[0].status == status
+            bearer = f"Bearer {running.token}"
+            assert ask(running, "/metrics", token="", Authorization=bearer)[0].status == 200
+            assert ask(running, "/api/overview", token="", Authorization=bearer)[0].status == 403
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,31 @@ def test_a_rank_that_is_in_its_own_work_is_silent() -> None:
     assert stop.waiting == dict.fromkeys((0, 1, 3), (2, 0))
 
 
+def test_groups_of_the_page_are_those_of_the_layout(tmp_path: Path) -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=2, dp_replicate=2, pp=2)
+    write_run(tmp_path, layout, 3, Faults(silent=13, silent_step=3))
+    view = PageSource([tmp_path]).view
+    for rank in (0, 13, 30):
+        for dimension in layout.dimensions:
+            assert view.group(dimension, rank) == list(layout.group_of(dimension, rank)), dimension
+    facts, arrays = unpack(view.overview())
+    assert arrays["dp_replicate"].tolist() == [layout.coordinates(rank).dp_replicate for rank in range(32)]
+    assert arrays["dp"].tolist() == [layout.coordinates(rank).dp for rank in range(32)]
+    # Replicas wait for each other, so that the silent rank of one is found behind all ranks of the other.
+    assert view.stop.silent == (13,)
+    assert len(view.stop.waiting) >= 28
+    assert facts["stop"]["line"].startswith("rank 13 (host-0001) is silent")
+
+
+def test_a_timeline_has_operations_that_never_ended(faulty: PageSource) -> None:
+    facts, _ = unpack(faulty.get("events", {"ranks": "13,21", "first": "12", "last": "12"}))
+    waiting, silent = sorted(facts["open"], key=lambda one: one["rank"])
+    assert silent["what"] == "in forward of micro-batch 0"
+    assert waiting["what"].startswith("waits in ")
+    before, _ = unpack(faulty.get("events", {"ranks": "13,21", "first": "10", "last": "10"}))
+    assert before["open"] == []
+
+
 def test_a_record_that_goes_on_accuses_nobody() -> None:
     assert run_that_stops([2], until_s=1.0).state == "running"
 
@@ -182,6 +207,23 @@ def test_readings_of_one_series_keep_their_sum(tmp_path: Path) -> None:
     source = PageSource([write(tmp_path, [*events_of_run(ranks=2, steps=3), *readings])])
     _, arrays = unpack(source.get("counters", {"name": "nic.rcv_bytes"}))
     assert np.nanmean(arrays["series0"]) == pytest.approx(1000.0 / 0.010)
+
+
+def test_readings_of_several_starts_are_one_series(tmp_path: Path) -> None:
+    for attempt in range(3):
+        events = [
+            Counter(Origin(rank=rank, attempt=attempt), "gpu.power", at, at, 500.0 + attempt, "W")
+            for rank in (0, 1)
+            for at in range(attempt * 1000 * MS, attempt * 1000 * MS + 5 * MS, MS)
+        ]
+        write(tmp_path, events)
+    source = PageSource([tmp_path])
+    [row] = source.view.counters()
+    assert (row["series"], row["readings"]) == (2, 30)
+    facts, arrays = unpack(source.get("counters", {"name": "gpu.power", "rank": "1"}))
+    assert [one["rank"] for one in facts["series"]] == [1]
+    assert np.nanmax(arrays["series0"]) == 502.0
+    assert np.nanmin(arrays["series0"]) == 500.0
 
 
 def test_a_life_has_restart_and_eviction_with_evidence(faulty: PageSource) -> None:

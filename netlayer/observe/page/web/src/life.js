@@ -42,27 +42,31 @@ class Life {
     const order = [...run.steps.keys()].filter((at) => run.step_end_s[at] > 0).sort((one, other) => run.step_end_s[one] - run.step_end_s[other]);
     this.body.hidden = order.length < 2;
     if (this.body.hidden) return this.lines.clear();
-    const x = Float64Array.from(order, (at) => run.step_end_s[at]);
     const hasMfu = run.mfu.some(Number.isFinite);
     let trained = 0;
     const first = facts.spans.length ? facts.spans[0].from_s : 0;
-    const effective = order.map((at) => {
+    // Nothing was trained between two starts: a place without a value breaks the lines there.
+    const places = order.flatMap((at, number) => (number && run.attempt[at] !== run.attempt[order[number - 1]] ? [null, at] : [at]));
+    const x = Float64Array.from(places, (at, number) => (at === null ? (run.step_end_s[places[number - 1]] + run.step_end_s[places[number + 1]]) / 2 : run.step_end_s[at]));
+    const effective = places.map((at) => {
+      if (at === null) return NaN;
       trained += Number.isFinite(run.step_median_s[at]) ? run.step_median_s[at] : 0;
       return trained / Math.max(1e-9, run.step_end_s[at] - first);
     });
     const series = [hasMfu
-      ? { label: "MFU of the step", values: order.map((at) => run.mfu[at]), colour: "blue" }
-      : { label: "step, median rank", values: order.map((at) => run.step_median_s[at]), colour: "blue" }];
-    series.push({ label: "effective time so far", values: effective, colour: "orange", dash: [6, 3], scale: hasMfu ? "y" : "second" });
+      ? { label: "MFU of the step", values: places.map((at) => (at === null ? NaN : run.mfu[at])), colour: "blue" }
+      : { label: "step, median rank", values: places.map((at) => (at === null ? NaN : run.step_median_s[at])), colour: "blue" }];
+    const isKnown = facts.verdicts.some((each) => each.subject === "effective time" && each.state !== "cannot tell");
+    if (isKnown) series.push({ label: "effective time so far", values: effective, colour: "orange", dash: [6, 3], scale: hasMfu ? "y" : "second" });
     const shades = facts.spans.map((span, number) => ({ from: number ? facts.spans[number - 1].to_s : span.from_s, to: span.first_step_s ?? span.to_s, colour: css("--band") }));
     // Steps that a later start took again are not in the line.
     facts.spans.forEach((span, number) => {
-      const own = x.findLast((_, at) => run.attempt[order[at]] === span.attempt) ?? span.first_step_s ?? span.to_s;
+      const own = x.findLast((_, number) => places[number] !== null && run.attempt[places[number]] === span.attempt) ?? span.first_step_s ?? span.to_s;
       if (number < facts.spans.length - 1) shades.push({ from: own, to: span.to_s, colour: css("--band") });
     });
     const telling = facts.marks.filter((mark) => mark.name in TELLING);
     this.lines.show(x, series, {
-      x: "time", y: hasMfu ? share : seconds, y2: hasMfu ? undefined : share, shades, asTime: moment, range: [first, Math.max(...facts.spans.map((span) => span.to_s), x[x.length - 1])],
+      x: "time", y: hasMfu ? share : seconds, y2: hasMfu || !isKnown ? undefined : share, shades, asTime: moment, range: [first, Math.max(...facts.spans.map((span) => span.to_s), x[x.length - 1])],
       marks: telling.map((mark) => ({ at: mark.at_s, colour: COLOURS[TELLING[mark.name]] })),
     });
     const key = (colour, text) => {

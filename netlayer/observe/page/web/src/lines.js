@@ -49,10 +49,10 @@ export class Lines {
         { label: name, value: shown((value) => (asTime ? asTime(value) : String(value))) },
         ...series.map((each) => ({
           label: each.label, stroke: COLOURS[each.colour] ?? each.colour ?? ink, width: each.width ?? 1.75, dash: each.dash, points: { show: x.length < 3 ? true : undefined, size: 4 },
-          scale: each.scale ?? "y", value: shown(each.scale === "second" ? y2 : y), spanGaps: Boolean(each.spans),
+          scale: each.scale ?? "y", value: shown(each.scale === "second" ? y2 : y), spanGaps: false,
         })),
       ],
-    }, [x, ...series.map((each) => gaps(each.values))], this.element);
+    }, [x, ...series.map((each) => gaps(each.values, each.spans))], this.element);
   }
 
   shade(plot, shades) {
@@ -95,7 +95,15 @@ export class Lines {
   }
 }
 
-// uPlot takes null for a gap.
-function gaps(values) {
-  return Array.from(values, (value) => (Number.isFinite(value) ? value : null));
+// uPlot takes null for a gap, and draws on over undefined: of readings that are rarer than points, where they go on.
+function gaps(values, spans) {
+  const result = Array.from(values, (value) => (Number.isFinite(value) ? value : null));
+  if (!spans) return result;
+  const known = [...result.keys()].filter((at) => result[at] !== null);
+  const apart = known.slice(1).map((at, number) => at - known[number]);
+  const usual = apart.toSorted((one, other) => one - other)[Math.floor(apart.length / 2)];
+  known.slice(1).forEach((at, number) => {
+    if (apart[number] <= 4 * usual) result.fill(undefined, known[number] + 1, at);
+  });
+  return result;
 }

@@ -13,7 +13,7 @@ import { view as steps } from "./steps.js";
 import { view as timeline } from "./timeline.js";
 
 const VIEWS = [map, steps, timeline, parallel, counters, life];
-const STATES = { found: "Found", suspected: "Suspected", "cannot tell": "Cannot tell", none: "None" };
+const STATES = { found: "Found", suspected: "Suspected", "cannot tell": "Cannot tell", none: "None", restarts: "Restarts" };
 const PLACE = { straggler: "steps", "slow link": "parallel", drift: "steps", traffic: "counters" };
 const LABELS = { hang: "holds others up" };
 
@@ -104,7 +104,8 @@ class Page {
       const alarming = verdict.subject in PLACE && (verdict.state === "found" || verdict.state === "suspected");
       const rank = verdict.subject === "straggler" ? facts.stragglers[0]?.rank ?? firstRank(verdict.line, this.run) : undefined;
       const card = this.card(verdict.state, verdict.subject, verdict.line, { view: PLACE[verdict.subject] ?? "life", rank });
-      (alarming || asked ? cards : calm).push(card);
+      const restarted = verdict.subject === "effective time" && facts.starts.length > 1;
+      (alarming || asked || restarted ? cards : calm).push(restarted ? this.card("restarts", verdict.subject, verdict.line, { view: "life" }) : card);
     }
     if (!cards.length) cards.push(h("p", { class: "card calm" }, "This evidence has neither steps nor what a hang leaves: nobody can be judged. See the timeline."));
     if (facts.notes.length) calm.push(h("div", { class: "card calm" }, h("b", {}, "Notes"), h("ul", {}, facts.notes.map((note) => h("li", {}, note)))));
