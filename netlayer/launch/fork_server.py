@@ -337,8 +337,8 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a request is a packet
 
 
-def _adopt_orphans(wanted: bool) -> None:
-    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
+def _adopt_orphans(is_on: bool) -> None:
+    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0):
         raise OSError("PR_SET_CHILD_SUBREAPER is refused")
 
 
