@@ -283,7 +283,10 @@ def answer_requests(requests: socket.socket) -> None:
 def _become(request: Request, fds: list[int]) -> NoReturn:
     """Set up the process as an interpreter would be that is started so, and run its entry."""
     try:
+        until_s = time.monotonic() + _ANSWER_S
         while os.getppid() != request.parent:
+            if time.monotonic() > until_s:  # who asked has died meanwhile
+                os._exit(1)
             time.sleep(0.001)
         os.setsid()
         for number, fd in enumerate(fds[:3]):
