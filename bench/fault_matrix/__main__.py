@@ -29,6 +29,7 @@ from netlayer.launch.early_end import ending_at
 from netlayer.results import RunRecord, utc_now, write_text
 
 _LIMIT_S = 240.0
+_KNOWN_STEPS = 150  # before a rank can be slow: who has never restarted has nothing else to compare with
 KINDS: dict[str, str] = {
     "kill": "SIGKILL of a rank",
     "stop": "SIGSTOP of a rank",
@@ -271,13 +272,13 @@ def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> 
     """Inject one fault, and wait until the run is past it."""
     row: Row = {"kind": kind, "handled": False, "right": False, "nodes": [], "blamed": [], "error": ""}
     try:
-        base = job.step
+        base = _KNOWN_STEPS if kind == "slow" and not job.facts.get("step_ms") else job.step
         job.wait(
             lambda facts: facts.get("state") == "run" and _is_steady(job, base, draw), _LIMIT_S, "before the fault"
         )
         facts = job.facts
         incidents, step = len(facts["incidents"]), job.step
-        first, second = draw.sample(facts["members"], 2)
+        first, second = draw.sample(_candidates(kind, facts), 2)
         row |= {"step": step, "nodes": _expected(kind, first, second)}
         at_s = time.time()
         _inject(job, kind, first, second, draw, slow_share * job.typical_s)
@@ -304,6 +305,13 @@ def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> 
     except Lost as exc:
         row["error"] = str(exc)
     return row
+
+
+def _candidates(kind: str, facts: Row) -> list[str]:
+    """Nodes that may get a fault: a rank that is slow on two nodes in a row counts as the job's, not the nodes'."""
+    slow = {rank for each in facts["incidents"] for rank in each["decision"].get("ranks", ())}
+    rest = [node for rank, node in enumerate(facts["members"]) if rank not in slow]
+    return rest if kind == "slow" and len(rest) > 1 else facts["members"]
 
 
 def _is_steady(job: FaultyJob, base: int, draw: random.Random) -> bool:

@@ -283,7 +283,10 @@ def answer_requests(requests: socket.socket) -> None:
 def _become(request: Request, fds: list[int]) -> NoReturn:
     """Set up the process as an interpreter would be that is started so, and run its entry."""
     try:
+        until_s = time.monotonic() + _ANSWER_S
         while os.getppid() != request.parent:
+            if time.monotonic() > until_s:  # who asked has died meanwhile
+                os._exit(1)
             time.sleep(0.001)
         os.setsid()
         for number, fd in enumerate(fds[:3]):
@@ -337,8 +340,8 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a request is a packet
 
 
-def _adopt_orphans(wanted: bool) -> None:
-    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
+def _adopt_orphans(is_on: bool) -> None:
+    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(is_on), 0, 0, 0):
         raise OSError("PR_SET_CHILD_SUBREAPER is refused")
 
 

@@ -60,6 +60,7 @@ _KEPT_STEPS = 32
 _LEAST_STEPS = 3
 _MOST_LOST = 0.5  # share of the nodes above which lost heartbeats are rather the store's fault
 _LEAST_BYTES_S = 1e6  # below that nothing is told of a node's traffic: it is not that of a training
+_BLOCK_STEPS = 16
 _LEAST_LOOKS, _MOST_LOOKS = 8, 0.8
 _EXPLAINED = 1 / 5  # of the share of a step that is lost: by so much less it waits at least
 _EXPOSED_GAP = 0.15  # of the step: by so much less than all others the rank that holds them up waits
@@ -152,6 +153,9 @@ class View:
         """Since when each node is waited for, monotonic seconds; heartbeats of no other are taken."""
         self.losses: deque[float] = deque(maxlen=_KEPT_STEPS)
         self.steps_ms: deque[float] = deque(maxlen=1024)
+        self.num_steps_told = 0
+        self.shortest_ms = 0.0
+        """Shortest median of `_BLOCK_STEPS` steps in a row that were told of in this incarnation; 0: not known."""
         self.step = 0
         self.stepped_s = 0.0
         self.in_phase_s = 0.0
@@ -191,6 +195,7 @@ class View:
         """Forget the steps of the incarnation before."""
         self.losses.clear()
         self.steps_ms.clear()
+        self.num_steps_told, self.shortest_ms = 0, 0.0
         self._traffic.clear()
         self.step, self.stepped_s = 0, now_s
         self.slow, self.looked_step = Slowness(), 0
@@ -212,6 +217,10 @@ class View:
         self.step, self.stepped_s = newest.step, now_s
         if newest.step_ms is not None:
             self.steps_ms.append(newest.step_ms)
+            self.num_steps_told += 1
+            if self.num_steps_told % _BLOCK_STEPS == 0 and len(self.steps_ms) > _BLOCK_STEPS:  # not the first ones
+                median_ms = statistics.median(list(self.steps_ms)[-_BLOCK_STEPS:])
+                self.shortest_ms = min(self.shortest_ms or median_ms, median_ms)
         if newest.loss is not None:
             self.losses.append(newest.loss)
 
@@ -460,6 +469,8 @@ def _slow(
     now_s: float, now_ns: int, typical_ms: float,
 ) -> Iterable[Finding]:  # fmt: skip
     """Find steps that take long, and the rank that holds up all others: [Note: slow]."""
+    # A run without a restart has no earlier incarnation to compare with, only its own better times.
+    typical_ms = min(filter(None, (typical_ms, view.shortest_ms)), default=0.0)
     recent = list(view.steps_ms)[-settings.slow_steps :]
     normal_ms = typical_ms or view.typical_ms()
     if recent and normal_ms and recent[-1] < settings.slow_factor * normal_ms:

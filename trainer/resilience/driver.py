@@ -440,7 +440,7 @@ class Driver:
         # Before the decision, which counts this one too.
         facts.fruitless = 0 if step > facts.furthest_step else facts.fruitless + 1
         facts.furthest_step = max(facts.furthest_step, step)
-        typical_ms = self.view.typical_ms()
+        typical_ms = self.view.shortest_ms or self.view.typical_ms()  # the median may be of slow steps by now
         if typical_ms:
             facts.step_ms = min(facts.step_ms or typical_ms, typical_ms)
         decision = policy.decide(incident, facts, self.settings, self.roster.num_standbys(now_s))

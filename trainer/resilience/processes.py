@@ -175,12 +175,13 @@ class Warm:
         """
         if self._server is not None and not self._server.is_loading:
             entry = f"{run_module.__module__}:{run_module.__name__}"
-            request = Request(os.getpid(), entry, list(command), name, dict(environ), str(Path.cwd()))
             try:
+                request = Request(os.getpid(), entry, list(command), name, dict(environ), str(Path.cwd()))
                 with Path(os.devnull).open("rb") as stdin:
                     return self._server.fork(request, [stdin.fileno(), stdout.fileno(), stderr.fileno()])
-            except ForkServerLost as exc:
+            except (ForkServerLost, OSError) as exc:  # the folder may be gone, too
                 logger.warning("started afresh, not forked: %s", exc)
+                self.end()
                 self._start()
         return subprocess.Popen(
             [sys.executable, "-m", *command],

@@ -316,6 +316,16 @@ def test_a_slow_node_that_holds_up_all_others_is_evicted(tmp_path: Path) -> None
     assert fleet.decisions[1] == ("evict", "slow", [slow.name])
 
 
+def test_a_slow_node_is_found_in_a_run_that_was_never_restarted(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, steps=600, slow_steps=5, slow_floor_s=100.0)
+    fleet.until_step(80)
+    slow = fleet.node(2)
+    fleet.step_ms, slow.exposed = 1500.0, 0.05
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    assert fleet.decisions == [("evict", "slow", [slow.name])]
+    assert fleet.driver.facts.step_ms == 500.0  # though most steps were slow ones
+
+
 def test_a_rank_that_is_slow_on_the_next_node_too_is_no_nodes_fault(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, steps=200, slow_steps=5, slow_floor_s=5.0)
     fleet.until_step(30)

@@ -99,7 +99,16 @@ class Run:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        return self.processes("tests.trainer.resilience.fake_rank")
+        """Return its ranks: forks, which have the command line of what they were forked from and names of their own."""
+        return [process for process in self.forks() if process.name().startswith("rank ")]
+
+    def forks(self) -> list[psutil.Process]:
+        """Return what ranks are forked from, and its forks."""
+        processes = []
+        for process in psutil.process_iter(["cmdline"]):
+            if any(each.startswith(f"{self.folder.out} ") for each in process.info["cmdline"] or []):
+                processes.append(process)
+        return processes
 
     def end(self) -> tuple[int, str]:
         """Let the ranks go on to their last step, and wait for the driver."""
@@ -110,7 +119,7 @@ class Run:
 
     def none_left(self) -> bool:
         words = ("trainer.resilience.executor", "trainer.resilience.store_host")
-        return not self.ranks() and not any(self.processes(word) for word in words)
+        return not self.forks() and not any(self.processes(word) for word in words)
 
 
 @pytest.fixture
