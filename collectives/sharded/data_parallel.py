@@ -23,7 +23,7 @@ wrapping raise, and so does replacing or adding some. Not covered: optimisers th
 sharding of frozen parameters.
 
 [Note: a step omitted] Ranks skip a step together or not at all. Where one does so alone, the steps of all ranks
-are compared now and then (`collectives.sharded.step_check`), and CheckFailed names ranks and steps; say the step, by
+are compared now and then (`collectives.sharded.collectives`), and CheckFailed names ranks and steps; say the step, by
 `start_step(step)` or a watch's or a recorder's `begin_step`, or a rank that omitted its forward pass too goes
 unnoticed. A rank that omits `optimizer.step()` alone makes the others wait: a `watch` says for whom.
 

@@ -31,10 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.collectives import ReduceScatter
+from collectives.sharded.collectives import ReduceScatter, StepCheck, StepState, announced_step
 from collectives.sharded.gradient import ReducedPieces
 from collectives.sharded.slot import DeferredWeightGrads, GradientSlot, Promise, SlotSource, Write, set_slot_source
-from collectives.sharded.step_check import StepCheck, StepState, announced_step
 from collectives.transport.communicator import Work
 from collectives.transport.current_stream import current_stream
 
@@ -680,7 +679,7 @@ class GradientReduce:
         hook = self.post_reduce_hook
         return StepState(
             announced=announced_step(self.step, self.comm),
-            # A forward that no backward pass followed looks like a step omitted: [Note: which step] of `step_check`.
+            # A forward that no backward pass followed looks like a step omitted: [Note: which step] of `collectives`.
             counted=self.num_finished + 1 + self.num_skipped,
             prefetch=(None if self._gather is None else self._gather.prefetch) or 0,
             overlap=self.reduce_scatters.overlap,

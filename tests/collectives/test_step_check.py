@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.alike import first_difference, spread
-from collectives.sharded.step_check import (
+from collectives.sharded.collectives import (
     CHECKED_EVERY,
     UNANNOUNCED,
     StepCheck,
