@@ -203,6 +203,10 @@ COMMANDS: tuple[Command, ...] = (
         "--resume runs/a/checkpoints/step-000250 --out runs/b"
     ),
     Command(".venv/bin/netlayer train examples/laptop.toml --set parallel.cp=2 --set parallel.dp=1"),
+    Command(
+        ".venv/bin/netlayer train examples/laptop.toml --set model.recompute=selective "
+        "--set 'model.recompute_modules=mlp_act layernorm'"
+    ),
     Command(".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/a"),
     Command(".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/c"),
     Command(".venv/bin/netlayer train examples/laptop.toml --set model.parallel_block=true --set optimizer.name=lamb"),

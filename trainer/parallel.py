@@ -168,6 +168,12 @@ class ParallelModel:
         for chunk in self.chunks:
             chunk.start_step(step)
 
+    def release_gradients(self) -> None:
+        """Give the memory of the last step's gradients back until this step's come."""
+        if not self.job.overlap.step_in_backward:  # whose steps may still read them, on a stream of their own
+            for chunk in self.chunks:
+                chunk.release_gradients()
+
     def accumulate(self, batches: Batches) -> Tensor:
         """Forward and backward of all micro-batches of this data-parallel rank.
 

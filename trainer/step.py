@@ -68,6 +68,7 @@ class Steps:
     def run(self, step: int, batches: Batches, lr: float) -> Stepped:  # noqa: ARG002  (as GraphedSteps)
         """Step `step`, counted from 1, over this rank's micro-batches. The host does not wait for it."""
         self.optimizer.set_learning_rate(lr)
+        self.model.release_gradients()
         return self._launch(batches)
 
     def close(self) -> None:

@@ -169,10 +169,15 @@ class Operators:
         )
         again = plan.linear_share_again
         recompute = model_recompute(plan)
+        # A norm's output is computed from what is kept, the activation's where its gradient is: one more write.
+        forward_again = tokens * scale / tp * (4.0 * h * has_norm * model.recomputes("layernorm"))
+        forward_again += tokens * scale / tp * (2.0 * f * is_mlp * model.recomputes("mlp_act"))
+        if recompute == "full" or plan.recompute_share is not None or model.recomputes("core_attn"):
+            forward_again = forward
         second = Times(
             (2 + again) * gemm + writes * (inputs + again * outputs),
             (_FORWARDS_OF_ATTENTION + (recompute == "full")) * attention,
-            backward + casts_backward + sums + (forward if recompute != "none" else 0.0) + again * casts_forward,
+            backward + casts_backward + sums + forward_again + again * casts_forward,
             exposed[1] + (exposed[0] if recompute == "full" else 0.0),
             2 * keys_exposed,
             hidden[1] + 2 * keys_hidden + (hidden[0] if recompute == "full" else 0.0),

@@ -174,6 +174,7 @@ def variant(gpus: int, batch: int, options: dict[str, Any], preset: str = "175b"
         model=ModelConfig(
             preset=preset,
             dtype="bfloat16",
+            recompute="none",
             parallel_block=options.get("parallel_block", False),
             attention_window=options.get("window", 0),
         ),

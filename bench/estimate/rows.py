@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from bench.estimate.devices import device_of
 from bench.estimate.plan import Attention, Kernels, Plan, Precision
+from netlayer.config.recompute import RECOMPUTE_MODULES
 from netlayer.config.tree import ClusterConfig, JobConfig, ModelConfig
 from netlayer.workload.flops import step_flops, utilisation
 
@@ -80,7 +81,11 @@ def _row(cells: dict[str, Any]) -> Row:
     overlap = cells["overlap"].split("+")
     recompute = cells["recompute"]
     plan = plan_of(
-        ModelConfig(**shape, recompute="none" if recompute == "half" else recompute),
+        ModelConfig(
+            **shape,
+            recompute="none" if recompute == "half" else recompute,
+            recompute_modules=" ".join(RECOMPUTE_MODULES),
+        ),
         device=cells["device"],
         layout=(numbers["tp"], numbers["pp"], numbers["vp"], numbers["cp"]),
         gpus=numbers["gpus"],

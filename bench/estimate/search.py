@@ -18,9 +18,9 @@ from bench.estimate.plan import Plan
 from bench.estimate.step import StepEstimate, estimate_step, memory_of, quick_step_s
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
+from netlayer.workload.fit import recompute_levels
 from netlayer.workload.memory import RESERVED_BYTES, gib
 
-_LEVELS = ("none", "selective", "full")
 _MICRO_SIZES = (1, 2, 4, 8)
 _MOST_CP = 8
 _LONG = 8192  # tokens of a sequence from which context parallelism is tried
@@ -139,9 +139,8 @@ def _fit(base: Plan, tp: int, pp: int, vpp: int, cp: int, micro: int) -> tuple[P
         return None, "job", 0
     room = base.device.memory_bytes - RESERVED_BYTES
     num_bytes = 0
-    levels = _LEVELS[_LEVELS.index(base.job.model.recompute) :]
-    for level in levels:
-        model = job.model.model_copy(update={"recompute": level})
+    for level, modules in recompute_levels(base.job.model):
+        model = job.model.model_copy(update={"recompute": level, "recompute_modules": modules})
         plan = replace(base, job=job.model_copy(update={"model": model}), cp=cp, recompute_share=None)
         if base.zero == 3 and pp > 1:
             return None, "--zero 3 with stages", 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from netlayer.config.tree import JobConfig
+from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def check_plain(peer: str, job: JobConfig) -> None:
         ("model.qk_norm", model.qk_norm, False),
         ("model.activation", model.activation, "gelu"),
         ("model.tied_embeddings", model.tied_embeddings, False),
-        ("model.recompute", model.recompute, "none"),
+        ("model.recompute", "none" if _spares_products(model) else model.recompute, "none"),
         ("optimizer.name", job.optimizer.name, "adamw"),
     ):
         if value != plain:
@@ -32,6 +32,11 @@ def check_plain(peer: str, job: JobConfig) -> None:
     if model.vocab_size % tp:
         rule = f"must be a multiple of job.parallel.tp = {tp} for --peers {peer}, which pads no vocabulary"
         raise ConfigError("job.model.vocab_size", model.vocab_size, rule, "give such a one")
+
+
+def _spares_products(model: ModelConfig) -> bool:
+    """Whether ours computes no product again, only outputs of norms and activations: a peer's model is the same."""
+    return model.recompute == "selective" and not model.recomputes("core_attn")
 
 
 def layers_of(job: JobConfig, stage: int, chunk: int) -> range:

@@ -170,6 +170,45 @@ def _pack_whole(
     return tuple(sorted(slots, key=lambda slot: (slot.offset, slot.end))), shard
 
 
+class GradientShard:
+    """Memory of a bucket's reduced gradient, which may be given back between two steps.
+
+    It comes where it is first asked for, on the current stream; whoever holds a view of it still keeps it.
+
+    Args:
+        like_S: a tensor as it is.
+        spans: start, end and shape of each piece.
+        flat_S: memory that stays; None: as allocated here, of zeros.
+    """
+
+    def __init__(
+        self, like_S: Tensor, spans: Sequence[tuple[int, int, Sequence[int]]], flat_S: Tensor | None = None
+    ) -> None:
+        self._like_S, self._spans, self._stays = like_S, spans, flat_S is not None
+        self._flat_S: Tensor | None = torch.zeros_like(like_S) if flat_S is None else flat_S
+        self._pieces: list[Tensor] | None = None
+
+    @property
+    def flat(self) -> Tensor:
+        """[S]; newly allocated it holds nothing: a reduction writes all of it."""
+        if self._flat_S is None:
+            self._flat_S = torch.empty_like(self._like_S)
+        return self._flat_S
+
+    @property
+    def pieces(self) -> Sequence[Tensor]:
+        """Its pieces, the same tensors as long as the memory stays."""
+        if self._pieces is None:
+            flat_S = self.flat
+            self._pieces = [flat_S[start:end].view(shape) for start, end, shape in self._spans]
+        return self._pieces
+
+    def release(self) -> None:
+        """Give the memory back, unless it was given in."""
+        if not self._stays:
+            self._flat_S = self._pieces = None
+
+
 @dataclass(frozen=True)
 class Piece:
     """One rank's part of one parameter, which an optimiser steps.
@@ -178,14 +217,20 @@ class Piece:
         name, shape: of the whole parameter.
         position: of the parameter in its bucket.
         parameter: a view of the master shard: 1-D, or of the parameter's shape in a bucket that cuts none.
-        grad: the same elements of the reduced gradient; becomes `parameter.grad` once it is complete.
+        gradient: of the bucket; `grad` are the same elements of it, which become `parameter.grad` once it is complete.
+        number: of the piece in its bucket.
     """
 
     name: str
     shape: torch.Size
     position: int
     parameter: nn.Parameter
-    grad: Tensor
+    gradient: GradientShard
+    number: int
+
+    @property
+    def grad(self) -> Tensor:
+        return self.gradient.pieces[self.number]
 
 
 @dataclass(frozen=True)
@@ -254,7 +299,11 @@ class Bucket:
         # `.data` has a version counter of its own: it counts what an optimiser does, not what a gather does.
         self.master_S = shard_S.data if self.shares_storage else shard_S.clone()
         self.shard_S = None if self.shares_storage else plan.own(self.unsharded_N, rank)
-        self.grad_S = torch.zeros_like(self.master_S) if grad_S is None else grad_S
+        spans = [
+            (start, end, (end - start,) if plan.whole_shard is None else plan.slots[index].shape)
+            for index, start, end in plan.pieces(rank)
+        ]
+        self.gradient = GradientShard(self.master_S, spans, grad_S)
         self.local_N: Tensor | None = None
         """Where gradients of this rank add up that are not reduced yet: of those in `_written`, the rest is nothing."""
         self._written: set[int] = set()
@@ -273,18 +322,15 @@ class Bucket:
         """Version of the masters that were loaded themselves."""
         self.pieces = [
             # Views of the shard and not copies: an optimiser that steps the pieces has stepped the shard.
-            Piece(slot.name, slot.shape, index, nn.Parameter(self.master_S[start:end].view(shape)), grad.view(shape))
-            for slot, shape, index, start, end, grad in (
-                (
-                    plan.slots[index],
-                    (end - start,) if plan.whole_shard is None else plan.slots[index].shape,
-                    index,
-                    start,
-                    end,
-                    self.grad_S[start:end],
-                )
-                for index, start, end in plan.pieces(rank)
+            Piece(
+                plan.slots[index].name,
+                plan.slots[index].shape,
+                index,
+                nn.Parameter(self.master_S[start:end].view(shape)),
+                self.gradient,
+                number,
             )
+            for number, ((index, _, _), (start, end, shape)) in enumerate(zip(plan.pieces(rank), spans, strict=True))
         ]
         self.used: set[int] = set()
         """Positions of the parameters that have had a gradient on this rank since gradients were dropped."""
@@ -513,6 +559,16 @@ class Bucket:
             with torch._C.DisableTorchFunctionSubclass():
                 for position in positions:
                     self.parameters[position].grad = None
+
+    @property
+    def grad_S(self) -> Tensor:  # noqa: N802  (by its shape)
+        """Reduced gradient, this rank's shard."""
+        return self.gradient.flat
+
+    def release_gradient(self) -> None:
+        """Give the memory of the reduced gradient back until the next one comes; not while a piece has one."""
+        if all(piece.parameter.grad is None for piece in self.pieces):
+            self.gradient.release()
 
     def keep_reduced(self) -> bool:
         """Whether pieces hold gradients that the next reduction must add to; if so, `grad_S` holds just those."""

@@ -141,7 +141,7 @@ class ReduceScatter(ABC):
     def is_local(self, bucket: Bucket) -> bool:
         """Whether nothing is sent: one rank alone, whose gradients lose no digits where the optimiser reads them."""
         # Where the optimiser's dtype holds all that would travel, adding up there loses nothing.
-        wide = bucket.grad_S.dtype
+        wide = bucket.master_S.dtype
         return self.comm.world_size == 1 and self.replicas is None and torch.promote_types(wide, self.dtype) == wide
 
     def acquire(self, bucket: Bucket) -> None:
@@ -169,6 +169,8 @@ class ReduceScatter(ABC):
             bucket.copy_in(bucket.grad_S.dtype).fill()
             # A work all the same, so that callers wait for it as for any other.
             return Work(self.comm, None, None, None, None, ())
+        # Allocated here if it is not: on the stream that reads it, and not on the one that writes a sum into it.
+        _ = bucket.grad_S
         copy_in, shard_S = self._copy_in(bucket)
         if not adds and self._sum_dtype == bucket.grad_S.dtype:
             output_S = bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it

@@ -409,7 +409,7 @@ class ShardedDataParallel(StandIn):
         self.finish_gradients()
         pieces = [piece.parameter for bucket in self.buckets for piece in bucket.pieces]
         # float32 at least: squares of bfloat16 gradients would overflow or vanish in a sum over billions.
-        dtype = functools.reduce(torch.promote_types, (b.grad_S.dtype for b in self.buckets), torch.float32)
+        dtype = functools.reduce(torch.promote_types, (b.master_S.dtype for b in self.buckets), torch.float32)
         zero = torch.zeros((), dtype=dtype, device=self.reduce_comm.device)
         return clip_pieces(pieces, max_norm, norm_type, error_if_nonfinite, zero, self.reduce_comm.all_reduce)
 
@@ -443,6 +443,16 @@ class ShardedDataParallel(StandIn):
     def _check_not_stepped(self, lack: str) -> None:
         if self.step_in_backward:
             raise ValueError(f"{lack} before step_in_backward updates: build the optimiser without it")
+
+    def release_gradients(self) -> None:
+        """Give the memory of reduced gradients back until they come again, after `zero_grad`, or the optimiser's.
+
+        A step's largest moment is its loss, when activations are there and no gradient is. Not where a CUDA graph has
+        the addresses, nor with steps inside the backward pass.
+        """
+        self._reduce.reduce_scatters.wait_all()
+        for bucket in self.buckets:
+            bucket.release_gradient()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient: of shards, accumulated ones, and those of a backward pass that raised."""

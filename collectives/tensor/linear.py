@@ -49,6 +49,13 @@ Join = Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]]
 """Gradients [M, n] of several outputs side by side, [M, N], and where there is a bias its own, their sum, [N]."""
 
 
+Again = Callable[[Tensor | None], Tensor]
+"""Gives a linear's input once more in the backward pass, from its gradient or (None) without: it need not be kept.
+
+The linear alone reads that input: whoever gave it may compute its own backward pass in the same call.
+"""
+
+
 def join_by_torch(parts_Mn: Sequence[Tensor], has_bias: bool) -> tuple[Tensor, Tensor | None]:
     """A `Join` of any tensors."""
     dy_MN = torch.cat(list(parts_Mn), 1) if len(parts_Mn) > 1 else parts_Mn[0]
@@ -162,8 +169,11 @@ class ColumnParallelLinear(nn.Module):
         biases = [_part(linear.bias, 0, exchange) for linear in drawn] if bias else None
         self.bias = nn.Parameter(torch.cat(biases)) if biases else None
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, x: Tensor, again: Again | None = None) -> Tensor | tuple[Tensor, ...]:
         """[s / W, ..., K] -> [s, ..., N / W], or one such tensor for each of several `out_features`.
+
+        Args:
+            again: gives `x` once more in the backward pass, where it is called without a gradient; None: it is kept.
 
         Raises:
             ValueError: another shape or dtype of the input, or ranks that give different numbers of rows, or
@@ -177,7 +187,9 @@ class ColumnParallelLinear(nn.Module):
         self._was_called = True
         bias_N = self.bias if self.adds_bias else None
         keeps = exchange.keeps_gathered and torch.is_grad_enabled() and self.weight.requires_grad
-        ys: tuple[Tensor, ...] = _Column.apply(self, keeps, x_mK, self.weight, bias_N)  # type: ignore[no-untyped-call]
+        ys: tuple[Tensor, ...] = _Column.apply(  # type: ignore[no-untyped-call]
+            self, keeps, again, x_mK, self.weight, bias_N
+        )
         gathers_again = exchange.defers and not keeps and self.weight.requires_grad
         context = ys[0].grad_fn if gathers_again else None
         exchange.last_column = None if context is None else weakref.ref(context)
@@ -251,8 +263,11 @@ class RowParallelLinear(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(_part(linear.weight, 1, exchange).clone()) for linear in drawn])
         self.bias = nn.Parameter(drawn[0].bias.detach().clone()) if bias else None
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, again: Sequence[Again | None] = ()) -> Tensor:
         """[s, ..., K / W] each -> [s / W, ..., N].
+
+        Args:
+            again: for each input what gives it once more in the backward pass; None: it is kept. Empty: all are.
 
         Raises:
             ValueError: another number, shape or dtype of inputs, rows that do not divide by the number of ranks, or
@@ -271,7 +286,8 @@ class RowParallelLinear(nn.Module):
         _check_divides("the first dimension of the input", rows[0], self.exchange.world_size)
         flat = [x.reshape(-1, x.shape[-1]) for x in inputs]
         bias_N = self.bias if self.adds_bias else None
-        y_mN = _Row.apply(self, bias_N, *flat, *self.weights)  # type: ignore[no-untyped-call]
+        none = [None] * len(flat)
+        y_mN = _Row.apply(self, list(again) or none, bias_N, *flat, *self.weights)  # type: ignore[no-untyped-call]
         return y_mN.view(rows[0] // self.exchange.world_size, *rows[1:], -1)  # type: ignore[no-any-return]
 
     @classmethod
@@ -302,17 +318,24 @@ class RowParallelLinear(nn.Module):
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, linear: ColumnParallelLinear, keeps: bool, x_mK: Tensor, weight_NK: Tensor, bias_N: Tensor | None
+        ctx: Any,
+        linear: ColumnParallelLinear,
+        keeps: bool,
+        again: Again | None,
+        x_mK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
     ) -> tuple[Tensor, ...]:
         exchange = linear.exchange
-        ctx.linear, ctx.has_bias, ctx.keeps = linear, bias_N is not None, keeps
+        ctx.linear, ctx.has_bias, ctx.keeps, ctx.again = linear, bias_N is not None, keeps, again
         ctx.early, ctx.is_done = None, False
         ctx.source = _source(weight_NK)
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
         gathering, factor_KN = exchange.gather(x_mK), linear.products.factor(weight_NK, is_transposed=True)
         for rows, part in gathering.parts():
             _multiply(linear, part, factor_KN, _view(y_MN, exchange)[rows], bias_N)
-        ctx.save_for_backward(gathering.kept() if keeps else x_mK, weight_NK)
+        own_mK = x_mK if again is None else None
+        ctx.save_for_backward(gathering.kept() if keeps else own_mK, weight_NK)
         gathering.close()
         if len(linear.splits) == 1:  # no view of itself: the gradient of a cut into one would be a copy
             return (y_MN,)
@@ -324,7 +347,7 @@ class _Column(torch.autograd.Function):
         """Return gradients of input, weight and bias; the input's is reduce-scattered under the weight's product."""
         linear: ColumnParallelLinear = ctx.linear
         exchange = linear.exchange
-        _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
         # Where only the rank's own rows were kept, they are gathered again, under the product for dx, or earlier.
         early, ctx.early, ctx.is_done = ctx.early, None, True
         (x, weight_NK), gathering = early or _unpacked(ctx, gathers=needs_weight and not ctx.keeps)
@@ -347,18 +370,22 @@ class _Column(torch.autograd.Function):
         if gathering is not None and not exchange.defers:
             gathering.close()
         dx_mK = None if scattering is None else scattering.result()
-        return None, None, dx_mK, dweight_NK, dbias_N
+        return None, None, None, dx_mK, dweight_NK, dbias_N
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, linear: RowParallelLinear, bias_N: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, linear: RowParallelLinear, again: Sequence[Again | None], bias_N: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
         inputs, weights, exchange = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :], linear.exchange
-        ctx.linear, ctx.has_bias = linear, bias_N is not None
+        ctx.linear, ctx.has_bias, ctx.again = linear, bias_N is not None, again
+        ctx.shapes = [x_MK.shape for x_MK in inputs]
         last_column, exchange.last_column = exchange.last_column, None
         ctx.before = None if last_column is None else last_column()
         ctx.sources = [_source(weight_NK) for weight_NK in weights]
-        ctx.save_for_backward(*tensors)
+        kept = [x_MK if each is None else None for x_MK, each in zip(inputs, again, strict=True)]
+        ctx.save_for_backward(*kept, *weights)
         num_rows = inputs[0].shape[0] // exchange.world_size
         scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
         factors = [linear.products.factor(weight_NK, is_transposed=True) for weight_NK in weights]
@@ -373,15 +400,15 @@ class _Row(torch.autograd.Function):
         """Return gradients of bias, inputs and weights; the output's is gathered under the inputs' products."""
         linear: RowParallelLinear = ctx.linear
         exchange, tensors = linear.exchange, ctx.saved_tensors
-        inputs, weights = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        _, needs_bias, *needs = ctx.needs_input_grad
+        inputs, weights = list(tensors[: len(tensors) // 2]), tensors[len(tensors) // 2 :]
+        needs_bias, *needs = ctx.needs_input_grad[2:]
         dy_mN = dy_mN.contiguous()
         gathering = exchange.gather(dy_mN)
         before, ctx.before = ctx.before, None
         if before is not None and not before.is_done:  # its backward pass comes next, and would wait for that
             before.early = _unpacked(before, gathers=True)
         exchange.compute_deferred()
-        dinputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
+        dinputs = [dy_mN.new_empty(shape) if need else None for shape, need in zip(ctx.shapes, needs, strict=False)]
         factors = [linear.products.factor(weight_NK, is_transposed=False) for weight_NK in weights]
         for rows, part in gathering.parts():
             for dx_MK, factor_NK in zip(dinputs, factors, strict=True):
@@ -391,6 +418,9 @@ class _Row(torch.autograd.Function):
         # gather, or it would delay that, and hold multiprocessors while it waits for late ranks.
         dbias_N = dy_mN.sum(0) if needs_bias and ctx.has_bias else None
         summing = exchange.start_all_reduce(dbias_N) if dbias_N is not None and linear.sums_bias else None
+        for index, (again, dx_MK) in enumerate(zip(ctx.again, dinputs, strict=True)):
+            if again is not None:
+                inputs[index] = again(dx_MK).view(ctx.shapes[index])
         whole = functools.cache(functools.partial(_whole, gathering, ctx.sources))
         of_weights = zip(inputs, needs[len(inputs) :], ctx.sources, ctx.next_functions[-len(weights) :], strict=True)
         dweights = [
@@ -401,12 +431,15 @@ class _Row(torch.autograd.Function):
             gathering.close()
         if summing is not None:
             summing.wait()
-        return None, dbias_N, *dinputs, *dweights
+        return None, None, dbias_N, *dinputs, *dweights
 
 
 def _unpacked(ctx: Any, gathers: bool) -> tuple[tuple[Tensor, Tensor], Gathering | None]:
     """Return what a column-parallel linear saved, which may be unpacked once, and the gather of its input's rows."""
     x, weight_NK = ctx.saved_tensors
+    if x is None:
+        again_mK = ctx.again(None)
+        x = again_mK.view(-1, again_mK.shape[-1])
     return (x, weight_NK), ctx.linear.exchange.gather(x, in_parts=False) if gathers else None
 
 

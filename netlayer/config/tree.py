@@ -19,6 +19,7 @@ from netlayer.config.launch import StoreConfig as StoreConfig
 from netlayer.config.observe import ObserveConfig
 from netlayer.config.parallel import ParallelConfig as ParallelConfig
 from netlayer.config.parallel import check_context, check_fp8
+from netlayer.config.recompute import RecomputeModule, RecomputeModules, settle_recompute
 from netlayer.config.renamed import with_new_keys
 from netlayer.config.resilience import ResilienceConfig
 from netlayer.config.section import Section as Section
@@ -179,8 +180,16 @@ class ModelConfig(Section):
     )
     fp8_first: int = Field(0, ge=0, description="blocks at the start whose linears stay in dtype, where others are fp8")
     fp8_last: int = Field(0, ge=0, description="blocks at the end whose linears stay in dtype, where others are fp8")
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="what backward computes again: nothing, what no product made, or whole blocks"
+    recompute: Literal["auto", "none", "selective", "full"] = Field(
+        "auto",
+        description="what backward computes again: none, selective (recompute_modules), full (blocks); auto: none, and "
+        "selective with parallel.zero = 3 or where memory is short",
+    )
+    recompute_modules: RecomputeModules = Field(
+        "mlp_act",
+        description="with recompute = selective, of mlp_act (output of GeLU or SwiGLU), layernorm (outputs of both "
+        "norms) and core_attn (attention; between tensor-parallel ranks the linear after it too); several as a list "
+        "or with spaces between",
     )
 
     @property
@@ -201,6 +210,10 @@ class ModelConfig(Section):
     def kv_width(self) -> int:
         """Values of all heads of keys, or of values."""
         return self.num_kv_heads * self.head_width
+
+    def recomputes(self, module: RecomputeModule) -> bool:
+        """Whether backward computes the outputs of these modules again, and blocks are not recomputed whole."""
+        return self.recompute == "selective" and module in self.recompute_modules.split()
 
     def window(self, layer: int) -> int:
         """Keys that a query of the layer sees; 0 = all before it."""
@@ -534,6 +547,7 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         """Check the rules between sections; a ConfigError says both values and the remedy."""
+        settle_recompute(self)
         model, parallel, batch = self.model, self.parallel, self.batch
         if model.heads % parallel.tp:
             _fail("job.parallel.tp", parallel.tp, f"must divide job.model.heads = {model.heads}", "lower tp")

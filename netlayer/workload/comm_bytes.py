@@ -247,7 +247,7 @@ def _context_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     layers = [layer for run in runs for layer, part in run.items() if halves_in(part)[0]]
     # Gathered in the forward pass and again in the backward one, unless a mask has attention keep all keys; what
     # recomputes attention gathers once more.
-    again = model.recompute == "full" or (model.recompute == "selective" and model.parallel_block)
+    again = model.recompute == "full" or model.recomputes("core_attn")
     has_documents = job.data.packing == "documents"
     masked = [has_documents or 0 < model.window(layer) < model.seq_len for layer in layers]
     num_bytes = job.batch.micro_batch_size * model.seq_len * width
@@ -259,11 +259,10 @@ def _context_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
 
 def _block_gathers_and_scatters(job: JobConfig, part: BlockPart) -> tuple[int, int]:
     """Return the all-gathers and reduce-scatters of one block or a half of it, for one micro-batch."""
-    recompute, pairs = job.model.recompute, num_branches(job.model, part)
-    again = recompute == "full"
-    # Selective recomputation starts after the activation's input: of a standard block, the MLP's last linear runs
-    # again; of a parallel one, the only one.
-    ends_again = pairs if again else int(recompute == "selective" and (job.model.parallel_block or part != "attention"))
+    model, pairs = job.model, num_branches(job.model, part)
+    again = model.recompute == "full"
+    # Attention that is recomputed takes the linear after it along, which is one operation with its reduce-scatter.
+    ends_again = pairs if again else int(model.recomputes("core_attn") and part != "mlp")
     gathers = pairs * (2 + (not job.overlap.save_gathered_input) + again)
     return gathers, 2 * pairs + ends_again
 

@@ -1,8 +1,8 @@
 """Whether a job fits a memory, and the smallest change with which it does.
 
 Defaults step down by themselves (`settle`), in the order of what they cost a step: where copy engines carry gradients,
-windows, recomputation in part, the ZeRO stage, recomputation of all. What was asked for stays, and is refused where it
-does not fit (`check_room`), with the change that would.
+windows, recomputation of activations, of norms too, the ZeRO stage, recomputation of attention, then of whole blocks.
+What was asked for stays, and is refused where it does not fit (`check_room`), with the change that would.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from netlayer.config.tree import ClusterConfig, JobConfig
+from netlayer.config.recompute import RECOMPUTE_MODULES
+from netlayer.config.tree import ClusterConfig, JobConfig, ModelConfig
 from netlayer.errors import ConfigError
 from netlayer.workload.memory import estimate, gib
 from netlayer.workload.model_size import num_parameters
@@ -88,18 +89,22 @@ _Step = tuple[str, str, Any]
 def _steps_down(job: JobConfig) -> Iterator[_Step]:
     """Yield what may be set for a job that does not fit: of defaults alone, the cheapest first."""
     model, parallel, overlap = job.model, job.parallel, job.overlap
-    may_recompute = "recompute" not in model.model_fields_set and model.recompute == "none"
+    is_set = {"recompute", "recompute_modules"} & model.model_fields_set
+    may_recompute = not is_set and model.recompute != "full"
     if overlap.windows and overlap.copies_gradients and "peer_reduce" not in overlap.model_fields_set:
         yield "overlap", "peer_reduce", False
     if overlap.windows == "auto":
         yield "overlap", "windows", False
     if may_recompute:
-        yield "model", "recompute", "selective"
+        if model.recompute == "none":
+            yield "model", "recompute", "selective"
+        yield "model", "recompute_modules", "mlp_act layernorm"
     if parallel.zero == "auto" and parallel.dp_cp > 1:
         yield "parallel", "zero", 2
         if not (job.loop.cuda_graph or overlap.step_in_backward or overlap.windows is True):
             yield "parallel", "zero", 3
     if may_recompute:
+        yield "model", "recompute_modules", " ".join(RECOMPUTE_MODULES)
         yield "model", "recompute", "full"
 
 
@@ -169,8 +174,7 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     """Jobs that take less: without windows, another ZeRO stage, fewer replicas of more shards, no zero bubble, no
     balance, with recomputation, a smaller micro-batch, tp, pp."""
     model, batch, parallel = job.model, job.batch, job.parallel
-    levels = ("none", "selective", "full")
-    recomputes = levels[levels.index(model.recompute) :]
+    recomputes = recompute_levels(model)
     micro_sizes = [size for size in range(batch.micro_batch_size, 0, -1) if batch.micro_batch_size % size == 0]
     degrees = [factor for factor in range(1, parallel.dp + 1) if parallel.dp % factor == 0]
     spreads = sorted(itertools.product(degrees, degrees), key=lambda pair: (pair[0] * pair[1], pair[1]))
@@ -180,14 +184,13 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
     zeros: tuple[Any, ...] = (parallel.zero, 3) if parallel.zero in (1, 2) and parallel.dp_cp > 1 else (parallel.zero,)
     replicas = parallel.dp_replicate
     fewer = [factor for factor in range(1, replicas + 1) if replicas % factor == 0]
-    for (tp, pp), micro_batch_size, recompute, balance, zero_bubble, joined, zero, has_windows in itertools.product(
-        spreads, micro_sizes, recomputes, balances, bubbles, fewer, zeros, windows
-    ):
+    every = itertools.product(spreads, micro_sizes, recomputes, balances, bubbles, fewer, zeros, windows)
+    for (tp, pp), micro_batch_size, (level, modules), balance, zero_bubble, joined, zero, has_windows in every:
         if parallel.dp % (tp * pp):
             continue
         changes: dict[str, dict[str, Any]] = {
             "overlap": {"windows": has_windows, "zero_bubble": zero_bubble},
-            "model": {"recompute": recompute},
+            "model": {"recompute": level, "recompute_modules": modules},
             "batch": {"micro_batch_size": micro_batch_size},
             "parallel": {
                 "tp": parallel.tp * tp,
@@ -201,6 +204,16 @@ def _smaller(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:
         changed = _changed(job, changes)
         if changed:
             yield changed
+
+
+def recompute_levels(model: ModelConfig) -> list[tuple[str, str]]:
+    """Return `recompute` and `recompute_modules` as the model has them, and what recomputes more, the least first."""
+    names = [name for name in RECOMPUTE_MODULES if model.recomputes(name)]
+    first = len(RECOMPUTE_MODULES) if model.recompute == "full" else len(names)
+    more = [" ".join(RECOMPUTE_MODULES[: count + 1]) for count in range(first, len(RECOMPUTE_MODULES))]
+    levels: list[tuple[str, str]] = [(model.recompute, model.recompute_modules)]
+    levels += [("selective", each) for each in more]
+    return levels if model.recompute == "full" else [*levels, ("full", model.recompute_modules)]
 
 
 def _fewer_ranks(job: JobConfig) -> Iterator[tuple[str, JobConfig]]:

@@ -21,6 +21,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from netlayer.config.recompute import RecomputeModule
 from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.workload.buckets import (
     COPIES_AT_ONCE,
@@ -76,6 +77,8 @@ class Estimate:
         step: what the optimiser holds while it steps, when activations are gone.
         construction: of the largest bucket, as it is made: in float32, whole, drawn and broadcast.
         gathered: in ZeRO stage 3 the blocks that are gathered at a time.
+        lookup: the embedding's gradient, before it is added to others: the last of a backward pass.
+        released: of the gradients, what is not there before the first bucket is reduced: they come as activations go.
     """
 
     parameters: int
@@ -91,6 +94,8 @@ class Estimate:
     gathered: int = 0
     windows: int = 0
     copies: int = 0
+    released: int = 0
+    lookup: int = 0
 
     @property
     def total(self) -> int:
@@ -99,8 +104,14 @@ class Estimate:
         In the loss, a block's backward pass, the optimiser's step, or as the last bucket is made.
         """
         always = self.parameters + self.masters + self.gradients + self.optimizer + self.windows
-        # What travels, and is gathered, has ended when the optimiser steps.
-        return max(always + max(self._passes, self.step), always - self.optimizer + self.construction)
+        # Gradients come block by block, as activations go: the most is at one end of the backward pass. What travels,
+        # and is gathered, has ended when the optimiser steps.
+        last_block = self.gathered + max(self.work + self.buckets, self.lookup)
+        return max(
+            always - self.released + self._passes,
+            always + max(last_block, self.step),
+            always - self.optimizer + self.construction,
+        )
 
     @property
     def _passes(self) -> int:
@@ -119,7 +130,7 @@ class Estimate:
     def parts(self) -> dict[str, int]:
         """Bytes of each part of `total` during a step."""
         parts = dataclasses.asdict(self)
-        del parts["construction"], parts["copies"]
+        del parts["construction"], parts["copies"], parts["released"], parts["lookup"]
         return parts
 
     def __str__(self) -> str:
@@ -163,7 +174,18 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         gathered=_gathered_elements(job, blocks) * width if frees else 0,
         windows=windows,
         copies=copies,
+        released=share * wide if _releases_gradients(job, windows) else 0,
+        lookup=table * wide if stage == 0 else 0,
     )
+
+
+def _releases_gradients(job: JobConfig, windows: int) -> bool:
+    """Whether reduced gradients have no memory in the forward passes of a step: no addresses that must stay, and none
+    that was reduced in an earlier micro-batch."""
+    if job.loop.cuda_graph or job.overlap.step_in_backward or windows:
+        return False
+    adds_up_apart = job.parallel.gradient_ranks > 1 and job.parallel.stage == 1
+    return micro_batches(job) == 1 or adds_up_apart
 
 
 def snapshot_bytes(job: JobConfig) -> int:
@@ -241,10 +263,61 @@ def in_flight(job: JobConfig, stage: int) -> int:
     return min(warm_up + 1 + deferred, count * vpp)
 
 
+def saved_tensors(model: ModelConfig, tp: int = 1, part: BlockPart = "whole") -> dict[str, float]:
+    """Return the bytes a token and a rank that a block keeps for its backward pass, tensor by tensor, its input first.
+
+    By what `model.recompute` keeps; with full recomputation the input alone. A norm keeps the sum that it normalises
+    (the stream), and one or two numbers in float32; linears what they read: norms' outputs, attention's, the
+    activation's; attention queries, keys and values, which lie in one product, its output and one logarithm a head. In
+    8 bits, a linear that is not tensor-parallel keeps its input as it multiplies it, and attention its output besides.
+    torch.compile's partitioner keeps as much as `recompute = none` does: what a product reads in the backward pass it
+    never recomputes (`tests/trainer/test_saved_tensors.py` counts both).
+    """
+    has_attention, has_mlp = halves_in(part)
+    hidden, width = model.hidden, DTYPE_BYTES[model.dtype]
+    stream = {"input": float(hidden * width)} if has_attention else {}
+    if model.recompute == "full":
+        return {name: num_bytes / tp for name, num_bytes in {"input": hidden * width}.items()}
+    is_scaled = model.fp8 != "off" and tp == 1
+    is_read_in_8_bits = is_scaled and not model.fp8_first + model.fp8_last  # else some are kept whole
+
+    def read(module: RecomputeModule) -> int:
+        """Bytes of one value that a linear keeps of what `module` gives."""
+        if model.recomputes(module):
+            return int(is_scaled)
+        return 1 if is_read_in_8_bits else width
+
+    norm = hidden * read("layernorm") + _norm_saved_bytes(model)
+    queries_and_keys = model.attention_width + model.kv_width
+    attention = {"queries, keys, values": float(qkv_width(model) * width)}
+    # Turned ones lie where the plain ones were, and so do normalised ones that are turned.
+    if not model.recomputes("core_attn"):
+        apart = queries_and_keys * (model.qk_norm or (model.positions == "rotary" and model.compile))
+        # The norm's backward reads a contiguous copy of the plain ones, and one float32 a head.
+        copies = (queries_and_keys * width + (model.heads + model.num_kv_heads) * 4) * model.qk_norm
+        attention["normalised queries and keys"] = apart * width + copies
+        attention["attention"] = model.attention_width * (width + is_scaled) + model.heads * 4
+    activation = model.ffn_hidden * read("mlp_act")
+    if model.parallel_block and model.recomputes("core_attn") and model.recomputes("mlp_act"):
+        activation = 0  # both are computed again ahead of the linear that sums them
+    mlp = {"up": float(up_width(model) * width), "activation": float(activation)}
+    if model.parallel_block:
+        saved = stream | {"norm": norm} | attention | mlp
+    else:
+        saved = (stream | {"norm": norm} | attention if has_attention else {}) | (
+            {"stream": float(hidden * width), "mlp norm": norm} | mlp if has_mlp else {}
+        )
+    return {name: num_bytes / tp for name, num_bytes in saved.items() if num_bytes}
+
+
 def block_bytes(model: ModelConfig, tp: int) -> tuple[float, float]:
     """Return the bytes a token that a block saves on one rank: its input, and all else, without recomputation."""
-    kept, dropped = _kept_and_dropped(model, tp)
-    return model.hidden * DTYPE_BYTES[model.dtype] / tp, (kept + dropped) / tp
+    saved = saved_tensors(_keeping_all(model), tp)
+    return saved.pop("input"), sum(saved.values())
+
+
+def _keeping_all(model: ModelConfig) -> ModelConfig:
+    return model.model_copy(update={"recompute": "none"})
 
 
 def _tokens(job: JobConfig) -> int:
@@ -279,13 +352,11 @@ def _activation_bytes(job: JobConfig, stage: int) -> int:
 def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
     """Return the bytes a token that a block or a part holds from its forward pass until its gradients are done."""
     model, tp = job.model, job.parallel.tp
-    kept, dropped = _kept_and_dropped(model, tp, part)
     stream = model.hidden * DTYPE_BYTES[model.dtype]
-    own = {"none": kept + dropped, "selective": kept, "full": 0.0}[model.recompute]
-    has_input = part == "mlp" and model.recompute != "full"  # it is what a whole block keeps between its halves
-    saved = (own + (0 if has_input else stream)) / tp
+    saved = sum(saved_tensors(model, tp, part).values())
     if job.overlap.save_gathered_input and model.recompute != "full":
-        saved += num_branches(model, part) * stream * (1 - 1 / tp)
+        own = 0 if model.recomputes("layernorm") else 1 / tp  # which is in there
+        saved += num_branches(model, part) * stream * (1 - own)
     return max(saved, _deferred_bytes(job, part)) if has_zero_bubble(job) else saved
 
 
@@ -309,8 +380,7 @@ def _block_work_bytes(job: JobConfig) -> int:
     """
     model, tp = job.model, job.parallel.tp
     tokens, width = _tokens(job), DTYPE_BYTES[model.dtype]
-    kept, dropped = _kept_and_dropped(model, tp)
-    again = {"none": 0.0, "selective": dropped, "full": kept + dropped}[model.recompute] / tp
+    again = sum(block_bytes(model, tp)) - sum(saved_tensors(model, tp).values())
     widest = (2 * max(up_width(model), qkv_width(model)) + 2 * model.hidden) * width / tp
     gathered = 2.0 * model.hidden * width if tp > 1 else 0.0  # rows of all ranks, in and out of a linear
     by_nccl = not job.overlap.peer_memory or model.dtype == "float64"  # or between hosts, which the job does not say
@@ -324,34 +394,6 @@ def _block_work_bytes(job: JobConfig) -> int:
         gathered += 2 * sum(widths)
         handed += round(2 * widths[0] * widths[1])
     return round(tokens * (again + widest + gathered)) + handed
-
-
-def _kept_and_dropped(model: ModelConfig, tp: int, part: BlockPart = "whole") -> tuple[float, float]:
-    """Return bytes a token that a block saves besides its input: with any recomputation but full, and without it only.
-
-    Norm outputs are what the linears read; queries, keys and values what attention reads (normalised and turned ones
-    besides the plain ones, of which the values are a part); its output and the activation what the last linears read.
-    The MLP of a standard block keeps its own input. In 8 bits, a linear that is not tensor-parallel keeps its input as
-    it multiplies it; attention its output besides.
-    """
-    hidden, width = model.hidden, DTYPE_BYTES[model.dtype]
-    is_scaled = model.fp8 != "off" and tp == 1 and not model.fp8_first + model.fp8_last  # else some are kept whole
-    read = 1 if is_scaled else width
-    queries_and_keys = model.attention_width + model.kv_width
-    # Attention keeps what it reads: the plain ones, unless they were normalised or turned; then these too.
-    apart = queries_and_keys * (model.qk_norm or model.positions == "rotary")
-    attended = (apart + model.attention_width) * width + model.heads * 4  # one logarithm a head, float32
-    if model.qk_norm:  # its backward reads a contiguous copy of the plain ones, and one float32 a head
-        attended += queries_and_keys * width + (model.heads + model.num_kv_heads) * 4
-    attended += model.attention_width * (model.fp8 != "off" and tp == 1)
-    activated = model.ffn_hidden * read
-    norm = hidden * read + _norm_saved_bytes(model)
-    if model.parallel_block:  # computes attention again too; a standard one only what its activation gave
-        return norm + (qkv_width(model) + up_width(model)) * width, attended + activated
-    attention = norm + qkv_width(model) * width + attended
-    mlp = norm + (hidden + up_width(model)) * width
-    has_attention, has_mlp = halves_in(part)
-    return attention * has_attention + mlp * has_mlp, activated * has_mlp
 
 
 def _norm_saved_bytes(model: ModelConfig) -> int:

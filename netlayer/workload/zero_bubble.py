@@ -7,6 +7,9 @@ done to any schedule, interleaved 1F1B too. Nothing moves but the weights' gradi
 activations more than before, in 1F1B as many as stage 0 does. Where nothing is gained a pass stays whole: among
 data-parallel ranks the last one of a chunk hides its reduction, of which weights' gradients alone hide half.
 
+Activations that backward computes again (`recompute_modules = mlp_act`) go with it: what waits is the output, which was
+just computed, in place of the input, which is gone by then. Other recomputation turns it off.
+
 Not covered: schedules that fill the start as well, for twice the activations (ZB-H2), and such as place chunks
 otherwise (ZB-V); computing it all (`trainer.pipeline`).
 """
@@ -18,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from netlayer.config.tree import JobConfig
+from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.workload.messages import Message
 from netlayer.workload.schedule import Action, Schedule, of_layout
 
@@ -44,11 +47,17 @@ def why_no_zero_bubble(job: JobConfig) -> str | None:
         f"job.parallel.zero is {job.parallel.zero}: every micro-batch's gradients are reduced": job.parallel.stage > 1,
         "job.overlap.pp is false: a stage waits for what it sends before it goes on": not job.overlap.pp,
         "job.model.compile is true: compiled linears hand their gradients to autograd": job.model.compile,
-        f"job.model.recompute is {job.model.recompute}, to save the memory that gradients would take while they wait": (
-            job.model.recompute != "none"
+        f"{_recomputed(job.model)}, to save the memory that gradients would take while they wait": (
+            job.model.recompute == "full" or job.model.recomputes("layernorm") or job.model.recomputes("core_attn")
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _recomputed(model: ModelConfig) -> str:
+    if model.recompute == "selective":
+        return f"job.model.recompute_modules is {model.recompute_modules}"
+    return f"job.model.recompute is {model.recompute}"
 
 
 def defer_weight_grads(schedule: Schedule) -> Schedule:

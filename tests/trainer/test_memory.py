@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,6 +131,7 @@ def test_one_rank_alone_holds_no_gradient_beside_what_the_optimiser_reads(model:
         optimizer = split.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
         tokens = torch.zeros(4, 16, dtype=torch.int64)
         for step in (1, 2):
+            split.release_gradients()
             held.peak = held.now
             split.start_step(step)
             split.accumulate([(tokens, tokens)] * count)
@@ -156,7 +158,11 @@ SHAPES = [
 def test_activations_are_what_autograd_saves(model: dict[str, object], recompute: str) -> None:
     job = small_job(recompute=recompute, **model)
     table_gradient = SMALL["vocab_size"] * SMALL["hidden"] * 4  # which the estimate has among the logits
-    assert estimate(job).activations == pytest.approx(saved_bytes(job) - table_gradient, rel=0.1)
+    found = saved_bytes(job) - table_gradient
+    if job.model.qk_norm:  # the kernel keeps a contiguous copy of each head, which a CPU computes again
+        assert found <= estimate(job).activations <= 1.3 * found
+    else:
+        assert estimate(job).activations == pytest.approx(found, rel=0.1)
 
 
 def saved_bytes(job: JobConfig) -> int:
@@ -244,10 +250,14 @@ def test_in_tensor_parallel_groups_what_waits_is_what_activations_are_counted_by
 def test_zero_bubble_is_given_up_for_room_where_a_pipeline_is_proposed_too() -> None:
     job = JobConfig.model_validate({"model": {**SMALL, "layers": 4}, "parallel": {"dp": 2}})
     found = [(words, other) for words, other in _smaller(job) if other.parallel.pp == 2]
-    without = [words for words, other in found if not other.overlap.zero_bubble and other.model.recompute == "none"]
+    without = [
+        words for words, other in found if not other.overlap.zero_bubble and other.model.recompute_modules == "mlp_act"
+    ]
     assert without
     assert all("job.overlap.zero_bubble = false" in words for words in without)
-    even = [words for words, other in found if not other.parallel.balance and other.model.recompute == "none"]
+    even = [
+        words for words, other in found if not other.parallel.balance and other.model.recompute_modules == "mlp_act"
+    ]
     assert even
     assert all("job.parallel.balance = false" in words for words in even)
 
@@ -383,9 +393,9 @@ def asked(job: JobConfig, **overlap: object) -> JobConfig:
     ("memory_mib", "windows", "said"),
     [
         (60_000, False, "; set job.parallel.zero = 3: then a rank holds about"),
-        (50_000, False, "; set job.model.recompute = selective and job.parallel.zero = 3: then"),
-        (62_000, True, "; set job.overlap.windows = false and job.parallel.zero = 3: then a rank holds about"),
-        (40_000, True, "; set job.model.recompute = full: then"),
+        (45_000, False, "; set job.model.recompute = selective and job.parallel.zero = 3: then"),
+        (58_000, True, "; set job.overlap.windows = false and job.parallel.zero = 3: then a rank holds about"),
+        (35_000, True, "; set job.model.recompute = full: then"),
         (3_000, False, "lower job.model.layers or job.model.hidden, or take more GPUs"),
         (3_000, True, "tp or pp, with windows or without, fits it on 8 ranks: lower job.model.layers"),
     ],
@@ -402,10 +412,10 @@ def test_what_is_too_large_for_a_gpu_is_refused_with_the_change_that_fits(
     ("memory_mib", "settings", "stage"),
     [
         (80_000, "", 1),
-        (66_000, "job.overlap.windows = false", 1),
+        (62_500, "job.overlap.windows = false", 1),
         (60_000, "job.model.recompute = selective", 1),
-        (55_500, "job.parallel.zero = 3", 3),
-        (50_000, "job.model.recompute = selective and job.parallel.zero = 3", 3),
+        (52_000, "job.model.recompute = selective and job.model.recompute_modules = mlp_act layernorm", 1),
+        (48_000, "job.model.recompute = selective and job.parallel.zero = 3", 3),
         (24_000, "job.model.recompute = full and job.parallel.zero = 3", 3),
     ],
 )
@@ -447,16 +457,19 @@ def test_replicas_hold_what_a_shard_of_one_does_and_fewer_of_them_are_proposed()
 
 def test_windows_are_taken_by_themselves_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     job = asked(job_of("h200x8"))
-    for memory_mib, has_room, needed in ((64_400, False, "63.0"), (66_000, False, "63.0"), (66_500, True, "64.7")):
+    # Where gradients stay in windows they have memory in the forward pass too; where peers copy they have none there.
+    rows = (60_000, False, False, "59.8"), (62_000, False, False, "59.8"), (64_000, False, True, "59.8")
+    for memory_mib, has_room, has_room_to_copy, needed in (*rows, (67_000, True, True, "61.5")):
         monkeypatch.setattr(environ, "usable_gpus", lambda mib=memory_mib: [Gpu(0, "a card", mib, "1")] * 8)
         assert has_room_for_windows(job, memory_mib * 2**20) == has_room
-        assert has_room_for_copies(job, memory_mib * 2**20) == has_room
-        with contextlib.nullcontext() if memory_mib > 65_000 else pytest.raises(ConfigError) as refused:
+        assert has_room_for_copies(job, memory_mib * 2**20) == has_room_to_copy
+        with contextlib.nullcontext() if memory_mib > 61_000 else pytest.raises(ConfigError) as refused:
             line = check_memory(job, 8, "nccl")
-        assert f"fragments {needed} GiB" in (line if memory_mib > 65_000 else str(refused.value))
+        assert f"fragments {needed} GiB" in (line if memory_mib > 61_000 else str(refused.value))
 
 
-# GiB that torch held at the peak, and that were gone of the card: of 7b over four H100 (reports/zero_202611.md).
+# GiB that torch held at the peak, and that were gone of the card: of 7b over four H100 (reports/zero_202611.md), when
+# shards of reduced gradients stayed from step to step.
 MEASURED = [
     ((), 72.32, 77.38),
     (("job.overlap.windows=false",), 72.32, 75.79),
@@ -471,8 +484,14 @@ def test_a_7b_over_four_h100_takes_what_was_measured(
     changes: tuple[str, ...], allocated_gib: float, card_gib: float | None
 ) -> None:
     tree = ["job.model.preset=7b", "job.parallel.dp=4", "cluster.gpus_per_server=4", "job.model.dtype=bfloat16"]
-    tree += ["job.batch.micro_batch_size=4", "job.batch.global_batch_size=16", "job.overlap.bucket_mib=0"]
+    tree += [
+        "job.model.recompute=none",
+        "job.batch.micro_batch_size=4",
+        "job.batch.global_batch_size=16",
+        "job.overlap.bucket_mib=0",
+    ]
     found = estimate(load_config(None, [*tree, *changes]).job)
+    found = replace(found, released=0)
     assert found.total / 2**30 == pytest.approx(allocated_gib, rel=0.02)
     if card_gib is not None:
         assert found.reserved / 2**30 == pytest.approx(card_gib, rel=0.03)

@@ -165,7 +165,8 @@ def test_loss_without_gradients_makes_none(monkeypatch: pytest.MonkeyPatch) -> N
 def test_selective_recomputation_keeps_less_for_the_backward_pass() -> None:
     kept = {}
     for recompute in ("none", "selective", "full"):
-        model = build_model(ModelConfig(**SHAPE, recompute=recompute), 0, CPU)
+        modules = "mlp_act layernorm core_attn"
+        model = build_model(ModelConfig(**SHAPE, recompute=recompute, recompute_modules=modules), 0, CPU)
         tokens_BT = torch.zeros(2, 7, dtype=torch.int64)
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, to=sizes: to.append(t.nbytes) or t, lambda t: t):

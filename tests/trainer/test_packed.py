@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from netlayer.config.tree import ModelConfig
 from netlayer.errors import ConfigError
@@ -15,6 +17,7 @@ from trainer.model.gpt import GPT, build_model
 from trainer.model.packed import NO_TARGET, Packed
 from trainer.ops.attention import attention, document_block_mask, document_mask, window_mask
 from trainer.ops.loss import linear_cross_entropy
+from trainer.ops.rotary import own_positions
 
 from .conftest import tiny_job
 
@@ -149,3 +152,52 @@ def test_what_cannot_tell_documents_apart_is_refused(tmp_path: Any) -> None:
         tiny_job(tmp_path, data=data, model={"compile": True})
     with pytest.raises(ConfigError, match="has no effect where samples are drawn with replacement"):
         tiny_job(tmp_path, data={"packing": "documents"})
+
+
+@pytest.mark.parametrize(("window", "num_ranks"), [(0, 1), (300, 1), (0, 2), (100, 2)])
+def test_masks_of_blocks_are_those_that_torch_finds_pair_by_pair(window: int, num_ranks: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    num_positions = 700  # the last block is not whole
+    cuts = (torch.rand(2, num_positions, generator=torch.Generator().manual_seed(0)) < 0.01).int()
+    cuts[1] = 0
+    cuts[1, 256] = 1  # where a block ends
+    segments, reach = cuts.cumsum(1).int(), window or num_positions
+    own_t = own_positions(num_positions // num_ranks, num_ranks - 1, num_ranks, CPU)
+
+    def seen(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = own_t[query]
+        return (query >= key) & (query - key < reach) & (segments[b, query] == segments[b, key])
+
+    expected = create_block_mask(seen, 2, None, len(own_t), num_positions, device="cpu")
+    got = document_block_mask(segments, window, own_t if num_ranks > 1 else None)
+    assert got.shape == expected.shape
+    for name in ("kv", "full_kv", "q", "full_q"):
+        assert torch.equal(*(blocks_of(each, name) for each in (got, expected))), name
+
+
+def blocks_of(mask: Any, name: str) -> Tensor:
+    """Which blocks a mask lists, as booleans."""
+    counts, indices = (getattr(mask, f"{name}_{kind}") for kind in ("num_blocks", "indices"))
+    listed = torch.arange(indices.shape[-1]) < counts[..., None]
+    return torch.zeros(indices.shape, dtype=torch.bool).scatter_(-1, indices.long(), listed)
+
+
+def test_a_mask_of_blocks_of_a_long_sequence_makes_nothing_of_its_square() -> None:
+    """Beside lines of the sequence only numbers of blocks: 65,536 times fewer than pairs at 131,072 tokens."""
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            self.numel = max([self.numel, *(each.numel() for each in tree_iter(result) if isinstance(each, Tensor))])
+            return result
+
+    sizes = []
+    for num_positions in (16_384, 32_768, 65_536):
+        segments = (torch.arange(num_positions) // 1000).int()[None]
+        with Largest() as largest:
+            document_block_mask(segments, 0)
+        sizes.append(largest.numel / num_positions)
+    assert max(sizes) <= max(1, (65_536 / 128) ** 2 / 65_536 + 1)

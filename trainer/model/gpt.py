@@ -22,19 +22,20 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from collectives.tensor.exchange import TensorExchange
+from collectives.tensor.linear import Again
 from netlayer.config.tree import ModelConfig
 from netlayer.workload.stages import BlockPart, half_blocks, halves_in, parts_of
 from trainer.model.context import Context
 from trainer.model.linears import Part, TokenTable, column, parts, row
 from trainer.model.packed import Packed
-from trainer.ops.activation import bias_gelu, swiglu
+from trainer.ops.activation import again_of, bias_gelu, swiglu
 from trainer.ops.attention import attention
 from trainer.ops.backend import check_operators, sums_narrowly
 from trainer.ops.context_attention import context_attention
 from trainer.ops.fp8 import Recipe, check_fp8
 from trainer.ops.loss import gather_rows, linear_cross_entropy, scatter_sum
 from trainer.ops.norm import Norm, add_branch
-from trainer.ops.rotary import rotate, scaling_of
+from trainer.ops.rotary import rotate, rotate_in_place, scaling_of
 
 INIT_STD = 0.02
 _FEW_ROWS = 3072
@@ -178,9 +179,15 @@ class Block(nn.Module):
         self.rope_scaling = scaling_of(config.rope_scaling)
         qkv = config.attention_width, config.kv_width, config.kv_width
         up = (config.ffn_hidden,) * (2 if config.activation == "swiglu" else 1)
-        self.keeps_inputs_alone = config.recompute == "selective"
         self.is_parallel, self.operators = config.parallel_block, config.operators
-        linear: Any = {"operators": self.operators, "fp8": fp8_recipe(config, layer)}
+        fp8 = fp8_recipe(config, layer)
+        # A linear that is not tensor-parallel keeps its input in 8 bits where it multiplies so: half of what it would
+        # be computed from, and computing it again would quantise it again.
+        keeps_rows = fp8 is not None and exchange is None
+        self.recomputes_norms = config.recomputes("layernorm") and not keeps_rows
+        self.recomputes_activation = config.recomputes("mlp_act") and not keeps_rows
+        self.recomputes_attention = config.recomputes("core_attn")
+        linear: Any = {"operators": self.operators, "fp8": fp8}
         # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms. With full
         # recomputation no branch is left to the next block's.
         self.leaves_branch = config.recompute != "full"
@@ -238,56 +245,82 @@ class Block(nn.Module):
             adds: False: gives the stream and the branch that is still to be added to it, with `branch_bias`.
         """
         if self.is_parallel:
-            y, x = self.norm(x, branch, bias_D)
-            branch = self._again(self._outer_of, packed, *self.inner(y))
+            y, again, x = self._normalise(self.norm, x, branch, bias_D)
+            branch = self._outer_of(packed, *self.inner(y, again))
         if not self.is_parallel and self.part != "mlp":
-            y, x = self.norm(x, branch, bias_D)
-            q, k, v = self.qkv(y)
-            branch, bias_D = self.out(self.attend(q, k, v, packed)), self.out.bias
+            y, again, x = self._normalise(self.norm, x, branch, bias_D)
+            branch, bias_D = self._with_attention(self.out, packed, *self.qkv(y, again)), self.out.bias
         if not self.is_parallel and self.part != "attention":
-            y, x = self.mlp_norm(x, branch, bias_D)
-            up = self.up(y)
-            branch = self._again(self._down_of, self.up.bias if self.adds_bias else None, *up)
+            y, again, x = self._normalise(self.mlp_norm, x, branch, bias_D)
+            up = self.up(y, again)
+            activated, again = self._activate(self.up.bias if self.adds_bias else None, *up)
+            branch = self.down(activated, again=[again])
         assert branch is not None
         return add_branch(x, branch, self.branch_bias) if adds else (x, branch)
 
-    def _outer_of(self, packed: Packed | None, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
-        y: Tensor = self.outer(self.attend(q, k, v, packed), self._activate(None, *up))
-        return y
+    def _normalise(
+        self, norm: nn.Module, x: Tensor, branch: Tensor | None, bias_D: Tensor | None
+    ) -> tuple[Tensor, Again | None, Tensor]:
+        """Return what the linears read, what gives it once more in the backward pass (or None), and the stream."""
+        recomputes = self.recomputes_norms and _may_recompute()
+        y, x = norm(x, branch, bias_D, recomputes=recomputes)
+        return y, again_of(y) if recomputes else None, x
 
-    def _down_of(self, bias_F: Tensor | None, *up: Tensor) -> Tensor:
-        y: Tensor = self.down(self._activate(bias_F, *up))
-        return y
-
-    def _activate(self, bias_F: Tensor | None, up: Tensor, value: Tensor | None = None) -> Tensor:
-        """GeLU (its tanh form) of one tensor and its bias; of two, silu(first) * second (SwiGLU)."""
+    def _activate(self, bias_F: Tensor | None, up: Tensor, value: Tensor | None = None) -> tuple[Tensor, Again | None]:
+        """GeLU (its tanh form) of one tensor and its bias, of two SwiGLU; and what gives it once more, or None."""
+        recomputes = self.recomputes_activation and _may_recompute()
         if value is None:
-            return bias_gelu(up, bias_F, self.operators)
-        return swiglu(up, value, self.operators)
+            activated = bias_gelu(up, bias_F, self.operators, recomputes=recomputes)
+        else:
+            activated = swiglu(up, value, self.operators, recomputes=recomputes)
+        return activated, again_of(activated) if recomputes else None
 
-    def _again(self, function: Callable[..., Tensor], *inputs: Tensor | Packed | None) -> Tensor:
-        """Call `function`; with selective recomputation keep `inputs` alone, and not what the linear inside reads.
+    def _outer_of(self, packed: Packed | None, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
+        """Attention, activation, and the linear that sums their products, of a parallel block."""
+        if self.recomputes_attention and self.recomputes_activation and _may_recompute():
+            # Attention's inputs and the activation's are all that is kept; an activation given in would be too.
+            def outer(attended: Tensor, *up: Tensor) -> Tensor:
+                return self.outer(attended, self._activate(None, *up)[0])  # type: ignore[no-any-return]
 
-        Backward computes that again, and stops before the linear's own product, which nobody needs. In a
+            return self._with_attention(outer, packed, q, k, v, *up)
+        activated, again = self._activate(None, *up)
+
+        def outer_of(attended: Tensor, activated: Tensor) -> Tensor:
+            return self.outer(attended, activated, again=[None, again])  # type: ignore[no-any-return]
+
+        return self._with_attention(outer_of, packed, q, k, v, activated)
+
+    def _with_attention(
+        self, linear: Callable[..., Tensor], packed: Packed | None, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
+    ) -> Tensor:
+        """Call `linear` with what attention gives, and `more`; where that is recomputed keep their inputs alone.
+
+        Backward computes it again, and stops before the linear's own product, which nobody needs. In a
         tensor-parallel group the linear is one operation with its reduce-scatter: it runs again there.
         """
-        if not self.keeps_inputs_alone or not torch.is_grad_enabled():
-            return function(*inputs)
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        if not self.recomputes_attention or not torch.is_grad_enabled():
+            return linear(self.attend(q, k, v, packed, in_place=True), *more)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed | None = None) -> Tensor:
+        def again(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+            return linear(self.attend(q, k, v, packed), *more)
+
+        return checkpoint(again, q, k, v, *more, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, packed: Packed | None = None, *, in_place: bool = False
+    ) -> Tensor:
         """Return the attention of this rank's heads, in the shape of `q`, with queries and keys normalised and rotated.
 
         Args:
-            q, k, v: [T, B, heads of this rank * K].
-            packed: documents that share a sequence, and do not see each other; None: there is one a sequence.
+            in_place: nothing else reads `q` and `k`, which may be overwritten.
         """
         q, k, v = (each.view(*each.shape[:-1], -1, self.head_width) for each in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q)[0], self.k_norm(k)[0]
         if self.rotary_base is not None:
             part = (0, 1) if self.context is None else self.context.part
-            q, k = (rotate(each, self.rotary_base, self.rope_scaling, part, self.operators) for each in (q, k))
+            turn = rotate_in_place if in_place and not torch.compiler.is_compiling() else rotate
+            q, k = (turn(each, self.rotary_base, self.rope_scaling, part, self.operators) for each in (q, k))
         mask = None if packed is None else packed.attention_mask(self.window)
         if self.context is not None:
             if mask is None:
@@ -336,6 +369,11 @@ class Head(nn.Module):
         if self.exchange is not None:
             raise ValueError("logits of a tensor-parallel model: load it whole")
         return F.linear(self.norm(x)[0], self.tokens()[: self.tokens.vocab_size])
+
+
+def _may_recompute() -> bool:
+    """Whether there is a backward pass, and no compiler, which chooses itself what it computes again."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def fp8_recipe(config: ModelConfig, layer: int) -> Recipe | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives.tensor.exchange import TensorExchange
-from collectives.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from collectives.tensor.linear import Again, ColumnParallelLinear, RowParallelLinear
 from netlayer.workload.model_size import padded_vocabulary
 from trainer.ops.backend import Operators, autotunes_gemms
 from trainer.ops.fp8 import Recipe, ScaledProducts
@@ -80,10 +80,10 @@ class JoinedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(splits), in_features))
         self.bias = nn.Parameter(torch.empty(sum(splits))) if bias else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[..., K] -> [..., N] for each N."""
+    def forward(self, x: Tensor, again: Again | None = None) -> tuple[Tensor, ...]:
+        """[..., K] -> [..., N] for each N; `again` as in `ColumnParallelLinear`."""
         bias = self.bias if self.adds_bias else None
-        return joined_linear(x, self.weight, bias, self.splits, self.operators, self.fp8)
+        return joined_linear(x, self.weight, bias, self.splits, self.operators, self.fp8, again)
 
 
 class SummedLinear(nn.Module):
@@ -108,10 +108,10 @@ class SummedLinear(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(torch.empty(out_features, size)) for size in in_features])
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """[..., K] for each K -> [..., N]."""
+    def forward(self, *inputs: Tensor, again: Sequence[Again | None] = ()) -> Tensor:
+        """[..., K] for each K -> [..., N]; `again` as in `RowParallelLinear`."""
         bias = self.bias if self.adds_bias else None
-        return summed_linear(inputs, tuple(self.weights), bias, self.operators, self.fp8)
+        return summed_linear(inputs, tuple(self.weights), bias, self.operators, self.fp8, again)
 
 
 def column(

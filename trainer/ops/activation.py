@@ -2,6 +2,12 @@
 
 On a GPU, outside torch.compile, the kernels of `activation_kernels`; elsewhere torch's own operators, the reference.
 
+[Note: outputs that are not kept] The linear after an activation reads its output twice: for the product, and for its
+weight's gradient. Between the two nobody needs to hold it, for the activation holds what it is computed from. With
+`recomputes` the output comes with a way to have it once more (`Again`, `collectives.tensor.linear`): the linear calls
+it in its backward pass with the output's gradient, and one kernel gives the output and the gradient of the input. So
+recomputation costs one write of the output, and no kernel (`netlayer.workload.memory.saved_tensors` counts the bytes).
+
 Hendrycks and Gimpel, GeLU (arXiv 1606.08415); Shazeer, GLU variants (arXiv 2002.05202).
 
 Shapes: [..., F].
@@ -9,6 +15,8 @@ Shapes: [..., F].
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from collectives.tensor.linear import Again
 from collectives.triton_support import HAS_TRITON
 from trainer.ops.backend import Operators, as_rows, uses_triton
 
@@ -23,48 +32,119 @@ if HAS_TRITON:
     from trainer.ops.activation_kernels import gelu_backward, gelu_forward, swiglu_backward, swiglu_forward
 
 
-def bias_gelu(x: Tensor, bias_F: Tensor | None = None, operators: Operators = "auto") -> Tensor:
+def bias_gelu(
+    x: Tensor, bias_F: Tensor | None = None, operators: Operators = "auto", *, recomputes: bool = False
+) -> Tensor:
     """gelu(x + bias), the tanh form.
 
     A linear before it that leaves its bias to this one saves a pass over the gradient: the bias's is summed here.
+
+    Args:
+        recomputes: the output may be had again, by `again_of`, from the linear that alone reads it.
     """
-    if uses_triton(operators, x):
-        return _BiasGelu.apply(x, bias_F)  # type: ignore[no-untyped-call, no-any-return]
+    if recomputes or uses_triton(operators, x):
+        return _BiasGelu.apply(x, bias_F, operators)  # type: ignore[no-untyped-call, no-any-return]
+    return _plain_gelu(x, bias_F)
+
+
+def swiglu(gate: Tensor, value: Tensor, operators: Operators = "auto", *, recomputes: bool = False) -> Tensor:
+    """silu(gate) * value; `recomputes` as in `bias_gelu`."""
+    if recomputes or uses_triton(operators, gate):
+        return _Swiglu.apply(gate, value, operators)  # type: ignore[no-untyped-call, no-any-return]
+    return _plain_swiglu(gate, value)
+
+
+def again_of(y: Tensor) -> Again | None:
+    """Return what gives the output of an operator of `trainer.ops` once more; None: its reader has to keep it."""
+    compute = getattr(y.grad_fn, "compute_again", None)
+    return None if compute is None else functools.partial(compute, y.grad_fn)
+
+
+def _plain_gelu(x: Tensor, bias_F: Tensor | None) -> Tensor:
     return F.gelu(x if bias_F is None else x + bias_F, approximate="tanh")
 
 
-def swiglu(gate: Tensor, value: Tensor, operators: Operators = "auto") -> Tensor:
-    """silu(gate) * value."""
-    if uses_triton(operators, gate):
-        return _Swiglu.apply(gate, value)  # type: ignore[no-untyped-call, no-any-return]
+def _plain_swiglu(gate: Tensor, value: Tensor) -> Tensor:
     return F.silu(gate) * value
 
 
 class _BiasGelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias_F: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias_F: Tensor | None, operators: Operators) -> Tensor:
         ctx.save_for_backward(x, bias_F)
-        y: Tensor = gelu_forward(as_rows(x), bias_F)
-        return y.view(x.shape)
+        ctx.has_kernels, ctx.gradients, ctx.compute_again = uses_triton(operators, x), None, _compute_again
+        ctx.backward_of = _gelu_backward
+        y: Tensor = gelu_forward(as_rows(x), bias_F).view(x.shape) if ctx.has_kernels else _plain_gelu(x, bias_F)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, bias_F = ctx.saved_tensors
-        dx_MF, dbias_F = gelu_backward(as_rows(dy), as_rows(x), bias_F)
-        return dx_MF.view(x.shape), None if bias_F is None else dbias_F
+        return *_take_gradients(ctx, dy), None
 
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, value: Tensor, operators: Operators) -> Tensor:
         ctx.save_for_backward(gate, value)
-        y: Tensor = swiglu_forward(as_rows(gate), as_rows(value))
-        return y.view(gate.shape)
+        ctx.has_kernels, ctx.gradients, ctx.compute_again = uses_triton(operators, gate), None, _compute_again
+        ctx.backward_of = _swiglu_backward
+        y: Tensor = (
+            swiglu_forward(as_rows(gate), as_rows(value)).view(gate.shape)
+            if ctx.has_kernels
+            else _plain_swiglu(gate, value)
+        )
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        gate, value = ctx.saved_tensors
-        dgate_MF, dvalue_MF = swiglu_backward(as_rows(dy), as_rows(gate), as_rows(value))
-        return dgate_MF.view(gate.shape), dvalue_MF.view(gate.shape)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *_take_gradients(ctx, dy), None
+
+
+def _compute_again(ctx: Any, dy: Tensor | None) -> Tensor:
+    """Return the output, and leave the gradients of the inputs for the node's own backward pass, which comes next."""
+    if dy is None:
+        raise ValueError("an activation is computed again with the gradient of its output")
+    y, ctx.gradients = ctx.backward_of(ctx, dy, gives_y=True)
+    return y  # type: ignore[no-any-return]
+
+
+def _take_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients that `_compute_again` left, or compute them."""
+    gradients, ctx.gradients = ctx.gradients, None
+    if gradients is None:
+        _, gradients = ctx.backward_of(ctx, dy, gives_y=False)
+    return gradients  # type: ignore[no-any-return]
+
+
+_Gradients = tuple[Tensor, tuple[Tensor | None, ...]]
+"""The output, if it was asked for, and the gradients of the inputs."""
+
+
+def _gelu_backward(ctx: Any, dy: Tensor, *, gives_y: bool) -> _Gradients:
+    x, bias_F = ctx.saved_tensors
+    if not ctx.has_kernels:
+        return _plain_backward(_plain_gelu, dy, x, bias_F)
+    dx_MF, dbias_F, y_MF = gelu_backward(as_rows(dy), as_rows(x), bias_F, gives_y)
+    y = y_MF.view(x.shape) if gives_y else y_MF
+    return y, (dx_MF.view(x.shape), None if bias_F is None else dbias_F)
+
+
+def _swiglu_backward(ctx: Any, dy: Tensor, *, gives_y: bool) -> _Gradients:
+    gate, value = ctx.saved_tensors
+    if not ctx.has_kernels:
+        return _plain_backward(_plain_swiglu, dy, gate, value)
+    dgate_MF, dvalue_MF, y_MF = swiglu_backward(as_rows(dy), as_rows(gate), as_rows(value), gives_y)
+    y = y_MF.view(gate.shape) if gives_y else y_MF
+    return y, (dgate_MF.view(gate.shape), dvalue_MF.view(gate.shape))
+
+
+def _plain_backward(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor | None) -> _Gradients:
+    """Compute by torch's operators again, and back: the same bits as where autograd kept what they read."""
+    with torch.enable_grad():
+        leaves = [None if each is None else each.detach().requires_grad_() for each in inputs]
+        y = function(*leaves)
+    known = [each for each in leaves if each is not None]
+    gradients = iter(torch.autograd.grad(y, known, dy.reshape(y.shape)))
+    return y.detach(), tuple(None if each is None else next(gradients) for each in leaves)

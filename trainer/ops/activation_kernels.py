@@ -43,9 +43,15 @@ def _gelu_shape(x_MF: Tensor, _bias_F: Tensor | None) -> Tensor:
 
 
 @operator("netlayer::gelu_backward")
-def gelu_backward(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias (empty without one)."""
+def gelu_backward(
+    dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None, gives_y: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of the bias (empty without one), and with `gives_y` the forward's output, else empty.
+
+    The output is that of `gelu_forward` to the bit, for one more write: x is read anyway.
+    """
     dx_MF = x_MF.new_empty(x_MF.shape)
+    y_MF = x_MF.new_empty(x_MF.shape if gives_y else 0)
     columns = triton.cdiv(x_MF.shape[1], _SUM_COLUMNS)
     programs = -(-num_programs(x_MF, x_MF.shape[0], _SUM_EACH) // columns)
     partial_PF = x_MF.new_empty(0 if bias_F is None else programs, x_MF.shape[1], dtype=torch.float32)
@@ -54,22 +60,28 @@ def gelu_backward(dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None) -> tuple[T
         x_MF,
         bias_F,
         dx_MF,
+        y_MF,
         partial_PF,
         *x_MF.shape,
         dy_MF.stride(0),
         x_MF.stride(0),
         triton.cdiv(x_MF.shape[0], programs * _SUM_ROWS),
         bias_F is not None,
+        gives_y,
         _SUM_ROWS,
         _SUM_COLUMNS,
         num_warps=_WARPS,
     )
-    return dx_MF, x_MF.new_empty(0) if bias_F is None else sum_programs(partial_PF[None], bias_F.dtype)[0]
+    dbias_F = x_MF.new_empty(0) if bias_F is None else sum_programs(partial_PF[None], bias_F.dtype)[0]
+    return dx_MF, dbias_F, y_MF
 
 
 @gelu_backward.register_fake
-def _gelu_gradient_shapes(_dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
-    return x_MF.new_empty(x_MF.shape), x_MF.new_empty(0) if bias_F is None else torch.empty_like(bias_F)
+def _gelu_gradient_shapes(
+    _dy_MF: Tensor, x_MF: Tensor, bias_F: Tensor | None, gives_y: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    dbias_F = x_MF.new_empty(0) if bias_F is None else torch.empty_like(bias_F)
+    return x_MF.new_empty(x_MF.shape), dbias_F, x_MF.new_empty(x_MF.shape if gives_y else 0)
 
 
 @operator("netlayer::swiglu_forward")
@@ -96,29 +108,37 @@ def _swiglu_shape(gate_MF: Tensor, _value_MF: Tensor) -> Tensor:
 
 
 @operator("netlayer::swiglu_backward")
-def swiglu_backward(dy_MF: Tensor, gate_MF: Tensor, value_MF: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and value."""
+def swiglu_backward(
+    dy_MF: Tensor, gate_MF: Tensor, value_MF: Tensor, gives_y: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate and value, and with `gives_y` the forward's output (as in `gelu_backward`), else empty."""
     dgate_MF, dvalue_MF = (gate_MF.new_empty(gate_MF.shape) for _ in range(2))
+    y_MF = gate_MF.new_empty(gate_MF.shape if gives_y else 0)
     _swiglu_backward[_tiles(gate_MF)](
         dy_MF,
         gate_MF,
         value_MF,
         dgate_MF,
         dvalue_MF,
+        y_MF,
         *gate_MF.shape,
         dy_MF.stride(0),
         gate_MF.stride(0),
         value_MF.stride(0),
+        gives_y,
         _ROWS,
         _COLUMNS,
         num_warps=_WARPS,
     )
-    return dgate_MF, dvalue_MF
+    return dgate_MF, dvalue_MF, y_MF
 
 
 @swiglu_backward.register_fake
-def _swiglu_gradient_shapes(_dy_MF: Tensor, gate_MF: Tensor, _value_MF: Tensor) -> tuple[Tensor, Tensor]:
-    return gate_MF.new_empty(gate_MF.shape), gate_MF.new_empty(gate_MF.shape)
+def _swiglu_gradient_shapes(
+    _dy_MF: Tensor, gate_MF: Tensor, _value_MF: Tensor, gives_y: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = gate_MF.shape
+    return gate_MF.new_empty(shape), gate_MF.new_empty(shape), gate_MF.new_empty(shape if gives_y else 0)
 
 
 def _tiles(x_MF: Tensor) -> tuple[int]:
@@ -159,14 +179,15 @@ def _gelu_forward(
     tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
 
 
-# dx = dy * gelu'(x + bias), and in `partial` (P, F) each program's sum of dx over its rows, for the bias. A program
-# takes every P-th block of ROWS rows of one tile of columns, STEPS of them.
+# dx = dy * gelu'(x + bias), and in `partial` (P, F) each program's sum of dx over its rows, for the bias; y again, as
+# `_gelu_forward` computes it. A program takes every P-th block of ROWS rows of one tile of columns, STEPS of them.
 @triton.jit
 def _gelu_backward(
     dy,
     x,
     bias,
     dx,
+    y,
     partial,
     num_rows,
     width,
@@ -174,6 +195,7 @@ def _gelu_backward(
     x_stride,
     STEPS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GIVES_Y: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -187,10 +209,14 @@ def _gelu_backward(
     for step in range(STEPS):
         row = ((program + step * programs) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (row < num_rows) & known
-        value = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32) + shift
+        value = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
+        if HAS_BIAS:
+            value += shift
         slope = tl.load(dy + row * dy_stride + column, mask=inside, other=0).to(tl.float32)
         square = value * value
         gate = _gelu_gate(value, square)
+        if GIVES_Y:
+            tl.store(y + row * width + column, (value * gate).to(y.dtype.element_ty), mask=inside)
         # Far out the sigmoid's own slope, which is 0 there, comes first: x times the slope of its argument overflows.
         steep = (gate - gate * gate) * value * (1.5957691216057308 + 0.21406444881780073 * square)
         result = slope * (gate + steep)
@@ -217,7 +243,7 @@ def _swiglu_forward(
     tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
 
 
-# dgate and dvalue of y = gate * sigmoid(gate) * value; one program a tile of ROWS x COLUMNS.
+# dgate and dvalue of y = gate * sigmoid(gate) * value, and y again; one program a tile of ROWS x COLUMNS.
 @triton.jit
 def _swiglu_backward(
     dy,
@@ -225,11 +251,13 @@ def _swiglu_backward(
     value,
     dgate,
     dvalue,
+    y,
     num_rows,
     width,
     dy_stride,
     gate_stride,
     value_stride,
+    GIVES_Y: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -242,5 +270,7 @@ def _swiglu_backward(
     v = tl.load(value + row * value_stride + column, mask=inside, other=0).to(tl.float32)
     s = _sigmoid(g)
     at = row * width + column
+    if GIVES_Y:
+        tl.store(y + at, (g * s * v).to(y.dtype.element_ty), mask=inside)
     tl.store(dgate + at, (slope * v * s * (1.0 + g * (1.0 - s))).to(dgate.dtype.element_ty), mask=inside)
     tl.store(dvalue + at, (slope * g * s).to(dvalue.dtype.element_ty), mask=inside)

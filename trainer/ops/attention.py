@@ -5,6 +5,11 @@ has. A window on a GPU is FlexAttention, which skips the blocks that no query se
 cost of full attention. Documents packed into one sequence do not see each other: on a GPU by FlexAttention, whose mask
 of blocks is made anew for every micro-batch, on a CPU by a mask. Not covered: dropout.
 
+[Note: masks of blocks] What FlexAttention wants to know of 128 queries and 128 keys is whether none, some or all pairs
+see each other. Positions and documents of a block are ranges (documents' numbers rise, and so do positions inside a
+chunk), so their ends say it: nothing of the size [T, T] is made, as torch's `create_block_mask` makes it (17 GB a
+sequence of 131,072 tokens). What is left of a square, [T / 128, T / 128] numbers of blocks, is 4 MB of these.
+
 [Note: layouts] Activations are [T, B, .], so heads come as [B, H, T, K] with strides (H' K, K, B H' K, 1): slices of
 the product that made them, H' its heads in all. cuDNN reads any strides whose last is 1, gives its output and the
 gradients of its inputs the order that the inputs' dimensions have in memory, T before B, and wants the output's
@@ -20,6 +25,7 @@ Shapes: B sequences, T positions, H heads, G heads of keys and values, K values 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,10 +108,8 @@ def document_mask(segments_BT: Tensor, window: int, own_t: Tensor | None = None)
 
 
 def document_block_mask(segments_BT: Tensor, window: int, own_t: Tensor | None = None) -> Any:
-    """Return the same as a mask of blocks, for FlexAttention."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    num_sequences, num_positions = segments_BT.shape
+    """Return the same as a mask of blocks, for FlexAttention: see [Note: masks of blocks]."""
+    num_positions = segments_BT.shape[1]
     reach = window or num_positions
 
     def seen(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -113,8 +117,8 @@ def document_block_mask(segments_BT: Tensor, window: int, own_t: Tensor | None =
         is_near = (query >= key) & (query - key < reach)
         return is_near & (segments_BT[b, query] == segments_BT[b, key])
 
-    num_queries, device = num_positions if own_t is None else len(own_t), str(segments_BT.device)
-    return create_block_mask(seen, num_sequences, None, num_queries, num_positions, device=device)
+    query_t = torch.arange(num_positions, device=segments_BT.device) if own_t is None else own_t
+    return _blocks_of_ranges(seen, query_t, num_positions, reach, segments_BT)
 
 
 def window_mask(num_positions: int, window: int, device: torch.device, own_t: Tensor | None = None) -> Tensor:
@@ -128,15 +132,68 @@ def window_mask(num_positions: int, window: int, device: torch.device, own_t: Te
     return (distance_tT >= 0) & (distance_tT < window)
 
 
+def _blocks_of_ranges(
+    seen: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    query_t: Tensor,
+    num_positions: int,
+    reach: int,
+    segments_BT: Tensor | None = None,
+) -> Any:
+    """Make a mask of blocks from the ends of each block's positions and documents.
+
+    Args:
+        seen: of a pair, as FlexAttention asks it inside blocks that see each other in part.
+        query_t: positions of the queries.
+        reach: keys that a query sees, itself among them.
+        segments_BT: documents, rising; None: each sequence is one.
+    """
+    from torch.nn.attention.flex_attention import _DEFAULT_SPARSE_BLOCK_SIZE, BlockMask
+
+    size = _DEFAULT_SPARSE_BLOCK_SIZE
+    key_T = torch.arange(num_positions, device=query_t.device)
+    (first_q, last_q), (first_k, last_k) = (_ends(each, size) for each in (query_t, key_T))  # [Q], [K] blocks
+    apart_QK = first_q[:, None] - last_k, last_q[:, None] - first_k  # nearest and farthest distance of a pair
+    some = (apart_QK[1] >= 0) & (apart_QK[0] < reach)
+    every = (apart_QK[0] >= 0) & (apart_QK[1] < reach)
+    # Not where queries of a block lie in two chunks (context parallelism), nor past the last position.
+    whole_q = last_q - first_q == size - 1
+    every &= whole_q[:, None] & (last_k - first_k == size - 1)
+    some, every = some[None], every[None]
+    if segments_BT is not None:
+        (low_q, high_q), (low_k, high_k) = (_ends(each, size) for each in (segments_BT[:, query_t], segments_BT))
+        some = some & (low_q[:, :, None] <= high_k[:, None]) & (high_q[:, :, None] >= low_k[:, None])
+        is_one = (low_q == high_q)[:, :, None] & (low_k == high_k)[:, None]
+        every = every & is_one & (low_q[:, :, None] == low_k[:, None])
+    partial = (some & ~every)[:, None]  # [B, 1, Q, K]
+    full = (some & every)[:, None]
+    counts_and_indices = [
+        each
+        for blocks in (partial, full)
+        for each in (
+            blocks.sum(-1, dtype=torch.int32),
+            torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32),
+        )
+    ]
+    lengths = len(query_t), num_positions
+    return BlockMask.from_kv_blocks(*counts_and_indices, BLOCK_SIZE=size, mask_mod=seen, seq_lengths=lengths)
+
+
+def _ends(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest of each run of `size` along the last dimension; the last run may be shorter."""
+    rest = -values.shape[-1] % size
+    padded = values if not rest else torch.cat([values, values[..., -1:].expand(*values.shape[:-1], rest)], -1)
+    low, high = padded.unflatten(-1, (-1, size)).aminmax(dim=-1)
+    return low, high
+
+
 def window_block_mask(num_positions: int, window: int, own_t: Tensor) -> Any:
     """Return the same as a mask of blocks, for FlexAttention."""
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = own_t[query] - key
         return (distance >= 0) & (distance < window)
 
-    return create_block_mask(seen, None, None, len(own_t), num_positions, device=str(own_t.device))
+    return _blocks_of_ranges(seen, own_t, num_positions, window)
 
 
 # A compiler that traced it would make the mask of blocks again in every forward.
@@ -151,12 +208,10 @@ def flex_window(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, window: int) -> 
 
 @functools.cache
 def _block_mask(num_positions: int, window: int, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     def seen(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (query - key < window)
 
-    return create_block_mask(seen, None, None, num_positions, num_positions, device=str(device))
+    return _blocks_of_ranges(seen, torch.arange(num_positions, device=device), num_positions, window)
 
 
 @functools.cache

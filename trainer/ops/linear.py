@@ -1,8 +1,9 @@
 """Linears that write their weights' gradients where they leave from (`collectives.sharded.slot`), where there is such a
 place.
 
-Of a product with several outputs the gradients come apart: they are joined and summed for the bias in one pass. Not
-covered: compiled blocks, whose linears are torch's own (their gradients come as ever), and second derivatives.
+Of a product with several outputs the gradients come apart: they are joined and summed for the bias in one pass. An
+input that can be had again (`Again`) is not kept. Not covered: compiled blocks, whose linears are torch's own (their
+gradients come as ever), and second derivatives.
 
 Shapes: M rows, K features in, N features out.
 """
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from collectives.sharded.slot import SlotSource, slot_source
 from collectives.tensor.autotuned_gemm import can_tune
 from collectives.tensor.gemm import multiply, weight_gradient
-from collectives.tensor.linear import join_by_torch
+from collectives.tensor.linear import Again, join_by_torch
 from collectives.triton_support import HAS_TRITON
 from trainer.ops.backend import Operators, as_rows, autotunes_gemms, uses_triton
 from trainer.ops.fp8 import Recipe, scaled_linear
@@ -36,13 +37,16 @@ def summed_linear(
     bias_N: Tensor | None,
     operators: Operators = "auto",
     fp8: Recipe | None = None,
+    again: Sequence[Again | None] = (),
 ) -> Tensor:
     """x_0 W_0^T + x_1 W_1^T + ... + b: [..., K] for each K -> [..., N].
 
     Args:
         fp8: how factors are scaled to 8 bits; None: they stay as they are.
+        again: for each input what gives it once more in the backward pass; None: it is kept. Empty: all are. In 8 bits
+            all are kept, as they are multiplied.
     """
-    return _apply(inputs, weights, bias_N, None, operators, fp8)[0]
+    return _apply(inputs, weights, bias_N, None, operators, fp8, again or [None] * len(inputs))[0]
 
 
 def joined_linear(
@@ -52,9 +56,10 @@ def joined_linear(
     splits: Sequence[int],
     operators: Operators = "auto",
     fp8: Recipe | None = None,
+    again: Again | None = None,
 ) -> tuple[Tensor, ...]:
-    """x W^T + b, cut: [..., K] -> [..., n] for each n of `splits`; `fp8` as in `summed_linear`."""
-    return _apply((x,), (weight_NK,), bias_N, splits if len(splits) > 1 else None, operators, fp8)
+    """x W^T + b, cut: [..., K] -> [..., n] for each n of `splits`; `fp8` and `again` as in `summed_linear`."""
+    return _apply((x,), (weight_NK,), bias_N, splits if len(splits) > 1 else None, operators, fp8, [again])
 
 
 def _apply(
@@ -64,18 +69,24 @@ def _apply(
     splits: Sequence[int] | None,
     operators: Operators,
     fp8: Recipe | None,
+    again: Sequence[Again | None],
 ) -> tuple[Tensor, ...]:
-    """Compute the sum of products, by `_Linear` where a weight's gradient has a place to be written to."""
+    """Compute the sum of products, by `_Linear` where a gradient has a place of its own, or an input is not kept."""
     if fp8 is not None:
         join = functools.partial(join_gradients, operators=operators)
         return scaled_linear(inputs, weights, bias_N, splits, fp8, join, operators)
     trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
     sources = [slot_source(weight) for weight in weights] if trains and not torch.compiler.is_compiling() else []
-    if not any(sources):
+    if not any(sources) and not (sources and any(again)):
         return _cut(_sum(inputs, weights, bias_N), splits)
-    kept = [_Keep.apply(x, weight) for x, weight in zip(inputs, weights, strict=True)]  # type: ignore[no-untyped-call]
+    kept = [
+        _Keep.apply(x, weight, each is None)  # type: ignore[no-untyped-call]
+        for x, weight, each in zip(inputs, weights, again, strict=True)
+    ]
     keepers = [x.grad_fn for x in kept]
-    y: tuple[Tensor, ...] = _Linear.apply(keepers, sources, splits, operators, bias_N, *kept, *weights)  # type: ignore[no-untyped-call]
+    y: tuple[Tensor, ...] = _Linear.apply(  # type: ignore[no-untyped-call]
+        keepers, sources, again, splits, operators, bias_N, *kept, *weights
+    )
     return y
 
 
@@ -83,13 +94,13 @@ class _Keep(torch.autograd.Function):
     """Saves, ahead of the product, what its backward reads: recomputation has all of that before the product's turn."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_NK)
+    def forward(ctx: Any, x: Tensor, weight_NK: Tensor, keeps_x: bool) -> Tensor:
+        ctx.save_for_backward(x if keeps_x else None, weight_NK)
         return x.view_as(x)
 
     @staticmethod
     def backward(_ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        return dx, None
+        return dx, None, None
 
 
 class _Linear(torch.autograd.Function):
@@ -98,6 +109,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         keepers: Sequence[Any],
         sources: Sequence[SlotSource | None],
+        again: Sequence[Again | None],
         splits: Sequence[int] | None,
         operators: Operators,
         bias_N: Tensor | None,
@@ -108,9 +120,11 @@ class _Linear(torch.autograd.Function):
         Args:
             keepers: nodes that keep each input and weight for the backward pass (`_Keep`).
             sources: of the places for the weights' gradients; None: autograd's own.
+            again: what gives an input that is not kept.
         """
         inputs, weights = tensors[: len(keepers)], tensors[len(keepers) :]
-        ctx.keepers, ctx.sources, ctx.operators = keepers, sources, operators
+        ctx.keepers, ctx.sources, ctx.again, ctx.operators = keepers, sources, again, operators
+        ctx.shapes = [x.shape for x in inputs]
         if autotunes_gemms(operators) and can_tune(inputs[0], weights[0].t()):
             y = _tuned_sum(inputs, weights, bias_N)
         else:
@@ -122,8 +136,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients of bias, inputs and weights; of a weight with a place it is written there, and None here."""
         count = len(ctx.keepers)
-        *_, needs_bias = ctx.needs_input_grad[:5]
-        needs = ctx.needs_input_grad[5:]
+        needs_bias, *needs = ctx.needs_input_grad[5:]
         dy_MN, dbias_N = join_gradients(dys, needs_bias, ctx.operators)
         tuned = autotunes_gemms(ctx.operators)
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
@@ -131,10 +144,13 @@ class _Linear(torch.autograd.Function):
         dweights: list[Tensor | None] = []
         for index, (keeper, source) in enumerate(zip(ctx.keepers, ctx.sources, strict=True)):
             x, weight_NK = keeper.saved_tensors
-            dx = multiply(dy_MN, weight_NK, tuned=tuned).view(x.shape) if needs[index] else None
+            dx = multiply(dy_MN, weight_NK, tuned=tuned).view(ctx.shapes[index]) if needs[index] else None
             dinputs.append(dx)
+            again = ctx.again[index]
+            if again is not None:  # one kernel gives it, and the gradient behind dx (`activation`, [Note])
+                x = again(dx)
             dweights.append(weight_gradient(dy_MN, x.flatten(0, -2), source, accumulators[index], tuned=tuned))
-        return *[None] * 4, dbias_N, *dinputs, *dweights
+        return *[None] * 5, dbias_N, *dinputs, *dweights
 
 
 def join_gradients(

@@ -2,7 +2,9 @@
 
 On a GPU, outside torch.compile, the kernels of `norm_kernels`; elsewhere torch's own operators, the reference. Besides
 the sum, the kernels save the addition of two gradients: that of the stream arrives in the norm's backward. And the
-linear before may leave its bias to them: the bias's gradient is summed where that of its output is made.
+linear before may leave its bias to them: the bias's gradient is summed where that of its output is made. With
+`recomputes` the normalised rows can be had once more (`trainer.ops.activation.again_of`) from the sum, the mean and the
+deviation, which are kept anyway: one read of the sum, and one write.
 
 Ba et al., Layer Normalization (arXiv 1607.06450); Zhang and Sennrich, RMSNorm (arXiv 1910.07467).
 
@@ -22,7 +24,7 @@ from collectives.triton_support import HAS_TRITON
 from trainer.ops.backend import Operators, sums_narrowly, uses_triton
 
 if HAS_TRITON:
-    from trainer.ops.norm_kernels import norm_backward, norm_forward
+    from trainer.ops.norm_kernels import norm_again, norm_backward, norm_forward
 
 EPS = 1e-5
 
@@ -37,10 +39,17 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(
-        self, stream: Tensor, branch: Tensor | None = None, branch_bias_D: Tensor | None = None
+        self,
+        stream: Tensor,
+        branch: Tensor | None = None,
+        branch_bias_D: Tensor | None = None,
+        *,
+        recomputes: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """See `add_norm`."""
-        return add_norm(stream, branch, self.weight, self.bias, branch_bias_D, self.eps, self.operators)
+        return add_norm(
+            stream, branch, self.weight, self.bias, branch_bias_D, self.eps, self.operators, recomputes=recomputes
+        )
 
 
 def add_norm(
@@ -51,6 +60,8 @@ def add_norm(
     branch_bias_D: Tensor | None = None,
     eps: float = EPS,
     operators: Operators = "auto",
+    *,
+    recomputes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Normalised stream + branch, and the sum itself, which goes on as the stream; [..., D] each.
 
@@ -60,6 +71,7 @@ def add_norm(
         branch: None: nothing is added.
         bias_D: None: RMSNorm.
         branch_bias_D: added to every row of the branch.
+        recomputes: the normalised rows may be had again by the linear that alone reads them.
     """
     if uses_triton(operators, stream):
         if branch is None and torch.compiler.is_compiling():  # a compiled graph has no output that is its input
@@ -67,12 +79,21 @@ def add_norm(
         y, total = _Norm.apply(stream, branch, branch_bias_D, weight_D, bias_D, eps)  # type: ignore[no-untyped-call]
         return y, total
     total = add_branch(stream, branch, branch_bias_D)
+    # torch's RMSNorm is several operators, whose gradients autograd would add to the stream's one by one: in another
+    # order than where they come as one.
+    is_composed = bias_D is None and not torch.compiler.is_compiling()
+    if recomputes or is_composed:
+        return _PlainAgain.apply(total, weight_D, bias_D, eps), total  # type: ignore[no-untyped-call]
+    return _plain_norm(total, weight_D, bias_D, eps), total
+
+
+def _plain_norm(total: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+    """Normalise by torch's operators."""
     if bias_D is None:
-        return F.rms_norm(total, weight_D.shape, weight_D, eps), total
+        return F.rms_norm(total, weight_D.shape, weight_D, eps)
     if sums_narrowly(total):
-        y = _WideSums.apply(total, weight_D, bias_D, eps)  # type: ignore[no-untyped-call]
-        return y, total
-    return F.layer_norm(total, weight_D.shape, weight_D, bias_D, eps), total
+        return _WideSums.apply(total, weight_D, bias_D, eps)  # type: ignore[no-untyped-call, no-any-return]
+    return F.layer_norm(total, weight_D.shape, weight_D, bias_D, eps)
 
 
 def add_branch(stream: Tensor, branch: Tensor | None, branch_bias_D: Tensor | None = None) -> Tensor:
@@ -99,14 +120,15 @@ class _Norm(torch.autograd.Function):
         y_MD, total_MD, mean_M, scale_M = norm_forward(x_MD, branch_MD, branch_bias_D, weight_D, bias_D, eps)
         ctx.set_materialize_grads(False)
         ctx.has_branch, ctx.has_branch_bias = branch is not None, branch_bias_D is not None
-        ctx.save_for_backward(x_MD if branch is None else total_MD, weight_D, mean_M, scale_M)
+        ctx.save_for_backward(x_MD if branch is None else total_MD, weight_D, bias_D, mean_M, scale_M)
+        ctx.compute_again, ctx.shape = _compute_again, stream.shape
         return y_MD.view(stream.shape), stream if branch is None else total_MD.view(stream.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return gradients of stream, branch, branch bias, weight and bias; either output may be unused (None)."""
-        total_MD, weight_D, mean_M, scale_M = ctx.saved_tensors
+        total_MD, weight_D, _, mean_M, scale_M = ctx.saved_tensors
         if dy is None:
             has_bias = ctx.has_branch_bias and dtotal is not None
             dbranch_bias_D = dtotal.flatten(0, -2).sum(0) if has_bias else None  # type: ignore[union-attr]
@@ -118,6 +140,40 @@ class _Norm(torch.autograd.Function):
         dweight_D = next(vectors)
         dbias_D = next(vectors) if mean_M.numel() else None
         return dx, dx if ctx.has_branch else None, next(vectors, None), dweight_D, dbias_D, None
+
+
+def _compute_again(ctx: Any, _dy: Tensor | None) -> Tensor:
+    """Normalised rows from what a node keeps."""
+    y: Tensor = norm_again(*ctx.saved_tensors)
+    return y.view(ctx.shape)
+
+
+class _PlainAgain(torch.autograd.Function):
+    """Norm by torch's operators that keeps its input alone, and computes again, also for its own backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
+        ctx.save_for_backward(total, weight_D, bias_D)
+        ctx.eps, ctx.compute_again = eps, _plain_again
+        return _plain_norm(total, weight_D, bias_D, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            leaves = [None if each is None else each.detach().requires_grad_() for each in ctx.saved_tensors]
+            total, weight_D, bias_D = leaves
+            assert total is not None
+            assert weight_D is not None
+            y = _plain_norm(total, weight_D, bias_D, ctx.eps)
+        gradients = iter(torch.autograd.grad(y, [each for each in leaves if each is not None], dy))
+        return *(None if each is None else next(gradients) for each in leaves), None
+
+
+@torch.no_grad()
+def _plain_again(ctx: Any, _dy: Tensor | None) -> Tensor:
+    total, weight_D, bias_D = ctx.saved_tensors
+    return _plain_norm(total, weight_D, bias_D, ctx.eps)
 
 
 class _WideSums(torch.autograd.Function):

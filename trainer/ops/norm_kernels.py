@@ -76,6 +76,30 @@ def _forward_shapes(
     return torch.empty_like(x_MD), total_MD, mean_M, scale_M
 
 
+def norm_again(total_MD: Tensor, weight_D: Tensor, bias_D: Tensor | None, mean_M: Tensor, scale_M: Tensor) -> Tensor:
+    """Return the normalised rows of `norm_forward` once more, to the bit, from the sum and what was kept of its rows.
+
+    Args:
+        total_MD: what was normalised.
+        bias_D: None: RMSNorm.
+    """
+    num_rows, width = total_MD.shape
+    y_MD, block = torch.empty_like(total_MD), triton.next_power_of_2(width)
+    _again[(num_rows,)](
+        total_MD,
+        weight_D,
+        bias_D,
+        mean_M,
+        scale_M,
+        y_MD,
+        width,
+        IS_RMS=bias_D is None,
+        BLOCK=block,
+        num_warps=_num_warps(block),
+    )
+    return y_MD
+
+
 @operator("netlayer::norm_backward")
 def norm_backward(
     dy_MD: Tensor,
@@ -233,6 +257,22 @@ def _forward(
     inverse = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
     tl.store(scale + row, inverse)
     result = value * inverse * tl.load(weight + column, mask=inside, other=0).to(tl.float32)
+    if not IS_RMS:
+        result += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+    tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
+
+
+# One program a row: y from the stored total, with the mean and scale that `_forward` stored; the same operations.
+@triton.jit
+def _again(total, weight, bias, mean, scale, y, width, IS_RMS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * width + column
+    value = tl.load(total + at, mask=inside, other=0).to(tl.float32)
+    if not IS_RMS:
+        value = tl.where(inside, value - tl.load(mean + row), 0.0)
+    result = value * tl.load(scale + row) * tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     if not IS_RMS:
         result += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
     tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)

@@ -5,6 +5,10 @@ for texts that are longer than those of the first training (`RopeScalingConfig`)
 interpolation, arXiv 2306.15595), or as Llama 3.1 does it: those that turn less than once within the original length. On
 a GPU, outside torch.compile, one kernel turns all heads in one pass; elsewhere torch's own operators, the reference.
 
+[Note: in place] Nobody needs plain queries and keys once they are turned: a linear's backward reads no output. But
+they lie in one product with the values, which attention keeps, so turned ones elsewhere would be kept beside them.
+`rotate_in_place` writes them where the plain ones were, unseen by autograd, whose gradient reads angles alone.
+
 Shapes: T positions, B sequences, H heads, K values a head.
 """
 
@@ -24,7 +28,7 @@ from netlayer.layout import context_chunks
 from trainer.ops.backend import Operators, uses_triton
 
 if HAS_TRITON:
-    from trainer.ops.rotary_kernels import turn_pairs
+    from trainer.ops.rotary_kernels import turn_in_place, turn_pairs
 
 
 class Scaling(NamedTuple):
@@ -61,11 +65,53 @@ def rotate(
     arguments = x_TBHK.shape[0], x_TBHK.shape[-1], base, scaling, x_TBHK.device, part
     if uses_triton(operators, x_TBHK):
         return _Turned.apply(x_TBHK, *_narrow_angles(*arguments))  # type: ignore[no-untyped-call, no-any-return]
-    cos, sin = _angles(*arguments)
+    return _turn(x_TBHK, *_angles(*arguments))
+
+
+def _turn(x_TBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn by torch's operators, in float32 or wider."""
     wide = x_TBHK.to(torch.promote_types(x_TBHK.dtype, torch.float32))
     left, right = wide.chunk(2, dim=-1)
     cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_TBHK.dtype)
+
+
+def rotate_in_place(
+    x_TBHK: Tensor,
+    base: float,
+    scaling: Scaling | None = None,
+    part: tuple[int, int] = (0, 1),
+    operators: Operators = "auto",
+) -> Tensor:
+    """`rotate` that overwrites `x`; for an `x` whose values nothing reads after it, backward passes included.
+
+    Not for inputs of `torch.utils.checkpoint`, which are read twice, nor where a compiler traces.
+    """
+    return _TurnedInPlace.apply(x_TBHK, base, scaling, part, operators)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _TurnedInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TBHK: Tensor, base: float, scaling: Scaling | None, part: tuple[int, int], operators: Operators
+    ) -> Tensor:
+        ctx.arguments = x_TBHK.shape[0], x_TBHK.shape[-1], base, scaling, x_TBHK.device, part
+        ctx.operators = operators
+        if uses_triton(operators, x_TBHK):
+            turn_in_place(x_TBHK, *_narrow_angles(*ctx.arguments))
+        else:
+            x_TBHK.data.copy_(_turn(x_TBHK, *_angles(*ctx.arguments)))  # unseen, as the kernel's write is
+        return x_TBHK.view_as(x_TBHK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TBHK: Tensor) -> tuple[Tensor | None, ...]:
+        if uses_triton(ctx.operators, dy_TBHK):
+            dx_TBHK = turn_pairs(dy_TBHK, *_narrow_angles(*ctx.arguments), True)
+        else:
+            cos, sin = _angles(*ctx.arguments)
+            dx_TBHK = _turn(dy_TBHK, cos, -sin)
+        return dx_TBHK, None, None, None, None
 
 
 class _Turned(torch.autograd.Function):

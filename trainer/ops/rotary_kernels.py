@@ -25,21 +25,50 @@ def turn_pairs(x_TBHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, back: bool) -> Te
         cos_TK, sin_TK: [T, K / 2], float32, contiguous.
         back: by the opposite angle.
     """
-    positions, sequences, heads, width = x_TBHK.shape
-    if x_TBHK.stride()[1:] != (x_TBHK.stride(1), width, 1) or x_TBHK.stride(0) != sequences * x_TBHK.stride(1):
+    if not _is_regular(x_TBHK):
         x_TBHK = x_TBHK.contiguous()
     y_TBHK = torch.empty(x_TBHK.shape, dtype=x_TBHK.dtype, device=x_TBHK.device)
-    half = width // 2
-    blocks = triton.next_power_of_2(heads), triton.next_power_of_2(half)
-    _turn[(positions * sequences,)](
-        x_TBHK, y_TBHK, cos_TK, sin_TK, x_TBHK.stride(1), sequences, heads, half, back, *blocks, num_warps=4
-    )
+    _launch(x_TBHK, y_TBHK, cos_TK, sin_TK, back)
     return y_TBHK
 
 
 @turn_pairs.register_fake
 def _turned_shape(x_TBHK: Tensor, _cos_TK: Tensor, _sin_TK: Tensor, _back: bool) -> Tensor:
     return torch.empty(x_TBHK.shape, dtype=x_TBHK.dtype, device=x_TBHK.device)
+
+
+def turn_in_place(x_TBHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> None:
+    """Turn pairs where they lie: a program reads all that it writes before it writes."""
+    if _is_regular(x_TBHK):
+        _launch(x_TBHK, x_TBHK, cos_TK, sin_TK, back=False)
+    else:
+        x_TBHK.copy_(turn_pairs(x_TBHK, cos_TK, sin_TK, False))
+
+
+def _is_regular(x_TBHK: Tensor) -> bool:
+    """Whether a row's heads lie together, and rows all as far apart."""
+    sequences, width, strides = x_TBHK.shape[1], x_TBHK.shape[3], x_TBHK.stride()
+    return strides[1:] == (strides[1], width, 1) and strides[0] == sequences * strides[1]
+
+
+def _launch(x_TBHK: Tensor, y_TBHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, back: bool) -> None:
+    positions, sequences, heads, width = x_TBHK.shape
+    half = width // 2
+    _turn[(positions * sequences,)](
+        x_TBHK,
+        y_TBHK,
+        cos_TK,
+        sin_TK,
+        x_TBHK.stride(1),
+        y_TBHK.stride(1),
+        sequences,
+        heads,
+        half,
+        back,
+        triton.next_power_of_2(heads),
+        triton.next_power_of_2(half),
+        num_warps=4,
+    )
 
 
 # One program a row of all heads: it reads its position's angles once.
@@ -50,6 +79,7 @@ def _turn(
     cos,
     sin,
     stride,
+    y_stride,
     num_sequences,
     num_heads,
     half,
@@ -68,6 +98,6 @@ def _turn(
     at = head * 2 * half + pair
     left = tl.load(x + row * stride + at, mask=mask).to(tl.float32)
     right = tl.load(x + row * stride + at + half, mask=mask).to(tl.float32)
-    out = y + row * num_heads * 2 * half + at
+    out = y + row * y_stride + at
     tl.store(out, (left * c - right * s).to(y.dtype.element_ty), mask=mask)
     tl.store(out + half, (right * c + left * s).to(y.dtype.element_ty), mask=mask)

@@ -100,7 +100,8 @@ def test_a_job_postpones_where_it_can() -> None:
     for sections, why in (
         ({"parallel": {"pp": 1, "dp": 1}}, "pp is 1"),
         ({"overlap": {"pp": False}}, "overlap.pp is false"),
-        ({"model": {"recompute": "selective"}}, "recompute is selective"),
+        ({"model": {"recompute": "full"}}, "recompute is full"),
+        ({"model": {"recompute_modules": "layernorm"}}, "recompute_modules is layernorm"),
         ({"model": {"compile": True}}, "compile is true"),
         ({"overlap": {"zero_bubble": False}}, None),
     ):

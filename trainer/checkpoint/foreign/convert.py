@@ -242,7 +242,7 @@ def _end_token(tokenizer: Path) -> int | None:
 def job_text(model: ModelConfig) -> str:
     """Return a job file with the model alone, as far as it is not the default."""
     plain = ModelConfig().model_dump(mode="json")
-    keys = model.model_dump(mode="json", exclude={"preset", "compile", "operators", "recompute"})
+    keys = model.model_dump(mode="json", exclude={"preset", "compile", "operators", "recompute", "recompute_modules"})
     keys = {name: value for name, value in keys.items() if value != plain[name]}
     return tomlkit.dumps({"job": {"model": keys}})
 
