@@ -166,23 +166,24 @@ def _blocks_of_ranges(
         every = every & is_one & (low_q[:, :, None] == low_k[:, None])
     partial = (some & ~every)[:, None]  # [B, 1, Q, K]
     full = (some & every)[:, None]
-    counts_and_indices = [
-        each
-        for blocks in (partial, full)
-        for each in (
-            blocks.sum(-1, dtype=torch.int32),
-            torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32),
-        )
-    ]
+    (num_partial, partial_K), (num_full, full_K) = _listed(partial), _listed(full)
     lengths = len(query_t), num_positions
-    return BlockMask.from_kv_blocks(*counts_and_indices, BLOCK_SIZE=size, mask_mod=seen, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(
+        num_partial, partial_K, num_full, full_K, BLOCK_SIZE=size, mask_mod=seen, seq_lengths=lengths
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many key blocks each query block has, [B, 1, Q], and their indices first, [B, 1, Q, K], as int32."""
+    indices = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 
 
 def _ends(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Smallest and largest of each run of `size` along the last dimension; the last run may be shorter."""
     rest = -values.shape[-1] % size
     padded = values if not rest else torch.cat([values, values[..., -1:].expand(*values.shape[:-1], rest)], -1)
-    low, high = padded.unflatten(-1, (-1, size)).aminmax(dim=-1)
+    low, high = padded.reshape(*padded.shape[:-1], -1, size).aminmax(dim=-1)
     return low, high
 
 
