@@ -233,10 +233,11 @@ def _block_sizes(job: JobConfig, stage: int) -> list[int]:
     """Return the elements of each block, or half of one, on a stage."""
     model, parallel = job.model, job.parallel
     runs = (run_of(job, stage, chunk) for chunk in range(parallel.vpp))
-    counts = (count_parts(run).items() for run in runs)
-    return [
-        block_elements(model, parallel.tp, part) for parts in counts for part, number in parts for _ in range(number)
-    ]
+    sizes: list[int] = []
+    for run in runs:
+        for part, number in count_parts(run).items():
+            sizes += [block_elements(model, parallel.tp, part)] * number
+    return sizes
 
 
 def _gathered_elements(job: JobConfig, blocks: Sequence[int]) -> int:
