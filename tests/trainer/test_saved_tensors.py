@@ -162,7 +162,7 @@ def same_bits(one: layout_ranks.Trained, two: layout_ranks.Trained) -> bool:
     return tensors and (one.losses, one.norms, one.evaluation) == (two.losses, two.norms, two.evaluation)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [{}, {"parallel_block": True}, LLAMA], ids=["gpt", "parallel", "llama"])
 def test_recomputation_changes_no_bit(shape: dict[str, Any], dtype: str) -> None:
     base = job_of({}, {**shape, "dtype": dtype, "recompute": "none"}, {}).model
@@ -193,6 +193,7 @@ ON_TWO = [
 ]
 
 
+@pytest.mark.slow
 @on_ranks(2, layout_ranks.run_rank, list(itertools.chain(*ON_TWO)), 2)
 def test_recomputation_changes_no_bit_in_any_layout(work: Work, by_rank: ByRank) -> None:
     found = by_rank(work)[0]
