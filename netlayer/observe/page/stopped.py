@@ -72,6 +72,8 @@ class Stop:
         silent: those ranks.
         places: of the ranks, where they could be told.
         waiting: for each rank that waits for one of them, directly or not, that rank and how many ranks lie between.
+        alike: ranks whose record ends in the same operation as that of the silent one, and whose readings go on.
+        silence_s: time since the last operation that is recorded; 0: the run stands still for no known reason.
     """
 
     state: str
@@ -79,6 +81,8 @@ class Stop:
     silent: tuple[int, ...] = ()
     places: Mapping[int, Place] = field(default_factory=dict)
     waiting: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    alike: tuple[int, ...] = ()
+    silence_s: float = 0.0
 
 
 def judge_stop(
@@ -109,7 +113,7 @@ def judge_stop(
     working = [rank for rank, place in places.items() if place.operation is not None and not place.members]
     waiting = _waiting(places, working)
     silent = sorted({root for root, _ in waiting.values()})
-    suspects = len(silent)
+    suspects, candidates = len(silent), silent
     # Of ranks in one operation only the dead one gives no sign any more: that of all others goes on.
     middle_ns = (last_ns + max(last_sign_ns.values(), default=last_ns)) // 2
     alive = {rank for rank in places if last_sign_ns.get(rank, last_ns) > middle_ns}
@@ -128,12 +132,24 @@ def judge_stop(
     where = f"in {operation} of step {step}"
     num = f"{len(waiting)} ranks wait" if len(waiting) != 1 else "1 rank waits"
     since = f"nothing is recorded in the last {silence_s:.0f} s"
+    alike = [rank for rank in candidates if rank not in silent]
+    rest = f"; of {others} others it is not known" if others else ""
     if len(silent) == 1:
-        line, state = f"rank {silent[0]} is silent, {where}; {num} for it; {since}", "silent"
+        # Why this one, and where every other rank is: the numbers add up to all ranks.
+        why = "no other rank is in work of its own"
+        if alike:
+            their = "their" if len(alike) > 1 else "its"
+            sign_ns = last_sign_ns.get(silent[0])
+            own = "there are none" if sign_ns is None else f"the last is {(until_ns - sign_ns) / 1e9:.0f} s old"
+            why = (
+                f"{describe_ranks(alike)} stopped in the same operation, but {their} readings (counters, marks) go on; "
+                f"of rank {silent[0]} {own}"
+            )
+        line, state = f"rank {silent[0]} is silent, {where}; {num} for it{rest}; {since}; why this one: {why}", "silent"
     else:
-        line = f"one of {describe_ranks(silent)} is silent, {where}, and nothing shows which; {num} for them; {since}"
+        line = f"one of {describe_ranks(silent)} is silent, {where}, and nothing shows which; {num} for them{rest}; {since}"
         state = "suspected"
-    return Stop(state, line, tuple(silent), places, waiting)
+    return Stop(state, line, tuple(silent), places, waiting, tuple(alike), silence_s)
 
 
 def _place(rank: int, steps: Mapping[int, Sequence[Segment]]) -> Place:

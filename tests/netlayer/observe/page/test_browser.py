@@ -238,6 +238,11 @@ def test_an_exported_page_needs_no_server_and_fits(source: PageSource, tmp_path:
         for key in "123456":
             press(browser, key)
             assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (width, key)
+    # Readings of a rank that are not in it are not those of other ranks.
+    browser.evaluate("location.hash = 'view=counters&counter=gpu.power&rank=9'")
+    browser.wait_for("document.querySelector('main .problem').innerText.includes('not in the exported page')")
+    assert read(browser, "main .problem").startswith("The readings of rank 9 are not in the exported page")
+    assert "rank 0" not in read(browser, "main")
     assert browser.problems() == []
     urls = [
         event["params"]["request"]["url"]

@@ -45,6 +45,9 @@ def test_the_silent_rank_and_who_waits_for_it_are_named(faulty: PageSource) -> N
     assert stop.waiting[23] == (21, 0)
     assert stop.waiting[5][0] == 21
     assert set(stop.waiting) == set(range(32)) - {20, 21}
+    # Every rank is in the count, and the line says why it is not the other one of its tensor-parallel group.
+    assert stop.alike == (20,)
+    assert "why this one: rank 20 stopped in the same operation, but its readings (counters, marks) go on" in stop.line
     facts, arrays = unpack(faulty.get("overview", {}))
     assert facts["stop"]["silent"] == [21]
     assert arrays["waits_for"][5] == 21
@@ -74,6 +77,7 @@ def test_a_rank_that_is_in_its_own_work_is_silent() -> None:
     stop = run_that_stops([2])
     assert (stop.state, stop.silent) == ("silent", (2,))
     assert stop.waiting == dict.fromkeys((0, 1, 3), (2, 0))
+    assert stop.line.endswith("why this one: no other rank is in work of its own")
 
 
 def test_groups_of_the_page_are_those_of_the_layout(tmp_path: Path) -> None:
