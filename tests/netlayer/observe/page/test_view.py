@@ -54,6 +54,20 @@ def test_the_silent_rank_and_who_waits_for_it_are_named(faulty: PageSource) -> N
     assert arrays["waits_for"][21] == -1
 
 
+def test_shares_of_the_whole_time_add_up_and_a_hang_counts(faulty: PageSource) -> None:
+    line = next(verdict.line for verdict in faulty.view.verdicts if verdict.subject == "effective time")
+    assert "11 steps in" in line  # the twelfth has no end
+    assert "hung at the end" in line
+    assert sum(float(share) for share in re.findall(r"([0-9.]+)%", line)) == pytest.approx(100, abs=0.3)
+
+
+def test_a_straggler_has_its_passes_and_each_percentage_its_base(faulty: PageSource) -> None:
+    line = next(verdict.line for verdict in faulty.view.verdicts if verdict.subject == "straggler")
+    assert re.search(r"slow computation \(100% of the difference: forward \+[0-9.]+ ms, backward \+[0-9.]+ ms", line), line
+    assert "slower than its peers without waits" in line
+    assert "% of each step's time" in line
+
+
 def run_that_stops(
     behind: Iterable[int], *, until_s: float = 60.0, work: bool = True, signs: Iterable[int] = ()
 ) -> Stop:
