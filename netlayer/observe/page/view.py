@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from netlayer.layout import describe_ranks
 from netlayer.observe.blame import Blame
 from netlayer.observe.events import Mark, Segment, events_of
+from netlayer.observe.page.advice import next_steps
 from netlayer.observe.page.columns import Columns, Readings, is_hang
 from netlayer.observe.page.payload import pack, pack_levels
 from netlayer.observe.page.stopped import Stop, judge_stop
@@ -116,6 +117,12 @@ class RunView:
         return sorted(rank for rank in named if rank >= 0)
 
     @cached_property
+    def hosts(self) -> dict[int, str]:
+        """Host of each rank that is known to be on one."""
+        places = {rank: place for file in reversed(self.columns.files) for rank, place in file.places.items()}
+        return {rank: str(place[0]) for rank, place in places.items() if place[0]}
+
+    @cached_property
     def stragglers(self) -> tuple[StragglerRow, ...]:
         """Rows of slow ranks, confirmed or not."""
         return tuple(row for verdict in self.verdicts for row in verdict.rows if isinstance(row, StragglerRow))
@@ -202,6 +209,7 @@ class RunView:
             "stragglers": [asdict(row) for row in self.stragglers],
             "stop": {"state": self.stop.state, "line": self._with_host(self.stop.line),
                      "silent": self.stop.silent, "alike": self.stop.alike},
+            "next": next_steps(self),
             "hang": self._hang(),
             "starts": [asdict(row) for verdict in self.verdicts for row in verdict.rows if isinstance(row, StartRow)],
             "spans": [self._span(number) for number in range(len(run.starts))],
@@ -299,7 +307,7 @@ class RunView:
         if len(self.stop.silent) != 1:
             return line
         [rank] = self.stop.silent
-        host = next((place[0] for file in self.columns.files if (place := file.places.get(rank))), None)
+        host = self.hosts.get(rank)
         return line.replace(f"rank {rank} is", f"rank {rank} ({host}) is", 1) if host else line
 
     def _verdict(self, verdict: Verdict) -> dict[str, Any]:

@@ -54,6 +54,19 @@ def test_the_silent_rank_and_who_waits_for_it_are_named(faulty: PageSource) -> N
     assert arrays["waits_for"][21] == -1
 
 
+def test_the_next_step_has_the_place_the_time_and_the_command(faulty: PageSource) -> None:
+    where, evict, test = unpack(faulty.get("overview", {}))[0]["next"]
+    assert where.startswith("rank 21 on host host-0002, GPU 5 if its ranks are numbered in order; its last operation ended")
+    assert re.search(r"at 2023-11-14 22:1\d:\d\d UTC$", where)
+    assert "`netlayer run evict OUT host-0002`" in evict
+    assert "`echo host-0002 > hosts.txt; netlayer accept --hosts hosts.txt`" in test
+
+
+def test_a_run_that_accuses_nobody_has_no_next_step(tmp_path: Path) -> None:
+    write_run(tmp_path, ParallelLayout(tp=1, pp=1, dp=4), 3, Faults())
+    assert unpack(PageSource([tmp_path]).get("overview", {}))[0]["next"] == []
+
+
 def test_shares_of_the_whole_time_add_up_and_a_hang_counts(faulty: PageSource) -> None:
     line = next(verdict.line for verdict in faulty.view.verdicts if verdict.subject == "effective time")
     assert "11 steps in" in line  # the twelfth has no end

@@ -111,6 +111,8 @@ class Page {
     }
     const past = this.past();
     if (past.length) cards.push(this.card("restarts", "earlier failure", past.join("; "), { view: "life" }));
+    // The next step stands under the verdict that it is for, as text to copy.
+    if (facts.next.length) cards.splice(cards.findIndex((each) => each.classList.contains("found")) + 1, 0, h("div", { class: "card calm next" }, h("b", {}, "Next step"), h("ul", {}, facts.next.map((line) => h("li", {}, line.split("`").map((part, number) => (number % 2 ? h("code", {}, part) : part)))))));
     if (!cards.length) cards.push(h("p", { class: "card calm" }, "This evidence has neither steps nor what a hang leaves: nobody can be judged. See the timeline."));
     if (facts.notes.length) calm.push(h("div", { class: "card calm" }, h("b", {}, "Notes"), h("ul", {}, facts.notes.map((note) => h("li", {}, note)))));
     const unknown = facts.verdicts.filter((verdict) => verdict.state === "cannot tell" && verdict.subject !== "straggler").length;
