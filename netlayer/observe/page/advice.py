@@ -30,9 +30,7 @@ def _lines(view: RunView, rank: int, last_ns: int | None) -> Iterator[str]:
     where = f"rank {rank}"
     if host:
         number = [other for other in view.ranks if hosts.get(other) == host].index(rank)
-        local = facts.get("local_rank")
-        where += f" on host {host}"
-        where += f", local rank {local}" if local is not None else f", GPU {number} if its ranks are numbered in order"
+        where += f" on host {host}, GPU {number} if the host's ranks are numbered in order"
     if facts.get("pid") is not None:
         where += f", process {facts['pid']}"
     if last_ns:
@@ -42,4 +40,5 @@ def _lines(view: RunView, rank: int, last_ns: int | None) -> Iterator[str]:
     if host:
         name = shlex.quote(host)
         yield f"in a run that `netlayer run` keeps: `netlayer run evict OUT {name}` (OUT: the run's folder)"
-        yield f"test the host first, or outside of the run: `echo {name} > hosts.txt; netlayer accept --hosts hosts.txt`"
+        test = f"echo {name} > hosts.txt; netlayer accept --hosts hosts.txt"
+        yield f"then test the host, when nothing runs on it: `{test}`"

@@ -135,21 +135,27 @@ def judge_stop(
     alike = [rank for rank in candidates if rank not in silent]
     rest = f"; of {others} others it is not known" if others else ""
     if len(silent) == 1:
-        # Why this one, and where every other rank is: the numbers add up to all ranks.
-        why = "no other rank is in work of its own"
-        if alike:
-            their = "their" if len(alike) > 1 else "its"
-            sign_ns = last_sign_ns.get(silent[0])
-            own = "there are none" if sign_ns is None else f"the last is {(until_ns - sign_ns) / 1e9:.0f} s old"
-            why = (
-                f"{describe_ranks(alike)} stopped in the same operation, but {their} readings (counters, marks) go on; "
-                f"of rank {silent[0]} {own}"
-            )
+        # With this rank and those alike the numbers add up to all ranks.
+        why = _why(silent[0], alike, until_ns, last_sign_ns)
         line, state = f"rank {silent[0]} is silent, {where}; {num} for it{rest}; {since}; why this one: {why}", "silent"
     else:
-        line = f"one of {describe_ranks(silent)} is silent, {where}, and nothing shows which; {num} for them{rest}; {since}"
+        line = f"one of {describe_ranks(silent)} is silent, {where}, and nothing shows which; {num} for them{rest}"
+        line += f"; {since}"
         state = "suspected"
     return Stop(state, line, tuple(silent), places, waiting, tuple(alike), silence_s)
+
+
+def _why(rank: int, alike: Sequence[int], until_ns: int, last_sign_ns: Mapping[int, int]) -> str:
+    """Say what tells a silent rank from the others."""
+    if not alike:
+        return "no other rank is in work of its own"
+    their = "their" if len(alike) > 1 else "its"
+    sign_ns = last_sign_ns.get(rank)
+    own = "there are none" if sign_ns is None else f"the last is {(until_ns - sign_ns) / 1e9:.0f} s old"
+    return (
+        f"{describe_ranks(alike)} stopped in the same operation, but {their} readings (counters, marks) go on; "
+        f"of rank {rank} {own}"
+    )
 
 
 def _place(rank: int, steps: Mapping[int, Sequence[Segment]]) -> Place:

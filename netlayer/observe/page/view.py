@@ -99,7 +99,11 @@ class RunView:
         """Tables [step, rank] that the heat map shows, by name, and their unit."""
         run = self.run
         exists = np.isfinite(run.step_s) & ~self.is_open
-        tables = {SLOWER: (self.detection.relative, "share"), "step": (run.step_s, "s"), "busy (without waits)": (run.own_s, "s")}
+        tables = {
+            SLOWER: (self.detection.relative, "share"),
+            "step": (run.step_s, "s"),
+            "busy (without waits)": (run.own_s, "s"),
+        }
         tables = {name: (np.where(exists, times, np.nan), unit) for name, (times, unit) in tables.items()}
         for name, times in run.segments.items():
             tables[name] = (np.where(exists, times, np.nan), "s")
@@ -207,8 +211,13 @@ class RunView:
             "measures": measures,
             "verdicts": [self._verdict(verdict) for verdict in self.verdicts],
             "stragglers": [asdict(row) for row in self.stragglers],
-            "stop": {"state": self.stop.state, "line": self._with_host(self.stop.line),
-                     "silent": self.stop.silent, "alike": self.stop.alike},
+            "stop": {
+                "state": self.stop.state,
+                "line": self._with_host(self.stop.line),
+                "silent": self.stop.silent,
+                "alike": self.stop.alike,
+            },
+            "num_whole_steps": len(_whole_steps(run, self.is_open).steps),
             "next": next_steps(self),
             "hang": self._hang(),
             "starts": [asdict(row) for verdict in self.verdicts for row in verdict.rows if isinstance(row, StartRow)],

@@ -175,7 +175,9 @@ def _line(run: Run, suspect: Suspect) -> str:
     is_slow = f"is {suspect.slowdown:.1%} slower than its peers without waits"
     if suspect.slowdown >= _MANY_TIMES:
         is_slow = f"takes {1 + suspect.slowdown:.0f} times as long as its peers"
-    return f"{run.name(suspect.column)} {is_slow} {since}: {cause} ({share:.0%} of the difference{_passes(run, suspect)})"
+    return (
+        f"{run.name(suspect.column)} {is_slow} {since}: {cause} ({share:.0%} of the difference{_passes(run, suspect)})"
+    )
 
 
 def _passes(run: Run, suspect: Suspect) -> str:
@@ -217,7 +219,9 @@ def _cause(run: Run, suspect: Suspect) -> tuple[str, float]:
     if whole > 0 and queued > whole / 2:
         return _QUEUED, min(1.0, queued / whole)
     whole -= queued
-    parts = {name: _excess(run, suspect, times) for name, times in run.segments.items() if name not in ("wait", "collective")}
+    parts = {
+        name: _excess(run, suspect, times) for name, times in run.segments.items() if name not in ("wait", "collective")
+    }
     causes = {"slow computation": sum(parts.pop(name, 0.0) for name in COMPUTE)}
     names = {"data": "waiting for data", "gc": "garbage collection"}
     causes |= {names.get(name, name): seconds for name, seconds in parts.items()}

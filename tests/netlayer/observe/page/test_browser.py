@@ -79,6 +79,7 @@ def test_a_reader_finds_the_silent_rank_and_the_straggler_at_once(browser: Brows
     findings = read(browser, ".findings")
     assert "rank 21 (host-0002) is silent, in forward of micro-batch 0 of step 12; 30 ranks wait for it" in findings
     assert "rank 5 (host-0000) is" in findings
+    assert "11 steps completed" in read(browser, ".subtitle")
     assert "failure at step 6: kernel log: Xid 79: GPU has fallen off the bus" in findings
     assert "eviction at step 6: host-0001: Xid 79 is a hardware fault" in findings
 
@@ -145,8 +146,8 @@ def test_an_operation_that_never_ended_is_drawn_open(browser: Browser) -> None:
     # A click on the dashed bar chooses it again: it is the last row of rank 21, at the right edge.
     browser.evaluate(
         "(() => { const canvas = document.querySelector('main canvas'), box = canvas.getBoundingClientRect();"
-        "for (let y = box.top; y < box.bottom && !document.querySelector('.detail h3').innerText.includes('rank 21: in');"
-        " y += 5) for (const type of ['pointerdown', 'pointerup']) canvas.dispatchEvent(new PointerEvent(type,"
+        "const title = () => document.querySelector('.detail h3').innerText;"
+        "for (let y = box.top; y < box.bottom && !title().includes('rank 21: in'); y += 5) for (const type of ['pointerdown', 'pointerup']) canvas.dispatchEvent(new PointerEvent(type,"
         " {clientX: box.right - 20, clientY: y, pointerId: 1, bubbles: true})); })()"
     )
     assert "rank 21: in forward of micro-batch 0" in read(browser, ".detail h3")

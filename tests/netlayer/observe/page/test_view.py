@@ -56,7 +56,7 @@ def test_the_silent_rank_and_who_waits_for_it_are_named(faulty: PageSource) -> N
 
 def test_the_next_step_has_the_place_the_time_and_the_command(faulty: PageSource) -> None:
     where, evict, test = unpack(faulty.get("overview", {}))[0]["next"]
-    assert where.startswith("rank 21 on host host-0002, GPU 5 if its ranks are numbered in order; its last operation ended")
+    assert where.startswith("rank 21 on host host-0002, GPU 5 if the host's ranks are numbered in order; its last")
     assert re.search(r"at 2023-11-14 22:1\d:\d\d UTC$", where)
     assert "`netlayer run evict OUT host-0002`" in evict
     assert "`echo host-0002 > hosts.txt; netlayer accept --hosts hosts.txt`" in test
@@ -76,7 +76,9 @@ def test_shares_of_the_whole_time_add_up_and_a_hang_counts(faulty: PageSource) -
 
 def test_a_straggler_has_its_passes_and_each_percentage_its_base(faulty: PageSource) -> None:
     line = next(verdict.line for verdict in faulty.view.verdicts if verdict.subject == "straggler")
-    assert re.search(r"slow computation \(100% of the difference: forward \+[0-9.]+ ms, backward \+[0-9.]+ ms", line), line
+    assert re.search(r"slow computation \(100% of the difference: forward \+[0-9.]+ ms, backward \+[0-9.]+ ms", line), (
+        line
+    )
     assert "slower than its peers without waits" in line
     assert "% of each step's time" in line
 

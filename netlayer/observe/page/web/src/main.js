@@ -70,12 +70,17 @@ class Page {
     document.title = `${facts.title} - netlayer`;
     this.heading.textContent = facts.title;
     const kinds = Object.entries(facts.kinds).map(([kind, number]) => `${kind} (${count(number)} ${number === 1 ? "file" : "files"})`);
-    this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, facts.hosts.some(Boolean) ? `${count(facts.hosts.length)} ${facts.hosts.length === 1 ? "host" : "hosts"}` : "", `${count(this.run.steps.length)} steps`, this.layout(), ...kinds].filter(Boolean).join(" · ");
+    this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, facts.hosts.some(Boolean) ? `${count(facts.hosts.length)} ${facts.hosts.length === 1 ? "host" : "hosts"}` : "", this.progress(), this.layout(), ...kinds].filter(Boolean).join(" · ");
     this.live.textContent = isStatic() ? "exported page" : facts.live ? "live" : "";
     this.live.classList.toggle("now", !isStatic() && facts.live);
     this.showFindings();
     this.showTabs();
     this.refresh();
+  }
+
+  progress() {
+    const [all, whole] = [this.run.steps.length, this.run.facts.num_whole_steps];
+    return whole < all ? `${count(whole)} steps completed` : `${count(all)} steps`;
   }
 
   layout() {
