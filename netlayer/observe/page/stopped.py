@@ -111,8 +111,7 @@ def judge_stop(
     if silence_s < max(MIN_SILENCE_S, MIN_SILENCE_STEPS * step_s):
         return Stop("running", "the record goes on to its end", places=places)
     working = [rank for rank, place in places.items() if place.operation is not None and not place.members]
-    waiting = _waiting(places, working)
-    silent = sorted({root for root, _ in waiting.values()})
+    waiting, silent = _waiting(places, working)
     suspects, candidates = len(silent), silent
     # Of ranks in one operation only the dead one gives no sign any more: that of all others goes on.
     middle_ns = (last_ns + max(last_sign_ns.values(), default=last_ns)) // 2
@@ -148,7 +147,7 @@ def judge_stop(
 def _why(rank: int, alike: Sequence[int], until_ns: int, last_sign_ns: Mapping[int, int]) -> str:
     """Say what tells a silent rank from the others."""
     if not alike:
-        return "no other rank is in work of its own"
+        return "no other rank in work of its own is waited for"
     their = "their" if len(alike) > 1 else "its"
     sign_ns = last_sign_ns.get(rank)
     own = "there are none" if sign_ns is None else f"the last is {(until_ns - sign_ns) / 1e9:.0f} s old"
@@ -204,8 +203,8 @@ def _members(operation: Operation, event: Segment) -> Sequence[int]:
         return ()
 
 
-def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Ranks that wait for one that works, directly or through others: that rank, and how many are between."""
+def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    """Ranks that wait for one that works: that rank, and how many are between; and all that are waited for."""
     # Who is in the same collective waits for the same others, so that each group is looked at once.
     missing: dict[tuple[object, ...], list[int]] = {}
     waiters: dict[int, list[tuple[object, ...]]] = defaultdict(list)
@@ -219,6 +218,8 @@ def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> dict[int, t
             missing[key] = [peer for peer in place.members if peer in places and _differs(place, places[peer])]
             for peer in missing[key]:
                 waiters[peer].append(key)
+    # Of several that a group waits for, its ranks are counted to the first alone: the others are no less suspect.
+    roots = sorted(rank for rank in working if rank in waiters)
     known = set(working)
     reached: dict[int, tuple[int, int]] = {}
     border = [(rank, rank) for rank in sorted(working)]
@@ -233,7 +234,7 @@ def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> dict[int, t
                         reached[waiter] = (root, distance)
                         following.append((waiter, root))
         border, distance = following, distance + 1
-    return reached
+    return reached, roots
 
 
 def _differs(place: Place, peer: Place) -> bool:

@@ -147,7 +147,8 @@ def test_an_operation_that_never_ended_is_drawn_open(browser: Browser) -> None:
     browser.evaluate(
         "(() => { const canvas = document.querySelector('main canvas'), box = canvas.getBoundingClientRect();"
         "const title = () => document.querySelector('.detail h3').innerText;"
-        "for (let y = box.top; y < box.bottom && !title().includes('rank 21: in'); y += 5) for (const type of ['pointerdown', 'pointerup']) canvas.dispatchEvent(new PointerEvent(type,"
+        "for (let y = box.top; y < box.bottom && !title().includes('rank 21: in'); y += 5)"
+        " for (const type of ['pointerdown', 'pointerup']) canvas.dispatchEvent(new PointerEvent(type,"
         " {clientX: box.right - 20, clientY: y, pointerId: 1, bubbles: true})); })()"
     )
     assert "rank 21: in forward of micro-batch 0" in read(browser, ".detail h3")

@@ -106,7 +106,14 @@ def test_a_rank_that_is_in_its_own_work_is_silent() -> None:
     stop = run_that_stops([2])
     assert (stop.state, stop.silent) == ("silent", (2,))
     assert stop.waiting == dict.fromkeys((0, 1, 3), (2, 0))
-    assert stop.line.endswith("why this one: no other rank is in work of its own")
+    assert stop.line.endswith("why this one: no other rank in work of its own is waited for")
+
+
+def test_of_two_ranks_that_one_group_waits_for_none_is_accused() -> None:
+    stop = run_that_stops([2, 3])
+    assert stop.state != "silent"
+    assert stop.silent in ((), (2, 3))
+    assert run_that_stops([2, 3], signs=[0, 1, 3]).silent == (2,)
 
 
 def test_groups_of_the_page_are_those_of_the_layout(tmp_path: Path) -> None:
