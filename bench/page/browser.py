@@ -177,10 +177,18 @@ class Browser:
     def wait_for(self, expression: str, timeout_s: float = _TIMEOUT_S) -> None:
         """Wait until an expression is true."""
         deadline = time.monotonic() + timeout_s
-        while not self.evaluate(f"Boolean({expression})"):
+        while not self._holds(expression):
             if time.monotonic() > deadline:
                 raise CheckFailed(f"{expression[:120]}: not true after {timeout_s:.0f} s")
             time.sleep(0.05)
+
+    def _holds(self, expression: str) -> bool:
+        try:
+            return bool(self.evaluate(f"Boolean({expression})"))
+        except CheckFailed as exc:
+            if "navigated" not in str(exc):
+                raise
+            return False  # the page loads anew
 
     def press(self, key: str, *, shift: bool = False) -> None:
         """Press and release a key: a letter, or a name such as ArrowLeft."""

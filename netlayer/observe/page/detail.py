@@ -98,7 +98,14 @@ def _open_operations(
         if place is None or place.operation is None or not steps[0] <= place.step <= steps[1]:
             continue
         what = "waits in" if place.members else "in"
-        result.append({"rank": number, "from_ms": (place.last_ns - base_ns) / 1e6, "what": f"{what} {place.operation}"})
+        result.append(
+            {
+                "rank": number,
+                "step": place.step,
+                "from_ms": (place.last_ns - base_ns) / 1e6,
+                "what": f"{what} {place.operation}",
+            }
+        )
     return result
 
 

@@ -72,6 +72,8 @@ class Stop:
         silent: those ranks.
         places: of the ranks, where they could be told.
         waiting: for each rank that waits for one of them, directly or not, that rank and how many ranks lie between.
+        alike: ranks whose record ends in the same operation as that of the silent one, and whose readings go on.
+        silence_s: time since the last operation that is recorded; 0: the run stands still for no known reason.
     """
 
     state: str
@@ -79,6 +81,8 @@ class Stop:
     silent: tuple[int, ...] = ()
     places: Mapping[int, Place] = field(default_factory=dict)
     waiting: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    alike: tuple[int, ...] = ()
+    silence_s: float = 0.0
 
 
 def judge_stop(
@@ -107,9 +111,8 @@ def judge_stop(
     if silence_s < max(MIN_SILENCE_S, MIN_SILENCE_STEPS * step_s):
         return Stop("running", "the record goes on to its end", places=places)
     working = [rank for rank, place in places.items() if place.operation is not None and not place.members]
-    waiting = _waiting(places, working)
-    silent = sorted({root for root, _ in waiting.values()})
-    suspects = len(silent)
+    waiting, silent = _waiting(places, working)
+    suspects, candidates = len(silent), silent
     # Of ranks in one operation only the dead one gives no sign any more: that of all others goes on.
     middle_ns = (last_ns + max(last_sign_ns.values(), default=last_ns)) // 2
     alive = {rank for rank in places if last_sign_ns.get(rank, last_ns) > middle_ns}
@@ -128,12 +131,30 @@ def judge_stop(
     where = f"in {operation} of step {step}"
     num = f"{len(waiting)} ranks wait" if len(waiting) != 1 else "1 rank waits"
     since = f"nothing is recorded in the last {silence_s:.0f} s"
+    alike = [rank for rank in candidates if rank not in silent]
+    rest = f"; of {others} others it is not known" if others else ""
     if len(silent) == 1:
-        line, state = f"rank {silent[0]} is silent, {where}; {num} for it; {since}", "silent"
+        # With this rank and those alike the numbers add up to all ranks.
+        why = _why(silent[0], alike, until_ns, last_sign_ns)
+        line, state = f"rank {silent[0]} is silent, {where}; {num} for it{rest}; {since}; why this one: {why}", "silent"
     else:
-        line = f"one of {describe_ranks(silent)} is silent, {where}, and nothing shows which; {num} for them; {since}"
+        line = f"one of {describe_ranks(silent)} is silent, {where}, and nothing shows which; {num} for them{rest}"
+        line += f"; {since}"
         state = "suspected"
-    return Stop(state, line, tuple(silent), places, waiting)
+    return Stop(state, line, tuple(silent), places, waiting, tuple(alike), silence_s)
+
+
+def _why(rank: int, alike: Sequence[int], until_ns: int, last_sign_ns: Mapping[int, int]) -> str:
+    """Say what tells a silent rank from the others."""
+    if not alike:
+        return "no other rank in work of its own is waited for"
+    their = "their" if len(alike) > 1 else "its"
+    sign_ns = last_sign_ns.get(rank)
+    own = "there are none" if sign_ns is None else f"the last is {(until_ns - sign_ns) / 1e9:.0f} s old"
+    return (
+        f"{describe_ranks(alike)} stopped in the same operation, but {their} readings (counters, marks) go on; "
+        f"of rank {rank} {own}"
+    )
 
 
 def _place(rank: int, steps: Mapping[int, Sequence[Segment]]) -> Place:
@@ -182,8 +203,8 @@ def _members(operation: Operation, event: Segment) -> Sequence[int]:
         return ()
 
 
-def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Ranks that wait for one that works, directly or through others: that rank, and how many are between."""
+def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    """Ranks that wait for one that works: that rank, and how many are between; and all that are waited for."""
     # Who is in the same collective waits for the same others, so that each group is looked at once.
     missing: dict[tuple[object, ...], list[int]] = {}
     waiters: dict[int, list[tuple[object, ...]]] = defaultdict(list)
@@ -197,6 +218,8 @@ def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> dict[int, t
             missing[key] = [peer for peer in place.members if peer in places and _differs(place, places[peer])]
             for peer in missing[key]:
                 waiters[peer].append(key)
+    # Of several that a group waits for, its ranks are counted to the first alone: the others are no less suspect.
+    roots = sorted(rank for rank in working if rank in waiters)
     known = set(working)
     reached: dict[int, tuple[int, int]] = {}
     border = [(rank, rank) for rank in sorted(working)]
@@ -211,7 +234,7 @@ def _waiting(places: Mapping[int, Place], working: Sequence[int]) -> dict[int, t
                         reached[waiter] = (root, distance)
                         following.append((waiter, root))
         border, distance = following, distance + 1
-    return reached
+    return reached, roots
 
 
 def _differs(place: Place, peer: Place) -> bool:

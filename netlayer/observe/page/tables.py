@@ -94,7 +94,9 @@ def run_of(columns: Columns) -> tuple[Run, NDArray[np.bool_]]:
     notes = []
     untimed = int((times.exists & ~times.is_timed).sum())
     if untimed:
-        notes.append(f"{untimed} steps have no segment of their own: from their first event to their last")
+        notes.append(
+            f"{untimed} steps have no begin and end in the record: they count from their first event to their last"
+        )
     most = max(CountOf(hosts).values(), default=0)
     num_on_host = int((times.on_host & times.exists).sum())
     table, left = _collectives(files, cells.steps)

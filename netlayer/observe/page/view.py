@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from netlayer.layout import describe_ranks
 from netlayer.observe.blame import Blame
 from netlayer.observe.events import Mark, Segment, events_of
+from netlayer.observe.page.advice import next_steps
 from netlayer.observe.page.columns import Columns, Readings, is_hang
 from netlayer.observe.page.payload import pack, pack_levels
 from netlayer.observe.page.stopped import Stop, judge_stop
@@ -76,23 +77,33 @@ class RunView:
         run, is_open = run_of(columns)
         if is_open.sum() * 2 > np.isfinite(run.step_s).sum():
             is_open[:] = False  # evidence that knows no steps as such: from the first event to the last
-        verdicts, detection = judge(run, link_gbps)
         is_live = time.time() - columns.newest_s < _LIVE_S
+        stop = _stop_of(columns, run, is_live)
+        hung_ns = None
+        if stop.silent:
+            last_ns = max(place.last_ns for place in stop.places.values())
+            hung_ns = (last_ns, last_ns + round(stop.silence_s * 1e9))
+        verdicts, detection = judge(_whole_steps(run, is_open), link_gbps, hung_ns)
+        # Judged by whole steps; the tables of the page have the others too.
+        lacking = np.full((len(run.steps) - len(detection.relative), len(run.ranks)), np.nan)
+        detection = replace(detection, relative=np.vstack([detection.relative, lacking]))
         blame = None
         if hang := [file.path for file in columns.files if is_hang(file)]:
             from netlayer.observe.files import read_files
 
             blame = read_files(hang)
-        return cls(
-            title, version, columns, run, is_open, verdicts, detection, _stop_of(columns, run, is_live), blame, is_live
-        )
+        return cls(title, version, columns, run, is_open, verdicts, detection, stop, blame, is_live)
 
     @cached_property
     def measures(self) -> dict[str, tuple[Floats, str]]:
         """Tables [step, rank] that the heat map shows, by name, and their unit."""
         run = self.run
         exists = np.isfinite(run.step_s) & ~self.is_open
-        tables = {SLOWER: (self.detection.relative, "share"), "step": (run.step_s, "s"), "own time": (run.own_s, "s")}
+        tables = {
+            SLOWER: (self.detection.relative, "share"),
+            "step": (run.step_s, "s"),
+            "busy (without waits)": (run.own_s, "s"),
+        }
         tables = {name: (np.where(exists, times, np.nan), unit) for name, (times, unit) in tables.items()}
         for name, times in run.segments.items():
             tables[name] = (np.where(exists, times, np.nan), "s")
@@ -108,6 +119,12 @@ class RunView:
             for finding in self.blame.findings:
                 named |= {*finding.ranks, *finding.waiting}
         return sorted(rank for rank in named if rank >= 0)
+
+    @cached_property
+    def hosts(self) -> dict[int, str]:
+        """Host of each rank that is known to be on one."""
+        places = {rank: place for file in reversed(self.columns.files) for rank, place in file.places.items()}
+        return {rank: str(place[0]) for rank, place in places.items() if place[0]}
 
     @cached_property
     def stragglers(self) -> tuple[StragglerRow, ...]:
@@ -194,7 +211,14 @@ class RunView:
             "measures": measures,
             "verdicts": [self._verdict(verdict) for verdict in self.verdicts],
             "stragglers": [asdict(row) for row in self.stragglers],
-            "stop": {"state": self.stop.state, "line": self._with_host(self.stop.line), "silent": self.stop.silent},
+            "stop": {
+                "state": self.stop.state,
+                "line": self._with_host(self.stop.line),
+                "silent": self.stop.silent,
+                "alike": self.stop.alike,
+            },
+            "num_whole_steps": len(_whole_steps(run, self.is_open).steps),
+            "next": next_steps(self),
             "hang": self._hang(),
             "starts": [asdict(row) for verdict in self.verdicts for row in verdict.rows if isinstance(row, StartRow)],
             "spans": [self._span(number) for number in range(len(run.starts))],
@@ -292,7 +316,7 @@ class RunView:
         if len(self.stop.silent) != 1:
             return line
         [rank] = self.stop.silent
-        host = next((place[0] for file in self.columns.files if (place := file.places.get(rank))), None)
+        host = self.hosts.get(rank)
         return line.replace(f"rank {rank} is", f"rank {rank} ({host}) is", 1) if host else line
 
     def _verdict(self, verdict: Verdict) -> dict[str, Any]:
@@ -355,6 +379,19 @@ class RunView:
             if file.kind:
                 kinds[file.kind] = kinds.get(file.kind, 0) + 1
         return kinds
+
+
+def _whole_steps(run: Run, is_open: NDArray[np.bool_]) -> Run:
+    """Tables without the steps at the end that no rank has ended: what they hold is no time of a step."""
+    num = len(run.steps)
+    while num > 1 and is_open[num - 1].any() and is_open[num - 1][np.isfinite(run.step_s[num - 1])].all():
+        num -= 1
+    cut = slice(num)
+    return replace(
+        run, steps=run.steps[cut], step_s=run.step_s[cut], own_s=run.own_s[cut], queued_s=run.queued_s[cut],
+        segments={name: times[cut] for name, times in run.segments.items()}, step_end_ns=run.step_end_ns[cut],
+        attempts=run.attempts[cut],
+    )  # fmt: skip
 
 
 def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:

@@ -33,11 +33,14 @@ _UNRECORDED = 0.25
 """Share of a step by which a rank has less record than its peers, and less own time, to be looked at."""
 
 
-def judge(run: Run, link_gbps: float | None = None) -> tuple[list[Verdict], Detection]:
+def judge(
+    run: Run, link_gbps: float | None = None, hung_ns: tuple[int, int] | None = None
+) -> tuple[list[Verdict], Detection]:
     """Answer every question about a run; also what the stragglers were judged by, for the heat map.
 
     Args:
         link_gbps: rate of a rank's link in Gb/s, each direction; None: not known.
+        hung_ns: begin and end of the time for which the run hangs at its end; None: it does not.
     """
     detection = find_stragglers(run)
     verdicts = [
@@ -46,7 +49,7 @@ def judge(run: Run, link_gbps: float | None = None) -> tuple[list[Verdict], Dete
         drift(run, detection),
         traffic(run),
         link_limit(run, link_gbps),
-        effective_time(run),
+        effective_time(run, hung_ns),
     ]
     return verdicts, detection
 
@@ -132,7 +135,7 @@ def straggler(run: Run, detection: Detection) -> Verdict:
     cost = min(1.0, detection.returned * slowest_s / step_s)
     num_waiting = len(run.ranks) - len(accused)
     line = _lines([_line(run, one) for one in accused])
-    line += f"; {num_waiting} ranks wait for {'it' if len(accused) == 1 else 'them'}: {cost:.1%} of the step"
+    line += f"; {num_waiting} ranks wait for {'it' if len(accused) == 1 else 'them'}: {cost:.1%} of each step's time"
     line += f"; confidence {min(one.confidence for one in accused):.3f}"
     return Verdict("straggler", "found", line, rows)
 
@@ -169,10 +172,22 @@ def _lines(lines: Sequence[str]) -> str:
 def _line(run: Run, suspect: Suspect) -> str:
     cause, share = _cause(run, suspect)
     since = f"since step {run.steps[suspect.since]}" if suspect.since else f"in all {len(run.steps)} steps"
-    is_slow = f"is {suspect.slowdown:.1%} slower"
+    is_slow = f"is {suspect.slowdown:.1%} slower than its peers without waits"
     if suspect.slowdown >= _MANY_TIMES:
         is_slow = f"takes {1 + suspect.slowdown:.0f} times as long as its peers"
-    return f"{run.name(suspect.column)} {is_slow} {since}: {cause} ({share:.0%} of it)"
+    return (
+        f"{run.name(suspect.column)} {is_slow} {since}: {cause} ({share:.0%} of the difference{_passes(run, suspect)})"
+    )
+
+
+def _passes(run: Run, suspect: Suspect) -> str:
+    """What each kind of computation of a suspect takes longer than its peers', where it does, as `: forward +5 ms`."""
+    if _cause(run, suspect)[0] != "slow computation":
+        return ""
+    longer = {name: _excess(run, suspect, run.segments[name]) for name in COMPUTE if name in run.segments}
+    most = max(longer.values(), default=0.0)
+    parts = [f"{name} {1e3 * seconds:+.3g} ms" for name, seconds in longer.items() if seconds > 0.05 * most]
+    return f": {', '.join(parts)} a step" if parts else ""
 
 
 def straggler_rows(run: Run, detection: Detection) -> tuple[StragglerRow, ...]:
@@ -199,28 +214,31 @@ def _suspect_row(run: Run, suspect: Suspect) -> StragglerRow:
 
 def _cause(run: Run, suspect: Suspect) -> tuple[str, float]:
     """Part of the own time that makes up most of what a suspect takes longer, and its share of that."""
-    peers = [column for column in range(len(run.ranks)) if run.stages[column] == run.stages[suspect.column]]
-    rows = slice(suspect.since, None)
-
-    def excess(times: Times) -> float:
-        behind = times[rows, suspect.column] - _median_of_ranks(times[rows][:, peers])
-        behind = np.sort(behind[np.isfinite(behind)])
-        # A single long pause is no cause of what lasts; one in every few steps is.
-        cut = len(behind) // 8
-        return float(behind[cut : len(behind) - cut].mean()) if len(behind) else 0.0
-
-    whole = excess(run.own_s)
-    queued = excess(run.queued_s)
+    whole = _excess(run, suspect, run.own_s)
+    queued = _excess(run, suspect, run.queued_s)
     if whole > 0 and queued > whole / 2:
         return _QUEUED, min(1.0, queued / whole)
     whole -= queued
-    parts = {name: excess(times) for name, times in run.segments.items() if name not in ("wait", "collective")}
+    parts = {
+        name: _excess(run, suspect, times) for name, times in run.segments.items() if name not in ("wait", "collective")
+    }
     causes = {"slow computation": sum(parts.pop(name, 0.0) for name in COMPUTE)}
     names = {"data": "waiting for data", "gc": "garbage collection"}
     causes |= {names.get(name, name): seconds for name, seconds in parts.items()}
     causes["time outside all segments (host)"] = whole - sum(causes.values())
     cause = max(causes, key=lambda name: causes[name])
     return cause, min(1.0, causes[cause] / whole) if whole > 0 else 0.0
+
+
+def _excess(run: Run, suspect: Suspect, times: Times) -> float:
+    """Seconds a step by which times [step, rank] of a suspect are above the median of the ranks with equal work."""
+    peers = [column for column in range(len(run.ranks)) if run.stages[column] == run.stages[suspect.column]]
+    rows = slice(suspect.since, None)
+    behind = times[rows, suspect.column] - _median_of_ranks(times[rows][:, peers])
+    behind = np.sort(behind[np.isfinite(behind)])
+    # A single long pause is no cause of what lasts; one in every few steps is.
+    cut = len(behind) // 8
+    return float(behind[cut : len(behind) - cut].mean()) if len(behind) else 0.0
 
 
 def drift(run: Run, detection: Detection) -> Verdict:
@@ -328,14 +346,19 @@ def _median_of_ranks(times: Times) -> Times:
     return np.asarray(np.nanmedian(np.where(empty[:, None], 0.0, times), axis=1) + np.where(empty, np.nan, 0.0))
 
 
-def effective_time(run: Run) -> Verdict:
-    """Say which share of the whole time went into steps that count, and what every start of the run cost."""
+def effective_time(run: Run, hung_ns: tuple[int, int] | None = None) -> Verdict:
+    """Say which share of the whole time went into steps that count, and into what the rest went; they add up to 100%.
+
+    Args:
+        hung_ns: begin and end of the time for which the run hangs at its end; None: it does not.
+    """
     starts = [start for start in run.starts if start.last_ns > start.at_ns]
     if not starts or not len(run.steps):
         return Verdict("effective time", "cannot tell", "no step is recorded")
     if not all(start.is_marked for start in starts):
         return Verdict("effective time", "cannot tell", "nothing says when the run began (the mark run_start)")
-    total_s = (max(start.last_ns for start in starts) - min(start.at_ns for start in starts)) / 1e9
+    begin_ns, end_ns = hung_ns or (0, 0)
+    total_s = (max(end_ns, *(start.last_ns for start in starts)) - min(start.at_ns for start in starts)) / 1e9
     step_s = _median_of_ranks(run.step_s)
     trained_s = float(np.nansum(step_s))
     if trained_s > 1.05 * total_s:
@@ -364,14 +387,18 @@ def effective_time(run: Run) -> Verdict:
         restarts = "1 restart" if len(rows) == 2 else f"{len(rows) - 1} restarts"
         # A killed rank takes what it had not written yet with it.
         bound = "" if all(row.ended for row in rows[:-1]) else "at least "
-        line += f"; {restarts}, {bound}{lost} steps taken again"
+        line += f"; {restarts}, {bound}{lost} steps repeated"
     other_s = {
         "between starts": sum(row.down_before_s for row in rows),
-        "in steps taken again": sum(row.lost_s for row in rows),
+        "in steps that were repeated later": sum(row.lost_s for row in rows),
         "before first steps": sum(row.until_first_step_s or 0.0 for row in rows),
         "checkpoints": sum(start.planned_s.get("checkpoint", 0.0) for start in starts),
         "evaluations": sum(start.planned_s.get("evaluation", 0.0) for start in starts),
+        "hung at the end": (end_ns - begin_ns) / 1e9,
     }
+    rest_s = total_s - trained_s - sum(other_s.values())
+    if rest_s > 0.0005 * total_s:
+        other_s["between steps and after each start's last one"] = rest_s
     line += "".join(f"; {name} {seconds / total_s:.1%}" for name, seconds in other_s.items() if seconds > 0)
     return Verdict("effective time", "found", line, rows)
 

@@ -145,9 +145,10 @@ def traffic(run: Run) -> Verdict:
     moved = np.stack([_bytes_between(port, edges) for port in run.traffic], axis=1)
     busy = np.median(moved, axis=0) > 0
     if len(moved) < _MIN_PERIODS or not busy.any():
-        return Verdict(
-            "traffic", "cannot tell", f"{len(moved)} periods: at least {_MIN_PERIODS} with traffic are needed"
-        )
+        line = f"{len(moved)} periods: at least {_MIN_PERIODS} are needed"
+        if len(moved) >= _MIN_PERIODS:
+            line = f"no port has traffic in most of the {len(moved)} steps or periods that were looked at"
+        return Verdict("traffic", "cannot tell", line)
     relative = moved[:, busy] / np.median(moved[:, busy], axis=0)
     common = np.median(relative, axis=1) if busy.sum() > 2 else np.ones(len(relative))
     # Steps that are short of traffic for all ports are evaluation or a stop, not a port's fault.

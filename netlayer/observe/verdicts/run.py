@@ -305,7 +305,9 @@ class _Collector:
                     queued_s[row, column] = min(queued, own_s[row, column])
             ends.append(max((cell.end_ns or cell.last_ns) for cell in self._cells[step].values()))
         notes = (
-            [f"{untimed} steps have no segment of their own: from their first event to their last"] if untimed else []
+            [f"{untimed} steps have no begin and end in the record: they count from their first event to their last"]
+            if untimed
+            else []
         )
         traffic = [
             Traffic(name, *(np.array(part) for part in zip(*sorted(readings), strict=True)))

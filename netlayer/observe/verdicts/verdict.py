@@ -86,7 +86,7 @@ class StartRow:
         seconds: from its first mark to the last thing that it recorded.
         down_before_s: between the last thing of the start before and its first mark.
         until_first_step_s: from its first mark to the begin of its first step; None: it took none.
-        steps_lost, lost_s: taken again by a later start, and the seconds in them.
+        steps_lost, lost_s: repeated by a later start, and the seconds in them.
         trained_s: in steps that count.
         ended: as intended.
     """

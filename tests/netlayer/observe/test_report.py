@@ -320,7 +320,7 @@ def test_effective_time_counts_what_a_restart_costs() -> None:
     assert [row.steps_lost for row in found.rows] == [5, 0]
     assert found.rows[1].down_before_s == pytest.approx(2.0, abs=0.01)
     assert "35 steps" in found.line
-    assert "1 restart, at least 5 steps taken again" in found.line  # the first start's end was not recorded
+    assert "1 restart, at least 5 steps repeated" in found.line  # the first start's end was not recorded
     assert found.rows[0].lost_s == pytest.approx(0.5, rel=0.05)  # five steps of 100 ms
 
 

@@ -79,9 +79,19 @@ def test_a_reader_finds_the_silent_rank_and_the_straggler_at_once(browser: Brows
     findings = read(browser, ".findings")
     assert "rank 21 (host-0002) is silent, in forward of micro-batch 0 of step 12; 30 ranks wait for it" in findings
     assert "rank 5 (host-0000) is" in findings
+    assert "11 steps completed" in read(browser, ".subtitle")
+    assert "failure at step 6: kernel log: Xid 79: GPU has fallen off the bus" in findings
+    assert "eviction at step 6: host-0001: Xid 79 is a hardware fault" in findings
 
 
 def test_the_heat_map_by_keyboard(browser: Browser) -> None:
+    # A run that stands still opens with who waits for whom, the silent rank and its like first.
+    press(browser, "1")
+    assert browser.evaluate("document.querySelector('main select').selectedOptions[0].text") == "who waits for whom"
+    rows = browser.evaluate("[...document.querySelectorAll('main tbody tr')].map((row) => row.innerText)")
+    assert rows[0].startswith("rank 21\thost-0002")
+    assert "in the same operation as rank 21, but its readings go on" in rows[1]
+    browser.evaluate("location.hash = 'measure=0'")
     press(browser, "1", "Home", "ArrowRight", "ArrowRight")
     assert "rank 2 · host-0000 · tp 0, pp 0, dp 1 · slower than its peers" in read(browser, ".readout")
     press(browser, "ArrowDown")
@@ -128,6 +138,20 @@ def test_an_operation_that_never_ended_is_drawn_open(browser: Browser) -> None:
     browser.settle()
     press(browser, "3")
     assert "has no end in the record" in read(browser, ".legend.kinds")
+    assert "rank 21: in forward of micro-batch 0, without an end in the record" in read(browser, ".detail h3")
+    press(browser, "2", "3")
+    assert browser.evaluate("document.activeElement.tagName") == "CANVAS"
+    press(browser, "ArrowUp")
+    assert not read(browser, ".detail h3").startswith("rank 21: in forward")
+    # A click on the dashed bar chooses it again: it is the last row of rank 21, at the right edge.
+    browser.evaluate(
+        "(() => { const canvas = document.querySelector('main canvas'), box = canvas.getBoundingClientRect();"
+        "const title = () => document.querySelector('.detail h3').innerText;"
+        "for (let y = box.top; y < box.bottom && !title().includes('rank 21: in'); y += 5)"
+        " for (const type of ['pointerdown', 'pointerup']) canvas.dispatchEvent(new PointerEvent(type,"
+        " {clientX: box.right - 20, clientY: y, pointerId: 1, bubbles: true})); })()"
+    )
+    assert "rank 21: in forward of micro-batch 0" in read(browser, ".detail h3")
     press(browser, "ArrowDown", "ArrowUp", "+", "0")  # over rows that have no event
     assert browser.problems() == []
 
@@ -238,6 +262,11 @@ def test_an_exported_page_needs_no_server_and_fits(source: PageSource, tmp_path:
         for key in "123456":
             press(browser, key)
             assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (width, key)
+    # Readings of a rank that are not in it are not those of other ranks.
+    browser.evaluate("location.hash = 'view=counters&counter=gpu.power&rank=9'")
+    browser.wait_for("document.querySelector('main .problem').innerText.includes('not in the exported page')")
+    assert read(browser, "main .problem").startswith("The readings of rank 9 are not in the exported page")
+    assert "rank 0" not in read(browser, "main")
     assert browser.problems() == []
     urls = [
         event["params"]["request"]["url"]

@@ -45,10 +45,42 @@ def test_the_silent_rank_and_who_waits_for_it_are_named(faulty: PageSource) -> N
     assert stop.waiting[23] == (21, 0)
     assert stop.waiting[5][0] == 21
     assert set(stop.waiting) == set(range(32)) - {20, 21}
+    # Every rank is in the count, and the line says why it is not the other one of its tensor-parallel group.
+    assert stop.alike == (20,)
+    assert "why this one: rank 20 stopped in the same operation, but its readings (counters, marks) go on" in stop.line
     facts, arrays = unpack(faulty.get("overview", {}))
     assert facts["stop"]["silent"] == [21]
     assert arrays["waits_for"][5] == 21
     assert arrays["waits_for"][21] == -1
+
+
+def test_the_next_step_has_the_place_the_time_and_the_command(faulty: PageSource) -> None:
+    where, evict, test = unpack(faulty.get("overview", {}))[0]["next"]
+    assert where.startswith("rank 21 on host host-0002, GPU 5 if the host's ranks are numbered in order; its last")
+    assert re.search(r"at 2023-11-14 22:1\d:\d\d UTC$", where)
+    assert "`netlayer run evict OUT host-0002`" in evict
+    assert "`echo host-0002 > hosts.txt; netlayer accept --hosts hosts.txt`" in test
+
+
+def test_a_run_that_accuses_nobody_has_no_next_step(tmp_path: Path) -> None:
+    write_run(tmp_path, ParallelLayout(tp=1, pp=1, dp=4), 3, Faults())
+    assert unpack(PageSource([tmp_path]).get("overview", {}))[0]["next"] == []
+
+
+def test_shares_of_the_whole_time_add_up_and_a_hang_counts(faulty: PageSource) -> None:
+    line = next(verdict.line for verdict in faulty.view.verdicts if verdict.subject == "effective time")
+    assert "11 steps in" in line  # the twelfth has no end
+    assert "hung at the end" in line
+    assert sum(float(share) for share in re.findall(r"([0-9.]+)%", line)) == pytest.approx(100, abs=0.3)
+
+
+def test_a_straggler_has_its_passes_and_each_percentage_its_base(faulty: PageSource) -> None:
+    line = next(verdict.line for verdict in faulty.view.verdicts if verdict.subject == "straggler")
+    assert re.search(r"slow computation \(100% of the difference: forward \+[0-9.]+ ms, backward \+[0-9.]+ ms", line), (
+        line
+    )
+    assert "slower than its peers without waits" in line
+    assert "% of each step's time" in line
 
 
 def run_that_stops(
@@ -74,6 +106,14 @@ def test_a_rank_that_is_in_its_own_work_is_silent() -> None:
     stop = run_that_stops([2])
     assert (stop.state, stop.silent) == ("silent", (2,))
     assert stop.waiting == dict.fromkeys((0, 1, 3), (2, 0))
+    assert stop.line.endswith("why this one: no other rank in work of its own is waited for")
+
+
+def test_of_two_ranks_that_one_group_waits_for_none_is_accused() -> None:
+    stop = run_that_stops([2, 3])
+    assert stop.state != "silent"
+    assert stop.silent in ((), (2, 3))
+    assert run_that_stops([2, 3], signs=[0, 1, 3]).silent == (2,)
 
 
 def test_groups_of_the_page_are_those_of_the_layout(tmp_path: Path) -> None:

@@ -61,3 +61,26 @@ export function cssColour(name, level) {
 }
 
 export const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;
+
+// Scale of a measure's values, the same in all views. Noise alone fills none: a tenth is the least that it spans.
+export function scaleOf(values, unit) {
+  const sorted = Float64Array.from(values).filter(Number.isFinite).sort();
+  const quantile = (share) => sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
+  const middle = quantile(0.5);
+  const least = unit === "share" ? 0.05 : Math.abs(middle) * 0.05;
+  const low = Math.min(quantile(0.005), middle - least);
+  const high = Math.max(quantile(0.998), middle + least);
+  const level = (value) => Math.max(0, Math.min(254, Math.round((254 * (value - low)) / (high - low))));
+  return { low, high, level };
+}
+
+export function colourBar(name) {
+  const bar = document.createElement("canvas");
+  [bar.className, bar.width, bar.height] = ["bar", 128, 1];
+  const context = bar.getContext("2d");
+  for (let at = 0; at < 128; at += 1) {
+    context.fillStyle = cssColour(name, 2 * at);
+    context.fillRect(at, 0, 1, 1);
+  }
+  return bar;
+}

@@ -3,7 +3,7 @@
 import { Lines } from "./lines.js";
 import { h, labelled, options } from "./dom.js";
 import { count, inUnit, moment, scaled, seconds } from "./format.js";
-import { load } from "./data.js";
+import { isStatic, load } from "./data.js";
 import * as state from "./state.js";
 
 const COLOURS = ["vermillion", "green", "purple", "sky", "orange", "blue"];
@@ -39,12 +39,17 @@ class Counters {
     const query = { name: this.name.value, rank: run.at.has(rank) ? rank : undefined, from: state.get("from"), to: state.get("to") };
     const token = (this.token = {});
     try {
-      const data = await load("counters", query).catch((error) => {
-        if (query.rank === undefined && query.from === undefined) throw error;
-        return load("counters", { name: query.name });
+      let problem = "";
+      const data = await load("counters", query).catch(async (error) => {
+        if (!isStatic() || (query.rank === undefined && query.from === undefined)) throw error;
+        // Of the readings over all ranks the range alone: their first series are those of other ranks.
+        const all = await load("counters", { name: query.name });
+        const what = query.from === undefined ? `The readings of rank ${query.rank} are` : "A finer view of these readings is";
+        problem = `${what} not in the exported page; \`netlayer observe serve\` has them. Shown: the range and the median over all ranks.`;
+        return query.rank === undefined ? all : { ...all, facts: { ...all.facts, series: [] } };
       });
       if (token !== this.token) return;
-      this.problem.textContent = "";
+      this.problem.textContent = problem;
       this.draw(data);
     } catch (error) {
       this.problem.textContent = error.message;

@@ -1,11 +1,11 @@
 // Heat map host x rank: one cell a rank, one row of cells a host.
 
-import { cssColour, VERMILLION } from "./colours.js";
+import { colourBar, cssColour, scaleOf, VERMILLION } from "./colours.js";
 import { css, fit, h, labelled, onFrame, options, table } from "./dom.js";
 import { count, inUnit } from "./format.js";
 import * as state from "./state.js";
 
-const STATISTICS = [["mean", "mean"], ["p99", "99th percentile"], ["trend", "trend over the steps"]];
+const STATISTICS = [["mean", "mean"], ["p99", "99th percentile"], ["trend", "change from first to last step (fitted line)"]];
 const WAITS = "waits";
 const GAP = 8;
 const MOST_HEIGHT = 560;
@@ -39,7 +39,8 @@ export class HeatMap {
     this.run = run;
     const items = run.facts.measures.map((measure, number) => [number, measure.name]);
     if (run.facts.stop.silent.length || run.culprits.size) items.push([WAITS, "who waits for whom"]);
-    const first = items.length ? items[0][0] : WAITS;
+    // Of a run that stands still all steps are alike: what tells is who waits for whom.
+    const first = items.some(([value]) => value === WAITS) || !items.length ? WAITS : items[0][0];
     const wanted = state.get("measure", first);
     this.chosen = items.some(([value]) => String(value) === String(wanted)) ? wanted : first;
     options(this.measure, items, this.chosen);
@@ -67,17 +68,11 @@ export class HeatMap {
     const values = run.values(this.chosen, statistic);
     if (!values) return;
     const { unit } = run.facts.measures[this.chosen];
-    const sorted = values.filter(Number.isFinite).sort();
-    const quantile = (share) => sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))];
-    let [low, middle, high] = [quantile(0.005), quantile(0.5), quantile(0.998)];
-    // Noise alone fills no scale: a tenth is the least that it spans.
-    const least = unit === "share" ? 0.05 : Math.abs(middle) * 0.05;
-    low = Math.min(low, middle - least);
-    high = Math.max(high, middle + least);
+    const scale = scaleOf(values, unit);
     values.forEach((value, index) => {
-      if (Number.isFinite(value)) this.levels[index] = Math.max(0, Math.min(254, Math.round((254 * (value - low)) / (high - low))));
+      if (Number.isFinite(value)) this.levels[index] = scale.level(value);
     });
-    this.scale = { low, high, unit, values };
+    this.scale = { ...scale, unit, values };
   }
 
   layout() {
@@ -190,18 +185,26 @@ export class HeatMap {
   describe() {
     const { run, scale } = this;
     const name = state.get("palette", "viridis");
-    const bar = h("canvas", { class: "bar", width: 128, height: 1 });
-    const context = bar.getContext("2d");
-    for (let at = 0; at < 128; at += 1) {
-      context.fillStyle = cssColour(name, 2 * at);
-      context.fillRect(at, 0, 1, 1);
-    }
+    const bar = colourBar(name);
     const marks = [];
     if (run.silent.size || run.culprits.size) marks.push(h("span", { class: "key cross" }, "✕ silent, or holds others up"));
     if (run.slow.size) marks.push(h("span", { class: "key" }, "○ straggler"));
+    if (!scale) {
+      const swatch = h("span", { class: "swatch" });
+      swatch.style.background = css("--cell");
+      marks.push(h("span", { class: "key" }, swatch, run.alike.size ? "in the same operation, readings go on" : "waits for none of them"));
+    }
     const ends = scale ? [inUnit(scale.low, scale.unit), inUnit(scale.high, scale.unit)] : ["others between", "waits for it directly"];
     this.legend.replaceChildren(h("span", { class: "ends" }, h("span", {}, ends[0]), bar, h("span", {}, ends[1])), ...marks);
     this.list();
+  }
+
+  // Ranks of a run that stands still: those that are waited for, those in the same operation, the nearest that wait.
+  standing() {
+    const { run } = this;
+    const first = [...new Set([...run.silent, ...run.culprits, ...run.alike])].map((rank) => run.at.get(rank)).filter((index) => index !== undefined);
+    const waiting = [...run.between.keys()].filter((index) => run.between[index] >= 0).sort((one, other) => run.between[one] - run.between[other]);
+    return [...new Set([...first, ...waiting])].slice(0, Math.max(8, first.length + 4));
   }
 
   // The same in words: the ranks with the largest values.
@@ -209,14 +212,14 @@ export class HeatMap {
     const { run, scale } = this;
     const order = scale
       ? [...scale.values.keys()].filter((index) => Number.isFinite(scale.values[index])).sort((one, other) => scale.values[other] - scale.values[one]).slice(0, 8)
-      : [...run.silent, ...run.culprits].map((rank) => run.at.get(rank)).filter((index) => index !== undefined);
+      : this.standing();
     if (!order.length) return this.slowest.replaceChildren(h("p", {}, "No rank has a value of this."));
     const rows = order.map((index) => [
       h("button", { class: "link", onclick: () => state.set({ rank: run.ranks[index], view: "parallel" }, { replace: false }) }, `rank ${run.ranks[index]}`),
       run.hostOf(index), run.place(index), scale ? inUnit(scale.values[index], scale.unit) : "", run.flags(run.ranks[index]).join("; "),
     ]);
     const name = scale ? run.facts.measures[this.chosen].name : "who waits for whom";
-    this.slowest.replaceChildren(h("h3", {}, scale ? `Largest: ${name}` : "Waited for"), table(["Rank", "Host", "Place", "Value", ""], rows, "Largest values"));
+    this.slowest.replaceChildren(h("h3", {}, scale ? `Largest: ${name}` : "Silent, and nearest to it"), table(["Rank", "Host", "Place", scale ? "Value" : "", ""], rows, "Largest values"));
   }
 
   say(index = this.run.at.get(state.number("rank"))) {

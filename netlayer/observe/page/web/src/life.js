@@ -96,7 +96,7 @@ class Life {
       String(start.start), start.first_step === null ? "none" : `${start.first_step}–${start.last_step}`, seconds(start.seconds), seconds(start.down_before_s),
       start.until_first_step_s === null ? "-" : seconds(start.until_first_step_s), `${digits(start.steps_lost)} (${seconds(start.lost_s)})`, seconds(start.trained_s), start.ended ? "as intended" : "not as intended",
     ]);
-    this.starts.replaceChildren(h("h3", {}, "Starts of the run"), table(["Start", "Steps", "Lasted", "Down before", "Until its first step", "Steps taken again", "Steps that count", "Ended"], rows, "Starts"));
+    this.starts.replaceChildren(h("h3", {}, "Starts of the run"), table(["Start", "Steps", "Lasted", "Down before", "Until its first step", "Steps repeated later", "Steps that count", "Ended"], rows, "Starts"));
   }
 
   // Nodes of a run that `netlayer run` keeps, with a button that evicts one.

@@ -2,7 +2,7 @@
 
 import { Missing, forget, isStatic, json, keepToken, load } from "./data.js";
 import { h } from "./dom.js";
-import { count } from "./format.js";
+import { count, moment } from "./format.js";
 import { Run } from "./run.js";
 import * as state from "./state.js";
 import { view as counters } from "./counters.js";
@@ -22,6 +22,8 @@ function firstRank(line, run) {
   const rank = Number(/\brank (\d+)/.exec(line)?.[1]);
   return run.at.has(rank) ? rank : undefined;
 }
+
+const clipped = (text) => (text.length > 160 ? `${text.slice(0, 159)}…` : text);
 
 class Page {
   constructor() {
@@ -68,12 +70,17 @@ class Page {
     document.title = `${facts.title} - netlayer`;
     this.heading.textContent = facts.title;
     const kinds = Object.entries(facts.kinds).map(([kind, number]) => `${kind} (${count(number)} ${number === 1 ? "file" : "files"})`);
-    this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, facts.hosts.some(Boolean) ? `${count(facts.hosts.length)} ${facts.hosts.length === 1 ? "host" : "hosts"}` : "", `${count(this.run.steps.length)} steps`, this.layout(), ...kinds].filter(Boolean).join(" · ");
+    this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, facts.hosts.some(Boolean) ? `${count(facts.hosts.length)} ${facts.hosts.length === 1 ? "host" : "hosts"}` : "", this.progress(), this.layout(), ...kinds].filter(Boolean).join(" · ");
     this.live.textContent = isStatic() ? "exported page" : facts.live ? "live" : "";
     this.live.classList.toggle("now", !isStatic() && facts.live);
     this.showFindings();
     this.showTabs();
     this.refresh();
+  }
+
+  progress() {
+    const [all, whole] = [this.run.steps.length, this.run.facts.num_whole_steps];
+    return whole < all ? `${count(whole)} steps completed` : `${count(all)} steps`;
   }
 
   layout() {
@@ -107,11 +114,23 @@ class Page {
       const restarted = verdict.subject === "effective time" && facts.starts.length > 1;
       (alarming || asked || restarted ? cards : calm).push(restarted ? this.card("restarts", verdict.subject, verdict.line, { view: "life" }) : card);
     }
+    const past = this.past();
+    if (past.length) cards.push(this.card("restarts", "earlier failure", past.join("; "), { view: "life" }));
+    // The next step stands under the verdict that it is for, as text to copy.
+    if (facts.next.length) cards.splice(cards.findIndex((each) => each.classList.contains("found")) + 1, 0, h("div", { class: "card calm next" }, h("b", {}, "Next step"), h("ul", {}, facts.next.map((line) => h("li", {}, line.split("`").map((part, number) => (number % 2 ? h("code", {}, part) : part)))))));
     if (!cards.length) cards.push(h("p", { class: "card calm" }, "This evidence has neither steps nor what a hang leaves: nobody can be judged. See the timeline."));
     if (facts.notes.length) calm.push(h("div", { class: "card calm" }, h("b", {}, "Notes"), h("ul", {}, facts.notes.map((note) => h("li", {}, note)))));
     const unknown = facts.verdicts.filter((verdict) => verdict.state === "cannot tell" && verdict.subject !== "straggler").length;
     const hint = unknown ? ` (${unknown} of them: cannot tell)` : "";
     this.findings.replaceChildren(...cards, h("details", {}, h("summary", {}, `${calm.length} other answers${hint}`), ...calm));
+  }
+
+  // What made earlier starts end, as a person or the driver wrote it down: the newest failures and evictions.
+  past() {
+    const { marks } = this.run.facts;
+    const telling = marks.filter((mark) => mark.name === "failure" || mark.name === "eviction");
+    const lines = telling.slice(-3).map((mark) => `${moment(mark.at_s)} ${mark.name}${mark.step === null ? "" : ` at step ${mark.step}`}${mark.ranks ? ` (${mark.ranks})` : ""}: ${clipped(mark.text)}`);
+    return telling.length > 3 ? [`${telling.length - 3} more in Life`, ...lines] : lines;
   }
 
   card(kind, subject, line, target) {
@@ -155,7 +174,9 @@ class Page {
     this.panel.dataset.state = "loading";
     await instance.show(this.run);
     if (this.current === current) this.panel.dataset.state = "shown";
-    if (isNew && (document.activeElement === document.body || document.activeElement === null)) instance.focus();
+    // A canvas that was hidden while its data came takes the focus when it is drawn.
+    if (isNew) await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+    if (isNew && this.current === current && (document.activeElement === document.body || document.activeElement === null)) instance.focus();
   }
 
   resize() {

@@ -1,6 +1,6 @@
 // 3D-parallel view: all ranks by stage and data-parallel place, the groups of one of them, and what is known of it.
 
-import { VERMILLION, cssColour } from "./colours.js";
+import { VERMILLION, colourBar, cssColour, scaleOf } from "./colours.js";
 import { css, fit, h, labelled, onFrame, table } from "./dom.js";
 import { count, describeRanks, formatRanks, inUnit, milliseconds, moment, parseRanks, size } from "./format.js";
 import { load } from "./data.js";
@@ -94,13 +94,15 @@ class Parallel {
     const chosen = this.chosen;
     const own = run.at.get(chosen);
     const values = run.slower >= 0 ? run.values(run.slower, "mean") : null;
+    const palette = state.get("palette", "viridis");
+    this.scale = values ? scaleOf(values, "share") : null;
     const waits = run.between.some((between) => between >= 0);
     const ground = css("--cell");
     const deepest = Math.max(1, ...run.between);
     for (let index = 0; index < run.ranks.length; index += 1) {
       let colour = ground;
-      if (waits && run.between[index] >= 0) colour = cssColour("viridis", 90 + Math.round((150 * (deepest - run.between[index])) / deepest));
-      else if (!waits && values && Number.isFinite(values[index])) colour = cssColour("viridis", Math.max(0, Math.min(254, Math.round(40 + values[index] * 500))));
+      if (waits && run.between[index] >= 0) colour = cssColour(palette, 60 + Math.round((180 * (deepest - run.between[index])) / deepest));
+      else if (!waits && values && Number.isFinite(values[index])) colour = cssColour(palette, this.scale.level(values[index]));
       context.fillStyle = colour;
       const [x, y] = this.corner(index);
       context.fillRect(x, y, Math.max(1, this.w - (this.w > 5 ? 1 : 0)), this.hgt - 1);
@@ -192,8 +194,9 @@ class Parallel {
     const marks = [];
     if (run.silent.size || run.culprits.size) marks.push(h("span", { class: "key cross" }, "✕ silent, or holds others up"));
     if (run.slow.size) marks.push(h("span", { class: "key" }, "○ straggler"));
-    const text = waits ? "bright: waits for it directly; darker: through others" : run.slower >= 0 ? "bright: slower than its peers" : "";
-    this.legend.replaceChildren(h("span", { class: "key" }, text), ...marks);
+    const ends = waits ? ["through others", "waits for it directly"] : this.scale ? [inUnit(this.scale.low, "share"), `${inUnit(this.scale.high, "share")} slower than its peers`] : null;
+    const bar = ends ? h("span", { class: "ends" }, h("span", {}, ends[0]), colourBar(state.get("palette", "viridis")), h("span", {}, ends[1])) : "";
+    this.legend.replaceChildren(bar, ...marks);
   }
 
   async inspect(rank) {
@@ -237,10 +240,10 @@ class Parallel {
       const values = ["mean", "p99", "trend"].map((key) => this.run.values(number, key)[index]);
       return [measure.name, ...values.map((value) => inUnit(value, measure.unit))];
     }).filter((cells) => cells[1] !== "no value");
-    if (measures.length) result.push(h("h4", {}, "Times by step"), table(["", "Mean", "99th percentile", "Trend"], measures, "Times by step"));
+    if (measures.length) result.push(h("h4", {}, "Times by step"), table(["", "Mean", "99th percentile", "Change from first to last step"], measures, "Times by step"));
     if (facts.flows.length) {
       result.push(h("h4", {}, "Flows"), facts.flows[0].launched === undefined
-        ? table(["Operation", "Group", "With", "A step", "Size", "Waits for peers", "Moves bytes"], facts.flows.map((flow) => [
+        ? table(["Operation", "Group", "With", "A step", "Size", "Waiting for peers", "Transfer"], facts.flows.map((flow) => [
           flow.name, flow.group, this.peers(flow, facts.rank), String(Number(flow.a_step.toPrecision(3))), size(flow.bytes), milliseconds(flow.wait_ms), milliseconds(flow.transfer_ms)]), "Flows")
         : table(["Operation", "Group", "With", "Launched", "Complete"], facts.flows.map((flow) => [flow.name, flow.group, this.peers(flow, facts.rank), count(flow.launched), count(flow.complete)]), "Flows"));
     }

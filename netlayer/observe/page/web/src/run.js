@@ -20,6 +20,7 @@ export class Run {
     this.at = new Map();
     this.ranks.forEach((rank, index) => this.at.set(rank, index));
     this.silent = new Set(this.facts.stop.silent);
+    this.alike = new Set(this.facts.stop.alike); // in the same operation as the silent one, but with readings that go on
     this.culprits = new Set((this.facts.hang?.findings ?? []).filter((finding) => finding.certain).flatMap((finding) => finding.ranks));
     this.slow = new Map(this.facts.stragglers.map((row) => [row.rank, row]));
     this.hasLayout = this.ranks.length > 0 && this.pp.every((stage) => stage >= 0) && this.dp.every((place) => place >= 0);
@@ -70,6 +71,7 @@ export class Run {
   flags(rank) {
     const flags = [];
     if (this.silent.has(rank)) flags.push(this.facts.stop.state === "silent" ? "silent" : "may be silent");
+    if (this.alike.has(rank)) flags.push(`in the same operation as rank ${this.facts.stop.silent[0]}, but its readings go on`);
     if (this.culprits.has(rank)) flags.push("holds the job up");
     const slow = this.slow.get(rank);
     if (slow) flags.push(`${slow.confirmed ? "straggler" : "suspected straggler"}: ${inUnit(slow.slowdown, "share")}`);

@@ -1,6 +1,6 @@
 // Map rank x step of one measure, to zoom and pan, and the times of steps below it.
 
-import { cssColour, pixels, VERMILLION } from "./colours.js";
+import { colourBar, pixels, scaleOf, VERMILLION } from "./colours.js";
 import { Lines } from "./lines.js";
 import { css, fit, h, labelled, onFrame, options } from "./dom.js";
 import { inUnit, seconds } from "./format.js";
@@ -71,8 +71,8 @@ class Steps {
     const steps = Float64Array.from(run.steps);
     const series = [
       { label: "step, median rank", values: run.step_median_s, colour: "blue" },
-      { label: "own time, median rank", values: run.own_median_s, colour: "green", dash: [6, 3] },
-      { label: "own time, slowest rank", values: run.own_largest_s, colour: "orange", dash: [2, 3] },
+      { label: "busy time (without waits), median rank", values: run.own_median_s, colour: "green", dash: [6, 3] },
+      { label: "busy time (without waits), slowest rank", values: run.own_largest_s, colour: "orange", dash: [2, 3] },
     ];
     const rank = state.number("rank");
     const own = run.facts.measures.findIndex((measure) => measure.name === "own time");
@@ -105,7 +105,7 @@ class Steps {
     const across = Math.min(columns, Math.max(1, end - begin));
     const image = new ImageData(across, rows);
     const target = new Uint32Array(image.data.buffer);
-    const colours = pixels(state.get("palette", "viridis"), css("--cell"));
+    const colours = this.colours();
     const firstStep = new Int32Array(across + 1).map((_, x) => Math.min(steps - 1, Math.floor(begin + ((end - begin) * x) / across)));
     const line = new Uint8Array(steps);
     for (let y = 0; y < rows; y += 1) {
@@ -133,6 +133,16 @@ class Steps {
     this.axes(context, plotWidth, plotHeight);
     this.marks(context, plotWidth, plotHeight);
     this.describe();
+  }
+
+  // Colours of the payload's levels on the scale that the other views have for this measure.
+  colours() {
+    const { low, high, unit } = this.data.facts;
+    const means = this.run.values(this.number, "mean");
+    // Times of single steps go far beyond the means of ranks, and then they stretch the scale.
+    this.scale = scaleOf(unit === "share" ? means : [...means, low, high], unit);
+    const all = pixels(state.get("palette", "viridis"), css("--cell"));
+    return all.map((colour, level) => (level === 255 ? colour : all[this.scale.level(low + (level / 254) * (high - low))]));
   }
 
   axes(context, plotWidth, plotHeight) {
@@ -200,13 +210,12 @@ class Steps {
 
   describe() {
     const { facts } = this.data;
-    const bar = h("canvas", { class: "bar", width: 128, height: 1 });
-    const context = bar.getContext("2d");
-    for (let at = 0; at < 128; at += 1) {
-      context.fillStyle = cssColour(state.get("palette", "viridis"), 2 * at);
-      context.fillRect(at, 0, 1, 1);
-    }
-    this.legend.replaceChildren(h("span", { class: "ends" }, h("span", {}, inUnit(facts.low, facts.unit)), bar, h("span", {}, inUnit(facts.high, facts.unit))));
+    const bar = colourBar(state.get("palette", "viridis"));
+    const swatch = h("span", { class: "swatch" });
+    swatch.style.background = css("--cell");
+    const marks = [h("span", { class: "key" }, swatch, "step without an end in the record")];
+    if (this.run.slow.size) marks.push(h("span", { class: "key" }, "▸ black: straggler"));
+    this.legend.replaceChildren(h("span", { class: "ends" }, h("span", {}, inUnit(this.scale.low, facts.unit)), bar, h("span", {}, inUnit(this.scale.high, facts.unit))), ...marks);
     const cell = this.cell();
     if (!cell) {
       this.readout.textContent = "Bright rows are slow ranks, bright columns slow steps. Choose a cell.";

@@ -2,7 +2,7 @@
 
 import { isDark, kindColour } from "./colours.js";
 import { css, fit, h, labelled, onFrame, options, table } from "./dom.js";
-import { count, describeRanks, formatRanks, milliseconds, parseRanks, seconds, size } from "./format.js";
+import { count, describeRanks, formatRanks, inUnit, milliseconds, parseRanks, seconds, size } from "./format.js";
 import { embedded, load } from "./data.js";
 import { DIMENSIONS } from "./run.js";
 import * as state from "./state.js";
@@ -72,7 +72,10 @@ class Timeline {
     const items = await this.groups(rank);
     const wanted = state.get("group");
     if (wanted && !items.some(([value]) => value === wanted)) items.unshift([wanted, describeRanks(parseRanks(wanted))]);
-    options(this.group, items, wanted ?? items[0][0]);
+    // A straggler is seen beside ranks with equal work.
+    const peers = formatRanks(run.group("dp", rank));
+    const first = run.slow.has(rank) && !run.silent.has(rank) && items.some(([value]) => value === peers) ? peers : items[0][0];
+    options(this.group, items, wanted ?? first);
     const steps = run.steps;
     const step = state.number("step", run.facts.default_step ?? steps[steps.length - 1]);
     this.step.value = step ?? "";
@@ -109,28 +112,29 @@ class Timeline {
 
   // Sort events into rows, a lane of a rank each; steps are no row but the ground of their rank.
   take(data) {
-    this.data = data?.code?.length ? data : null;
+    this.data = data?.code?.length ? withOpen(data) : null;
     this.rows = [];
     this.events = [];
     this.detail.replaceChildren();
     if (!this.data) return;
+    data = this.data;
     const { facts } = data;
     this.kinds = facts.classes;
     const step = this.kinds.indexOf("step");
     const lanes = new Map();
     const order = [...parseRanks(this.group.value)];
     for (let at = 0; at < data.code.length; at += 1) {
-      if (data.code[at] === step) continue;
+      if (data.code[at] === step || data.open.has(at)) continue;
       const kind = data.code[at] === MARK ? "mark" : this.kinds[data.code[at]];
       const lane = kind === "mark" ? (this.isLaunch(at) ? "launches" : "marks") : ["data", "checkpoint", "evaluation"].includes(kind) ? "host" : facts.names.lane[data.lane[at]] || (kind === "collective" ? "collectives" : "computation");
       const key = `${data.rank[at]}/${lane}`;
       if (!lanes.has(key)) lanes.set(key, { rank: data.rank[at], lane, events: [] });
       lanes.get(key).events.push(at);
     }
-    // An operation that never ended has no event: it is drawn open, from the last that its rank recorded.
-    for (const open of facts.open ?? []) {
+    // An operation that never ended is drawn open, from the last that its rank recorded.
+    for (const [at, open] of data.open) {
       const own = [...lanes.values()].filter((lane) => lane.rank === open.rank);
-      lanes.set(`${open.rank}/open`, { rank: open.rank, lane: own.length ? "no end" : "", events: [], open });
+      lanes.set(`${open.rank}/open`, { rank: open.rank, lane: own.length ? "no end" : "", events: [at], open });
     }
     const place = new Map(order.map((rank, index) => [rank, index]));
     this.rows = [...lanes.values()].sort((one, other) => (place.get(one.rank) ?? 1e9) - (place.get(other.rank) ?? 1e9) || one.rank - other.rank || one.lane.localeCompare(other.lane));
@@ -143,8 +147,7 @@ class Timeline {
     });
     this.total = y;
     const begin = data.start_ms.reduce((least, each) => Math.min(least, each), Infinity);
-    let end = data.end_ms.reduce((most, each) => Math.max(most, each), begin);
-    if (facts.open?.length) end += 0.3 * (end - begin);
+    const end = data.end_ms.reduce((most, each) => Math.max(most, each), begin);
     this.all = { from: begin, to: Math.max(end, begin + 1e-3) };
     this.span = { ...this.all };
     this.scroll = 0;
@@ -156,12 +159,12 @@ class Timeline {
     });
     const used = new Set();
     data.code.forEach((code, at) => {
-      if (code !== step) used.add(code === MARK ? (this.isLaunch(at) ? "launch" : "mark") : this.kinds[code]);
+      if (code !== step && !data.open.has(at)) used.add(code === MARK ? (this.isLaunch(at) ? "launch" : "mark") : this.kinds[code]);
     });
     this.legend.replaceChildren(...[...used].map((kind) => {
       const swatch = h("span", { class: "swatch" });
       swatch.style.background = kindColour(kind === "launch" ? "collective" : kind, isDark());
-      return h("span", { class: "key" }, swatch, kind === "other" ? "other (computation)" : kind);
+      return h("span", { class: "key" }, swatch, kind === "other" ? "other (computation)" : kind === "collective" ? "communication (collective, send, receive)" : kind);
     }), facts.open?.length ? h("span", { class: "key" }, h("span", { class: "swatch open" }), "has no end in the record") : "");
     const wanted = state.number("event");
     this.selected = Number.isInteger(wanted) && wanted < data.code.length && wanted >= 0 ? wanted : this.first();
@@ -182,9 +185,14 @@ class Timeline {
     return depth;
   }
 
-  // The last event of a rank that a verdict names; else the first of all.
+  // What matters most: the operation of a silent rank that never ended, the longest pass of a straggler, the last
+  // event of another rank that a verdict names; else the first of all.
   first() {
+    const { data } = this;
     for (const rank of this.run.named) {
+      for (const [at, open] of data.open) if (open.rank === rank) return at;
+      const passes = [...data.code.keys()].filter((at) => data.rank[at] === rank && this.isPass(at));
+      if (this.run.slow.has(rank) && passes.length) return passes.reduce((longest, at) => (this.length(at) > this.length(longest) ? at : longest));
       const rows = this.rows.filter((row) => row.rank === rank && row.lane !== "marks" && row.events.length);
       if (rows.length) {
         const events = rows.flatMap((row) => row.events);
@@ -192,6 +200,28 @@ class Timeline {
       }
     }
     return this.rows.find((row) => row.events.length)?.events[0];
+  }
+
+  isPass(at) {
+    return ["forward", "backward"].includes(this.kinds[this.data.code[at]]) && !this.data.open.has(at);
+  }
+
+  length(at) {
+    return this.data.end_ms[at] - this.data.start_ms[at];
+  }
+
+  // How long the same pass takes on the other ranks of its stage that are shown.
+  usual(at) {
+    const { data, run } = this;
+    if (!this.isPass(at) || !run.hasLayout) return "";
+    const stage = (rank) => run.pp[run.at.get(rank)];
+    const alike = [...data.code.keys()].filter((other) => data.rank[other] !== data.rank[at] && data.code[other] === data.code[at] && data.step[other] === data.step[at]
+      && data.chunk[other] === data.chunk[at] && !data.open.has(other) && stage(data.rank[other]) === stage(data.rank[at]));
+    if (!alike.length) return "no other rank of its stage is shown; choose its data-parallel group above";
+    const lengths = alike.map((other) => this.length(other)).sort((one, other) => one - other);
+    const middle = lengths[Math.floor(lengths.length / 2)];
+    const ranks = new Set(alike.map((other) => data.rank[other])).size;
+    return `${milliseconds(middle)} (median of ${count(ranks)} other ${ranks === 1 ? "rank" : "ranks"} of its stage; this one: ${inUnit(this.length(at) / middle - 1, "share")})`;
   }
 
   x(ms) {
@@ -255,7 +285,7 @@ class Timeline {
     if (width < 4) return;
     const colour = css(this.run.isFaulty(row.rank) ? "--found" : "--muted");
     context.strokeStyle = colour;
-    context.lineWidth = 1.5;
+    context.lineWidth = row.events[0] === this.selected ? 3 : 1.5;
     context.setLineDash([5, 3]);
     context.strokeRect(left, row.y + 0.5, width + 4, ROW - 2);
     context.setLineDash([]);
@@ -408,6 +438,7 @@ class Timeline {
 
   title(at) {
     const { data } = this;
+    if (data.open.has(at)) return `${data.open.get(at).what}, without an end in the record`;
     const kind = data.code[at] === MARK ? "mark" : this.kinds[data.code[at]];
     const group = data.facts.names.group[data.group[at]];
     const name = this.name(at);
@@ -424,10 +455,11 @@ class Timeline {
     this.links = this.dependencies(at);
     const facts = [
       ["Begin", `${milliseconds(data.start_ms[at])} after the first shown (${seconds((data.facts.since_begin_ms + data.start_ms[at]) / 1e3)} into the run)`],
-      ["Duration", milliseconds(data.end_ms[at] - data.start_ms[at])],
+      ["Duration", data.open.has(at) ? "it has no end in the record; the bar ends where the drawing does" : milliseconds(this.length(at))],
+      ["Normal", this.usual(at)],
       ["Step", data.step[at] >= 0 ? String(data.step[at]) : ""],
       ["Size", size(data.bytes[at])],
-      ["Number", data.seq[at] >= 0 ? String(data.seq[at]) : ""],
+      ["Sequence number in its group", data.seq[at] >= 0 ? String(data.seq[at]) : ""],
       ["Timed by", data.facts.names.timing[data.timing[at]]],
       ["Says", data.facts.texts[at] ?? ""],
     ].filter(([, value]) => value);
@@ -582,6 +614,30 @@ class Timeline {
   focus() {
     this.canvas.focus();
   }
+}
+
+// Events with one more for each operation that never ended: up to 30% beyond the last end. `open`: those by place.
+function withOpen(data) {
+  const open = new Map();
+  const added = data.facts.open ?? [];
+  if (!added.length) return { ...data, open };
+  const number = data.code.length;
+  const begin = data.start_ms.reduce((least, each) => Math.min(least, each), Infinity);
+  const end = data.end_ms.reduce((most, each) => Math.max(most, each), begin);
+  const result = { facts: data.facts, open };
+  for (const [name, values] of Object.entries(data)) {
+    if (name === "facts") continue;
+    result[name] = new values.constructor(number + added.length);
+    result[name].set(values);
+    result[name].fill(name === "bytes" ? NaN : ["name", "group", "lane", "timing"].includes(name) ? 0 : -1, number);
+  }
+  added.forEach((each, place) => {
+    const at = number + place;
+    open.set(at, each);
+    [result.rank[at], result.start_ms[at], result.end_ms[at]] = [each.rank, each.from_ms, Math.max(each.from_ms, end) + 0.3 * (end - begin)];
+    [result.code[at], result.step[at]] = [data.facts.classes.indexOf("other"), each.step ?? -1];
+  });
+  return result;
 }
 
 export const view = { id: "timeline", title: "Timeline", help, create: (run) => new Timeline(run) };
