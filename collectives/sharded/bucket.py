@@ -173,10 +173,10 @@ def _pack_whole(
 class GradientShard:
     """Memory of a bucket's reduced gradient, which may be given back between two steps.
 
-    It comes where it is first asked for, on the current stream; whoever holds a view of it still keeps it.
+    It is allocated at its first use, on the current stream; views keep the old memory alive.
 
     Args:
-        like_S: a tensor as it is.
+        like_S: a tensor of its shape, dtype and device.
         spans: start, end and shape of each piece.
         flat_S: memory that stays; None: as allocated here, of zeros.
     """

@@ -4,8 +4,7 @@ A `ReduceScatter` has three backends: gloo, NCCL with or without windows, and co
 NCCL with or without windows, from which its copy engines gather where the group was made for that. Each says where what
 travels lies, and launches it on a communicator. Which bucket leaves when is `collectives.sharded.reduce`'s and
 `collectives.sharded.gather`'s; the buffers of a bucket are `collectives.sharded.bucket`'s. The
-comparison of steps is a collective before a round of reductions: on a gradient's way it would cost one more module to
-follow elsewhere.
+comparison of steps, a collective before a round of reductions, stays here so that a gradient passes no further module.
 
 [Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
 divided before the sum, by a power of two no less than the number of ranks (it rounds nothing but what is subnormal),

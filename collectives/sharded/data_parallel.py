@@ -83,7 +83,7 @@ from collectives.sharded.prepare import (
     usual_bytes,
     wire_dtype,
 )
-from collectives.sharded.reduce import GradientReduce, inside_backward
+from collectives.sharded.reduce import GradientReduce, GradientState, inside_backward
 from collectives.sharded.slot import DeferredWeightGrads
 from collectives.sharded.state import (
     attach_state_hooks,
@@ -445,11 +445,14 @@ class ShardedDataParallel(StandIn):
             raise ValueError(f"{lack} before step_in_backward updates: build the optimiser without it")
 
     def release_gradients(self) -> None:
-        """Give the memory of reduced gradients back until they come again, after `zero_grad`, or the optimiser's.
+        """Free the memory of reduced gradients until the next reduction; call it after `zero_grad`.
 
-        A step's largest moment is its loss, when activations are there and no gradient is. Not where a CUDA graph has
-        the addresses, nor with steps inside the backward pass.
+        A step's largest moment is its loss, when activations are there and no gradient is. Nothing is freed while
+        gradients are on their way or not yet handed to the shards, nor with steps inside the backward pass, which may
+        still read them. Not to be called where a CUDA graph has the addresses.
         """
+        if self.step_in_backward or self._reduce.state not in (GradientState.EMPTY, GradientState.FINISHED):
+            return
         self._reduce.reduce_scatters.wait_all()
         for bucket in self.buckets:
             bucket.release_gradient()

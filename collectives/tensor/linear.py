@@ -50,9 +50,9 @@ Join = Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]]
 
 
 Again = Callable[[Tensor | None], Tensor]
-"""Gives a linear's input once more in the backward pass, from its gradient or (None) without: it need not be kept.
+"""Returns a linear's input again in the backward pass; the argument is that input's gradient, or None.
 
-The linear alone reads that input: whoever gave it may compute its own backward pass in the same call.
+The linear alone reads that input, and need not keep it: whoever gave it may compute its own backward pass in that call.
 """
 
 

@@ -212,8 +212,12 @@ class ModelConfig(Section):
         return self.num_kv_heads * self.head_width
 
     def recomputes(self, module: RecomputeModule) -> bool:
-        """Whether backward computes the outputs of these modules again, and blocks are not recomputed whole."""
-        return self.recompute == "selective" and module in self.recompute_modules.split()
+        """Whether backward computes the outputs of these modules again, and blocks are not recomputed whole.
+
+        Where blocks are compiled, the compiler chooses itself what it keeps of norms and activations.
+        """
+        is_chosen = self.recompute == "selective" and module in self.recompute_modules.split()
+        return is_chosen and (module == "core_attn" or not self.compile)
 
     def window(self, layer: int) -> int:
         """Keys that a query of the layer sees; 0 = all before it."""

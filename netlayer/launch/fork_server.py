@@ -1,8 +1,8 @@
 """Process that has imported what others need, and forks them: Linux alone.
 
 An import of torch and of the trainer takes seconds of a core in every process; a fork has them in milliseconds. The
-server itself computes nothing, opens no device, and ends with whoever started it. Not covered: what a fork then does
-(`run_module`, or any function of one argument).
+server itself computes nothing, opens no device, and ends with whoever started it, once its imports are done. Not
+covered: what a fork then does (`run_module`, or any function of one argument).
 
 [Note: whose child] Who asks for a process reaps it, so it has to be its child. The server forks a process that forks
 the wanted one and ends at once; the kernel then gives that to the nearest process above which asks for such orphans
@@ -122,6 +122,7 @@ class ForkServer:
         self.mark = mark
         self._socket, there = _socket_pair()
         self._refusal: str | None = None
+        self._sessions: set[int] = set()  # of forks that were handed out: each leads its own
         command = [sys.executable, "-m", __name__, str(there.fileno()), label, *modules]
         with there:
             self._process = subprocess.Popen(
@@ -156,20 +157,23 @@ class ForkServer:
             fds: that become its stdin, stdout and stderr, and one more with `request.kept`.
 
         Raises:
-            ForkServerLost: it has ended or does not answer; it is ended then, and what it may have forked with it.
+            ForkServerLost: it has ended or does not answer; it is ended then, and what it may have forked for this
+                request. Earlier forks go on.
         """
         while self._refusal is None:
             self._look(1.0)
         if self._refusal:
             raise ForkServerLost(self._refusal)
         try:
-            return fork_over(self._socket, request, fds)
+            forked = fork_over(self._socket, request, fds)
         except ForkServerLost as exc:
             self._refusal = str(exc)
             self.end()
             if self.mark:
-                kill_strays(self.mark)
+                kill_strays(self.mark, self._sessions)
             raise
+        self._sessions.add(forked.pid)
+        return forked
 
     def end(self) -> None:
         """End the server; its forks go on. Twice is once."""
@@ -234,6 +238,7 @@ def run_module(arguments: Sequence[str]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
+    ctypes.CDLL(None).fflush(None)  # what NCCL has printed by C's stdio, which an interpreter's end would write too
     os._exit(code)
 
 
@@ -265,18 +270,23 @@ def answer_requests(requests: socket.socket) -> None:
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
-            pid = os.fork()
-            if pid == 0:
-                requests.close()
-                os.close(reading)
-                os.close(writing)
-                _become(Request(*pickle.loads(data)), fds)
-            os.write(writing, str(pid).encode())
-            os._exit(0)
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    requests.close()
+                    os.close(reading)
+                    os.close(writing)
+                    _become(Request(*pickle.loads(data)), fds)
+                os.write(writing, str(pid).encode())
+            finally:  # where no process can be had it must not go on as a second server
+                os._exit(0)
+        os.close(writing)  # so that the end of a process that has written nothing is seen
         os.waitpid(between, 0)  # now it is a child of who asked
         answer = os.read(reading, 64)
-        for each in (*fds, reading, writing):
+        for each in (*fds, reading):
             os.close(each)
+        if not answer:
+            return  # no process could be made: who asked starts its own
         requests.send(answer)
 
 

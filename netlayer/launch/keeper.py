@@ -28,16 +28,24 @@ def kill_strays(launch_id: str, spared: Collection[int] = ()) -> None:
 
     Args:
         launch_id: the mark.
-        spared: process ids that carry it and stay.
+        spared: process ids that carry it and stay, with all processes of the sessions that they lead.
     """
     for _ in range(100):  # again, for a process may have forked while we looked
-        strays = [pid for pid in _find_strays(launch_id.encode()) if pid not in spared]
+        strays = [pid for pid in _find_strays(launch_id.encode()) if pid not in spared and _session(pid) not in spared]
         for pid in strays:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if not strays:
             return
         time.sleep(0.02)
+
+
+def _session(pid: int) -> int:
+    """Return the session of a process; 0: it has ended."""
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return 0
 
 
 def _find_strays(mark: bytes) -> list[int]:

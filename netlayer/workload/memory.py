@@ -299,8 +299,9 @@ def saved_tensors(model: ModelConfig, tp: int = 1, part: BlockPart = "whole") ->
         attention["normalised queries and keys"] = apart * width + copies
         attention["attention"] = model.attention_width * (width + is_scaled) + model.heads * 4
     activation = model.ffn_hidden * read("mlp_act")
-    if model.parallel_block and model.recomputes("core_attn") and model.recomputes("mlp_act"):
-        activation = 0  # both are computed again ahead of the linear that sums them
+    if model.parallel_block and model.recomputes("core_attn"):
+        # Both are computed again ahead of the linear that sums them, or the activation is kept whole as its input.
+        activation = 0 if model.recomputes("mlp_act") else model.ffn_hidden * width
     mlp = {"up": float(up_width(model) * width), "activation": float(activation)}
     if model.parallel_block:
         saved = stream | {"norm": norm} | attention | mlp

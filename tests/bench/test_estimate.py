@@ -124,7 +124,7 @@ def test_more_bandwidth_is_never_slower(layout: dict[str, Any], faster: str) -> 
 def test_better_numbers_are_never_slower(layout: dict[str, Any], name: str) -> None:
     change = 0.5 if name == "spread" else 1.2  # ranks that differ less
     better = dataclasses.replace(HOPPER, **{name: getattr(HOPPER, name) * change})
-    # What is ready earlier may start an exchange before a more urgent one (Graham's anomaly): by less than a thousandth.
+    # What is ready earlier may go before what is more urgent (Graham's anomaly): by less than a thousandth.
     assert estimate_step(plan(**layout), better).step_s <= 1.001 * estimate_step(plan(**layout), HOPPER).step_s
 
 

@@ -93,6 +93,29 @@ def test_gradients_add_up_over_backward_passes_of_a_step(caplog: pytest.LogCaptu
         torch.testing.assert_close(piece.grad, grads[name].grad.flatten())
 
 
+@pytest.mark.parametrize("moment", ["backward", "finish", "zero"])
+def test_memory_of_gradients_is_freed_only_where_nobody_needs_them(moment: str) -> None:
+    model = net(torch.float32)
+    sharded = shard(copy.deepcopy(model))
+    ours, theirs = sharded.optimizer(adamw), adamw(model.parameters())
+    for tokens in batches(3, 1):
+        model(tokens).backward()
+        sharded(tokens).backward()
+        if moment == "backward":
+            sharded.release_gradients()
+        sharded.finish_gradients()
+        if moment == "finish":
+            sharded.release_gradients()
+        ours.step()
+        theirs.step()
+        sharded.zero_grad()
+        theirs.zero_grad()
+        if moment == "zero":
+            sharded.release_gradients()
+            assert all(bucket.gradient._flat_S is None for bucket in sharded.buckets)
+    torch.testing.assert_close(sharded.full_state_dict(), dict(model.state_dict()))
+
+
 def test_execution_order_is_that_of_the_calls() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:

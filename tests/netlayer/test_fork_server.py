@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from netlayer.launch.fork_server import Forked, ForkServer, ForkServerLost, Request, run_module
+from netlayer.launch.fork_server import (
+    Forked,
+    ForkServer,
+    ForkServerLost,
+    Request,
+    answer_requests,
+    fork_over,
+    run_module,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone")
 ENTRY = f"{run_module.__module__}:{run_module.__name__}"
@@ -66,6 +77,45 @@ def test_a_fork_that_fails_or_is_killed_says_so(start: Starts, tmp_path: Path) -
     assert killed.wait(60) == -9
 
 
+def test_forks_outlive_a_server_that_is_lost_before_the_next(start: Starts, tmp_path: Path) -> None:
+    """Else ranks that run would be killed for one that cannot be started, and their node be blamed for it."""
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(100)\n")
+    server = start("json")
+    forked, _ = fork(server, "waits", tmp_path)
+    os.kill(server.pid, signal.SIGKILL)
+    with pytest.raises(ForkServerLost):
+        fork(server, "waits", tmp_path)
+    assert forked.poll() is None
+    forked.send_signal(signal.SIGKILL)
+    assert forked.wait(60) == -signal.SIGKILL
+
+
+def test_a_server_that_can_make_no_process_says_so_at_once(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = os.fork()
+    if server == 0:  # its process in between can fork no more, as at a limit of processes
+        ours.close()
+        fork_once, left = os.fork, [1]
+
+        def limited() -> int:
+            if not left:
+                raise BlockingIOError(errno.EAGAIN, "no more processes")
+            left.pop()
+            return fork_once()
+
+        os.fork = limited
+        answer_requests(theirs)
+        os._exit(0)
+    theirs.close()
+    request = Request(os.getpid(), ENTRY, ["json"], "", dict(os.environ), str(tmp_path))
+    start_s = time.monotonic()
+    with Path(os.devnull).open("r+b") as null, pytest.raises(ForkServerLost):
+        fork_over(ours, request, [null.fileno()] * 3)
+    assert time.monotonic() - start_s < 9  # it did not wait until nobody answers
+    assert os.waitpid(server, 0)[1] == 0
+    ours.close()
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -84,13 +134,3 @@ def test_what_must_not_be_forked_is_refused(text: str, reason: str, start: Start
     assert reason in server.refusal
     with pytest.raises(ForkServerLost, match=reason):
         fork(server, "json.tool", tmp_path)
-
-
-def test_a_server_that_is_gone_is_told_and_its_forks_go_with_it(start: Starts, tmp_path: Path) -> None:
-    (tmp_path / "waits.py").write_text("import time\ntime.sleep(100)\n")
-    server = start("json")
-    forked, _ = fork(server, "waits", tmp_path)
-    os.kill(server.pid, 9)
-    with pytest.raises(ForkServerLost):
-        fork(server, "waits", tmp_path)
-    assert forked.wait(60) == -9

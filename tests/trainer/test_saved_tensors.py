@@ -75,6 +75,11 @@ def test_a_block_keeps_what_is_counted(shape: dict[str, Any], modules: str, dtyp
     assert found == pytest.approx(counted, rel=0.02)
 
 
+def test_compiled_blocks_are_counted_with_what_their_compiler_keeps() -> None:
+    asked = model_of("mlp_act layernorm", compile=True)
+    assert saved_tensors(asked) == saved_tensors(asked.model_copy(update={"recompute": "none"}))
+
+
 def test_of_a_7b_layer_recomputation_drops_what_a_compiler_drops() -> None:
     """Bytes of 8,192 tokens a layer, in units of [tokens, hidden] in bfloat16, which are 64 MiB."""
     unit = 4096 * 2
@@ -162,8 +167,17 @@ def same_bits(one: layout_ranks.Trained, two: layout_ranks.Trained) -> bool:
     return tensors and (one.losses, one.norms, one.evaluation) == (two.losses, two.norms, two.evaluation)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shape", [{}, {"parallel_block": True}, LLAMA], ids=["gpt", "parallel", "llama"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param({}, "float32", id="gpt-float32"),
+        pytest.param({"parallel_block": True}, "float32", id="parallel-float32"),
+        pytest.param(LLAMA, "bfloat16", id="llama-bfloat16"),
+        pytest.param({}, "bfloat16", id="gpt-bfloat16", marks=pytest.mark.slow),
+        pytest.param({"parallel_block": True}, "bfloat16", id="parallel-bfloat16", marks=pytest.mark.slow),
+        pytest.param(LLAMA, "float32", id="llama-float32", marks=pytest.mark.slow),
+    ],
+)
 def test_recomputation_changes_no_bit(shape: dict[str, Any], dtype: str) -> None:
     base = job_of({}, {**shape, "dtype": dtype, "recompute": "none"}, {}).model
     expected = trained(base)

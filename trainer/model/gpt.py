@@ -187,6 +187,8 @@ class Block(nn.Module):
         self.recomputes_norms = config.recomputes("layernorm") and not keeps_rows
         self.recomputes_activation = config.recomputes("mlp_act") and not keeps_rows
         self.recomputes_attention = config.recomputes("core_attn")
+        # Inside attention's own recomputation an activation costs nothing to make again, however linears multiply.
+        self.recomputes_both = self.recomputes_attention and config.recomputes("mlp_act")
         linear: Any = {"operators": self.operators, "fp8": fp8}
         # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms. With full
         # recomputation no branch is left to the next block's.
@@ -277,7 +279,7 @@ class Block(nn.Module):
 
     def _outer_of(self, packed: Packed | None, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
         """Attention, activation, and the linear that sums their products, of a parallel block."""
-        if self.recomputes_attention and self.recomputes_activation and _may_recompute():
+        if self.recomputes_both and _may_recompute():
             # Attention's inputs and the activation's are all that is kept; an activation given in would be too.
             def outer(attended: Tensor, *up: Tensor) -> Tensor:
                 return self.outer(attended, self._activate(None, *up)[0])  # type: ignore[no-any-return]
