@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from topology.ecmp.load import Collisions
+if TYPE_CHECKING:  # it loads numba, and a quickstart refuses a bad option before that
+    from topology.ecmp.load import Collisions
 
 __all__ = ["LoadCollisions", "TierCollisions", "mean_and_std"]
 
