@@ -30,6 +30,7 @@ EXAMPLES = {
     "linears.py": "program: tensor-parallel linears",
     "lightning_sharded.py": "program: sharded data parallel under Lightning",
     "accelerate_sharded.py": "program: sharded data parallel under Accelerate",
+    "calculon_estimator.py": "estimator for `estimate arena`: Calculon, from its own checkout",
 }
 
 
