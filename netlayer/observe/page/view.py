@@ -20,7 +20,7 @@ from netlayer.layout import describe_ranks
 from netlayer.observe.blame import Blame
 from netlayer.observe.events import Mark, Segment, events_of
 from netlayer.observe.page.advice import next_steps
-from netlayer.observe.page.columns import Columns, Readings, is_hang
+from netlayer.observe.page.columns import Columns, Place, Readings, is_hang, newest, places_of
 from netlayer.observe.page.payload import pack, pack_levels
 from netlayer.observe.page.stopped import Stop, judge_stop
 from netlayer.observe.page.tables import run_of
@@ -114,7 +114,7 @@ class RunView:
     @cached_property
     def ranks(self) -> list[int]:
         """All ranks that any evidence names, in order."""
-        named = {rank for file in self.columns.files for rank in file.places} | set(self.run.ranks)
+        named = self.places.keys() | set(self.run.ranks)
         if self.blame:
             for finding in self.blame.findings:
                 named |= {*finding.ranks, *finding.waiting}
@@ -122,9 +122,18 @@ class RunView:
 
     @cached_property
     def hosts(self) -> dict[int, str]:
-        """Host of each rank that is known to be on one."""
-        places = {rank: place for file in reversed(self.columns.files) for rank, place in file.places.items()}
-        return {rank: str(place[0]) for rank, place in places.items() if place[0]}
+        """Host of each rank that is known to be on one in the last start with steps, else in the newest."""
+        attempt = max(self.run.attempts, default=-1)
+        hosts = {
+            rank: of_starts.get(attempt, (None,))[0] if attempt >= 0 else newest(of_starts)[0]
+            for rank, of_starts in self.places.items()
+        }
+        return {rank: str(host) for rank, host in hosts.items() if host}
+
+    @cached_property
+    def places(self) -> dict[int, dict[int, Place]]:
+        """Host and coordinates of each rank by start, as `FileColumns.places`."""
+        return places_of(self.columns.files)
 
     @cached_property
     def stragglers(self) -> tuple[StragglerRow, ...]:
@@ -271,13 +280,12 @@ class RunView:
 
     def _places(self) -> tuple[list[str], dict[str, list[int]]]:
         """Host of each rank, and its coordinates; -1: not known."""
-        known = {rank: place for file in reversed(self.columns.files) for rank, place in file.places.items()}
         layout = self.run.facts.get("layout")
         replicas, degree = (layout.get(name) for name in ("dp_replicate", "dp")) if isinstance(layout, dict) else (1, 1)
         hosts: list[str] = []
         places: dict[str, list[int]] = {name: [] for name in _PLACES}
         for rank in self.ranks:
-            host, *numbers = known.get(rank, (None,) * 5)
+            host, *numbers = newest(self.places.get(rank))
             hosts.append(str(host or ""))
             for name, value in zip(_PLACES, (*numbers, None), strict=True):
                 places[name].append(value if isinstance(value, int) else -1)

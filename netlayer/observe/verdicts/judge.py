@@ -158,8 +158,9 @@ def _unrecorded(run: Run, detection: Detection) -> str:
                   and np.nanmedian(detection.relative[:, column]) < -_UNRECORDED]  # fmt: skip
         if 0 < len(hidden) <= len(peers) // 4:
             share, column = max(hidden)
+            name = run.name(column, run.steps[0])
             return (
-                f"{share:.0%} of the step of {run.name(column)} is in no record, of its peers' {usual:.0%}: "
+                f"{share:.0%} of the step of {name} is in no record, of its peers' {usual:.0%}: "
                 "they may wait for it inside what they recorded as their own work"
             )
     return ""
@@ -175,9 +176,8 @@ def _line(run: Run, suspect: Suspect) -> str:
     is_slow = f"is {suspect.slowdown:.1%} slower than its peers without waits"
     if suspect.slowdown >= _MANY_TIMES:
         is_slow = f"takes {1 + suspect.slowdown:.0f} times as long as its peers"
-    return (
-        f"{run.name(suspect.column)} {is_slow} {since}: {cause} ({share:.0%} of the difference{_passes(run, suspect)})"
-    )
+    name = run.name(suspect.column, run.steps[suspect.since])
+    return f"{name} {is_slow} {since}: {cause} ({share:.0%} of the difference{_passes(run, suspect)})"
 
 
 def _passes(run: Run, suspect: Suspect) -> str:
@@ -199,7 +199,7 @@ def _suspect_row(run: Run, suspect: Suspect) -> StragglerRow:
     cause, share = _cause(run, suspect)
     return StragglerRow(
         rank=run.ranks[suspect.column],
-        host=run.hosts[suspect.column],
+        host=run.host_of(suspect.column, run.steps[suspect.since]),
         since_step=run.steps[suspect.since],
         slowdown=suspect.slowdown,
         cause=cause,

@@ -322,3 +322,17 @@ def test_nothing_that_can_be_read_is_one_line(tmp_path: Path) -> None:
     assert done.exit_code != 0
     assert isinstance(done.exception, ConfigError)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_silent_rank_that_moved_is_named_on_its_host_of_the_last_start(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ParallelLayout(tp=1, pp=1, dp=4), 12, Faults(silent=2, silent_step=12, restart_step=6))
+    # What the start before left on another host is read last, and is of an earlier start.
+    before = Segment(Origin(rank=2, attempt=0, host="host-gone"), "forward", "forward", 1, 2, step=1)
+    source = PageSource([tmp_path / "a", write(tmp_path / "b", [before])])
+    assert len(source.view.places[2]) == 2
+    facts, arrays = unpack(source.get("overview", {}))
+    assert facts["stop"]["line"].startswith("rank 2 (host-0000) is silent")
+    assert facts["hosts"][arrays["host"][2]] == "host-0000"
+    other = write(tmp_path / "c", [Mark(Origin(rank=2, attempt=1, host="host-other"), "note", 1)])
+    facts, _ = unpack(PageSource([tmp_path / "a", other]).get("overview", {}))
+    assert facts["stop"]["line"].startswith("rank 2 is silent")
