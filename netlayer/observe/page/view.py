@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from netlayer.layout import describe_ranks
 from netlayer.observe.blame import Blame
 from netlayer.observe.events import Mark, Segment, events_of
-from netlayer.observe.page.advice import next_steps
+from netlayer.observe.page.advice import next_step
 from netlayer.observe.page.columns import Columns, Place, Readings, is_hang, newest, places_of
 from netlayer.observe.page.payload import pack, pack_levels
 from netlayer.observe.page.stopped import Stop, judge_stop
@@ -227,7 +227,7 @@ class RunView:
                 "alike": self.stop.alike,
             },
             "num_whole_steps": len(_whole_steps(run, self.is_open).steps),
-            "next": next_steps(self),
+            "next": next_step(self),
             "hang": self._hang(),
             "starts": [asdict(row) for verdict in self.verdicts for row in verdict.rows if isinstance(row, StartRow)],
             "spans": [self._span(number) for number in range(len(run.starts))],

@@ -24,6 +24,8 @@ _QUARTER_STEPS = 5
 _POWER_CAP = "power cap"
 _NOT_EXPLAINED = "not explained"
 _QUEUED = "waiting for a processor"
+SLOW_COMPUTATION = "slow computation"
+"""Cause of a straggler whose passes, optimizer and the like take longer than those of its peers."""
 _WHOLE_STEPS, _LASTING_STEPS = 30, 100
 """Slow steps that confirm a suspect where nobody counted waits for a processor: of a whole record, and of a part."""
 _BUSY_HOST = 0.1
@@ -182,7 +184,7 @@ def _line(run: Run, suspect: Suspect) -> str:
 
 def _passes(run: Run, suspect: Suspect) -> str:
     """What each kind of computation of a suspect takes longer than its peers', where it does, as `: forward +5 ms`."""
-    if _cause(run, suspect)[0] != "slow computation":
+    if _cause(run, suspect)[0] != SLOW_COMPUTATION:
         return ""
     longer = {name: _excess(run, suspect, run.segments[name]) for name in COMPUTE if name in run.segments}
     most = max(longer.values(), default=0.0)
@@ -222,7 +224,7 @@ def _cause(run: Run, suspect: Suspect) -> tuple[str, float]:
     parts = {
         name: _excess(run, suspect, times) for name, times in run.segments.items() if name not in ("wait", "collective")
     }
-    causes = {"slow computation": sum(parts.pop(name, 0.0) for name in COMPUTE)}
+    causes = {SLOW_COMPUTATION: sum(parts.pop(name, 0.0) for name in COMPUTE)}
     names = {"data": "waiting for data", "gc": "garbage collection"}
     causes |= {names.get(name, name): seconds for name, seconds in parts.items()}
     causes["time outside all segments (host)"] = whole - sum(causes.values())
@@ -301,7 +303,7 @@ def _lost_by_cause(run: Run, detection: Detection) -> dict[str, Times]:
     slow = [
         suspect.column
         for suspect in detection.stragglers
-        if run.ranks[suspect.column] in throttled or _cause(run, suspect)[0] == "slow computation"
+        if run.ranks[suspect.column] in throttled or _cause(run, suspect)[0] == SLOW_COMPUTATION
     ]
     behind = compute - _median_of_ranks(compute)[:, None]
     word = "throttling" if throttled else "slow computation of stragglers"

@@ -5,6 +5,7 @@ import gzip
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,16 @@ from click.testing import CliRunner
 from bench.page.synthetic import Faults, write_run
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
+from netlayer.observe.blame import Blame, Finding
 from netlayer.observe.command import observe
 from netlayer.observe.events import Counter, Event, Mark, Origin, Segment
 from netlayer.observe.page import export
+from netlayer.observe.page.advice import next_step
 from netlayer.observe.page.payload import MISSING, pack, pack_levels, unpack
 from netlayer.observe.page.source import PageSource
 from netlayer.observe.page.stopped import Stop, judge_stop
 from netlayer.observe.page.view import statistics
+from netlayer.observe.verdicts.verdict import StragglerRow
 from tests.netlayer.observe.page.test_tables import write
 from tests.netlayer.observe.test_report import events_of_run
 
@@ -55,16 +59,45 @@ def test_the_silent_rank_and_who_waits_for_it_are_named(faulty: PageSource) -> N
 
 
 def test_the_next_step_has_the_place_the_time_and_the_command(faulty: PageSource) -> None:
-    where, evict, test = unpack(faulty.get("overview", {}))[0]["next"]
+    step = unpack(faulty.get("overview", {}))[0]["next"]
+    assert (step["subject"], step["rank"]) == ("silent rank", 21)
+    where, evict, test = step["lines"]
     assert where.startswith("rank 21 on host host-0002, GPU 5 if the host's ranks are numbered in order; its last")
     assert re.search(r"at 2023-11-14 22:1\d:\d\d UTC$", where)
-    assert "`netlayer run evict OUT host-0002`" in evict
-    assert "`echo host-0002 > hosts.txt; netlayer accept --hosts hosts.txt`" in test
+    assert "`netlayer run status OUT` says which node runs on host-0002; then `netlayer run evict OUT NODE`" in evict
+    assert '`HOSTS=$(mktemp); echo host-0002 > "$HOSTS"; netlayer accept --hosts "$HOSTS"`' in test
+
+
+def test_the_node_of_a_run_of_ours_is_the_one_of_its_last_start(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ParallelLayout(tp=1, pp=1, dp=4), 12, Faults(silent=2, silent_step=12, restart_step=6))
+    files = [tmp_path / "a"]
+    for attempt in (1, 0):
+        origin = Origin(rank=2, attempt=attempt, host="host-0000")
+        mark = Mark(origin, "run_start", 1, attributes={"pid": 7 + attempt, "node": f"node-{attempt}"})
+        files.append(write(tmp_path / f"b{attempt}", [mark]))
+    where, evict, _ = unpack(PageSource(files).get("overview", {}))[0]["next"]["lines"]
+    assert "process 8" in where
+    assert "`netlayer run evict OUT node-1`" in evict
 
 
 def test_a_run_that_accuses_nobody_has_no_next_step(tmp_path: Path) -> None:
     write_run(tmp_path, ParallelLayout(tp=1, pp=1, dp=4), 3, Faults())
-    assert unpack(PageSource([tmp_path]).get("overview", {}))[0]["next"] == []
+    assert unpack(PageSource([tmp_path]).get("overview", {}))[0]["next"] is None
+
+
+def test_a_next_step_is_for_slow_computation_in_a_run_whose_end_is_known(tmp_path: Path) -> None:
+    write_run(tmp_path, ParallelLayout(tp=1, pp=1, dp=4), 30, Faults(straggler=1))
+    view = PageSource([tmp_path]).view
+    step = next_step(view)
+    assert step is not None
+    assert (view.stop.state, step["subject"], step["rank"]) == ("ended", "straggler", 1)
+    for state in ("cannot tell", "suspected"):
+        assert next_step(replace(view, stop=replace(view.stop, state=state))) is None
+    finding = Finding("dead", (3,), "", "", "rank 3 holds others up")
+    assert next_step(replace(view, blame=Blame((finding,)))) is None
+    [verdict] = [each for each in view.verdicts if each.subject == "straggler"]
+    slow_data = tuple(replace(row, cause="data") for row in verdict.rows if isinstance(row, StragglerRow))
+    assert next_step(replace(view, verdicts=[replace(verdict, rows=slow_data)])) is None
 
 
 def test_shares_of_the_whole_time_add_up_and_a_hang_counts(faulty: PageSource) -> None:
