@@ -84,7 +84,7 @@ class FileColumns:
     """Batches with the rows of the two last steps, beside others."""
     last_ns: int = 0
     last_sign_ns: dict[int, int] = field(default_factory=dict)
-    """Of each rank its last reading or mark."""
+    """Of each rank its last reading or mark after its start."""
 
 
 class Columns:
@@ -254,7 +254,8 @@ class _Builder:
         """Join the parts of all batches once the last is read: segments, and counters by name, rank, host and port."""
         self._file.tail = [batch for _, batch in self._tail]
         for one in self._file.marks:
-            if one.origin.rank is not None:
+            # That a rank started is no reading that could end: of short runs it would be taken for one.
+            if one.origin.rank is not None and one.name not in ("run_start", "restart"):
                 self._sign(one.origin.rank, one.end_ns)
         self._file.segments = {
             name: np.concatenate(parts) if parts else np.empty(0, np.int64) for name, parts in self._parts.items()

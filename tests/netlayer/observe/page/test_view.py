@@ -4,9 +4,10 @@ import base64
 import gzip
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -117,22 +118,35 @@ def test_a_straggler_has_its_passes_and_each_percentage_its_base(faulty: PageSou
 
 
 def run_that_stops(
-    behind: Iterable[int], *, until_s: float = 60.0, work: bool = True, signs: Iterable[int] = ()
+    behind: Iterable[int],
+    *,
+    until_s: float = 60.0,
+    work: bool = True,
+    signs: Iterable[int] = (),
+    last_signs_s: Mapping[int, float] = MappingProxyType({}),
+    begin_s: float = 0.0,
 ) -> Stop:
-    """Four ranks with a pass and a reduction a step; ranks `behind` end the record before the pass of step 3."""
+    """Four ranks with a pass and a reduction a step; ranks `behind` end the record before the pass of step 3.
+
+    Args:
+        signs: ranks whose readings go on to the end.
+        last_signs_s: when the readings of others end.
+        begin_s: of step 0.
+    """
     segments: list[Segment] = []
     for rank in range(4):
         origin = Origin(rank=rank, host="h")
         for step in (2, 3):
-            at = step * 100 * MS
+            at = round(begin_s * 1e9) + step * 100 * MS
             more = {"step": step, "group": "reduce", "group_ranks": "0:4:1", "seq": step}
             if step == 2 or rank not in set(behind):
                 segments.append(Segment(origin, "forward", "forward", at, at + 60 * MS, step=step))
             if step == 2:
                 segments.append(Segment(origin, "collective", "all_reduce", at + 60 * MS, at + 70 * MS, **more))
                 segments.append(Segment(origin, "step", "step", at, at + 70 * MS, step=2))
-    last = dict.fromkeys(signs, round(until_s * 1e9))
-    return judge_stop(segments, round(until_s * 1e9), 0.1, ended=not work, last_sign_ns=last)
+    until_ns = round((begin_s + until_s) * 1e9)
+    last = dict.fromkeys(signs, until_ns) | {rank: round(at_s * 1e9) for rank, at_s in last_signs_s.items()}
+    return judge_stop(segments, until_ns, 0.1, ended=not work, last_sign_ns=last)
 
 
 def test_a_rank_that_is_in_its_own_work_is_silent() -> None:
@@ -146,7 +160,22 @@ def test_of_two_ranks_that_one_group_waits_for_none_is_accused() -> None:
     stop = run_that_stops([2, 3])
     assert stop.state != "silent"
     assert stop.silent in ((), (2, 3))
-    assert run_that_stops([2, 3], signs=[0, 1, 3]).silent == (2,)
+
+
+def test_of_two_ranks_the_one_whose_readings_end_as_it_stops_is_silent() -> None:
+    stop = run_that_stops([2, 3], signs=[0, 1, 3], last_signs_s={2: 100.0}, begin_s=100)
+    assert (stop.state, stop.silent, stop.alike) == ("silent", (2,), (3,))
+
+
+def test_a_rank_that_never_had_a_reading_is_not_accused_beside_one_that_has() -> None:
+    stop = run_that_stops([2, 3], signs=[0, 1, 3], begin_s=100)
+    assert stop.state != "silent"
+    assert stop.silent in ((), (2, 3))
+
+
+def test_readings_that_ended_long_before_the_stop_accuse_nobody() -> None:
+    stop = run_that_stops([2, 3], signs=[0, 1, 3], last_signs_s={2: 90.0}, begin_s=100)
+    assert stop.state != "silent"
 
 
 def test_groups_of_the_page_are_those_of_the_layout(tmp_path: Path) -> None:
