@@ -37,6 +37,7 @@ DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp"), "dp_replicate": 
 _PLACES = ("tp", "pp", "dp", "cp", "dp_replicate")
 SLOWER = "slower than its peers"
 """Name of the measure by which stragglers are judged."""
+BUSY = "busy (without waits)"
 _LIVE_S = 600.0
 """Age of the newest file up to which a run without an end counts as one that runs."""
 _LAG_S = 60.0
@@ -102,7 +103,7 @@ class RunView:
         tables = {
             SLOWER: (self.detection.relative, "share"),
             "step": (run.step_s, "s"),
-            "busy (without waits)": (run.own_s, "s"),
+            BUSY: (run.own_s, "s"),
         }
         tables = {name: (np.where(exists, times, np.nan), unit) for name, (times, unit) in tables.items()}
         for name, times in run.segments.items():
@@ -218,6 +219,7 @@ class RunView:
             "layout": self.run.facts.get("layout"),
             "facts": {key: value for key, value in run.facts.items() if key != "layout"},
             "measures": measures,
+            "busy": list(self.measures).index(BUSY) if BUSY in self.measures else None,
             "verdicts": [self._verdict(verdict) for verdict in self.verdicts],
             "stragglers": [asdict(row) for row in self.stragglers],
             "stop": {
