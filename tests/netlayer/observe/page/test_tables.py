@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.page.__main__ import count_rows
+from bench.page.synthetic import Faults, write_run
+from netlayer.layout import ParallelLayout
 from netlayer.observe.events import Counter, Event, EventWriter, Mark, Origin, Segment
 from netlayer.observe.page.columns import Columns
 from netlayer.observe.page.tables import run_of
@@ -137,6 +140,11 @@ def test_a_file_of_no_known_kind_is_a_note(tmp_path: Path) -> None:
     assert len(columns.notes) == 1
     assert "skipped" in columns.notes[0]
     assert run_of(columns)[0].ranks == [0, 1]
+
+
+def test_the_bench_counts_the_rows_of_a_run_that_is_given(tmp_path: Path) -> None:
+    num_rows = write_run(tmp_path, ParallelLayout(tp=1, pp=1, dp=2), 3, Faults())
+    assert count_rows(tmp_path) == num_rows > 0
 
 
 def moved(host_before: str, host_after: str, slow_from: int = 99) -> list[Event]:
