@@ -38,6 +38,7 @@ def next_step(view: RunView) -> dict[str, Any] | None:
 
 
 def _lines(view: RunView, rank: int, host: str, last_ns: int | None) -> Iterator[str]:
+    """Yield where a rank runs, then how its node is taken out and its host tested, where that is known."""
     hosts = view.hosts
     # Of the start that is judged: in another one the rank was another process, maybe on another node.
     attempt = max(view.run.attempts, default=0)

@@ -234,6 +234,7 @@ class _Builder:
         self._counters: dict[tuple[Any, ...], list[tuple[NDArray[Any], ...]]] = {}
         self._tail: list[tuple[int, pa.RecordBatch]] = []
         self._newest = NO_STEP
+        self._placed: set[tuple[int, int, str]] = set()
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Take a batch of `arrow_schema()` in."""
@@ -312,7 +313,11 @@ class _Builder:
         for key, at in zip(*np.unique(keys, return_index=True), strict=True):
             if key < 0:
                 continue
-            rank, attempt = int(ranks[at]), int(attempts[at])
+            row = (int(ranks[at]), int(attempts[at]), hosts[codes[at]])
+            if row in self._placed:
+                continue
+            self._placed.add(row)
+            rank, attempt, _ = row
             of_rank = self._file.places.setdefault(rank, {})
             place = tuple(batch[name][int(at)].as_py() for name in ("host", *_PLACES))
             of_rank[attempt] = _joined(of_rank.get(attempt), place)

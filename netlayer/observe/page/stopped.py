@@ -120,8 +120,8 @@ def judge_stop(
     alive = {rank for rank in places if last_sign_ns.get(rank, last_ns) > middle_ns}
     quiet = [rank for rank in silent if rank not in alive]
     lead_ns = round(max(MIN_SILENCE_S, MIN_SILENCE_STEPS * step_s) * 1e9)
-    is_told = all(last_sign_ns.get(rank, 0) >= places[rank].last_ns - lead_ns for rank in quiet)
-    if suspects > 1 and 0 < len(quiet) < suspects and is_told and len(alive) >= len(places) / 2:
+    is_certain = all(last_sign_ns.get(rank, 0) >= places[rank].last_ns - lead_ns for rank in quiet)
+    if suspects > 1 and 0 < len(quiet) < suspects and is_certain and len(alive) >= len(places) / 2:
         silent = quiet
     operations = {(places[rank].step, places[rank].operation) for rank in silent}
     others = len(places) - len(waiting) - suspects

@@ -183,7 +183,7 @@ def _line(run: Run, suspect: Suspect) -> str:
 
 
 def _passes(run: Run, suspect: Suspect) -> str:
-    """What each kind of computation of a suspect takes longer than its peers', where it does, as `: forward +5 ms`."""
+    """Say how much longer each kind of computation of a suspect takes than its peers', as `: forward +5 ms`."""
     if _cause(run, suspect)[0] != SLOW_COMPUTATION:
         return ""
     longer = {name: _excess(run, suspect, run.segments[name]) for name in COMPUTE if name in run.segments}
