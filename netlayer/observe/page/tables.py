@@ -89,13 +89,15 @@ def run_of(columns: Columns) -> tuple[Run, NDArray[np.bool_]]:
         _note_planned(starts[attempt], spans)
     places = places_of(files)
     ranks = [int(rank) for rank in cells.ranks]
-    hosts, stages, since = [], [], []
+    hosts, stages, since, steps = [], [], [], cells.steps.tolist()
     for column, rank in enumerate(ranks):
         host, _, stage, *_ = newest(places.get(rank))
         hosts.append(str(host or ""))
         stages.append(_whole(stage))
-        of_starts = {attempt: place[0] for attempt, place in places.get(rank, {}).items()}
-        since.append(first_step_on(host, of_starts, cells.steps.tolist(), attempts[:, column].tolist()))
+        of_starts = {attempt: place[0] or None for attempt, place in places.get(rank, {}).items()}
+        since.append(
+            first_step_on(host or None, of_starts, steps, attempts[:, column].tolist()) if len(starts) > 1 else steps[0]
+        )
     notes = []
     untimed = int((times.exists & ~times.is_timed).sum())
     if untimed:

@@ -165,7 +165,7 @@ def first_step_on(
         hosts: of the rank by start.
         steps, attempts: steps in order, and the start in which the rank took each; -1: it did not.
     """
-    if len(set(hosts.values())) < 2:
+    if all(hosts.get(attempt) == host for attempt in set(attempts) if attempt >= 0):
         return steps[0] if steps else 0
     first = steps[-1] + 1 if steps else 0
     for step, attempt in zip(reversed(steps), reversed(attempts), strict=True):
@@ -373,8 +373,11 @@ class _Collector:
         return of_starts[max(of_starts)] if of_starts else ""
 
     def _host_since(self, rank: int, steps: Sequence[int]) -> int:
+        if len(self._starts) < 2:
+            return steps[0]
         attempts = [self._cells[step][rank].attempt if rank in self._cells[step] else -1 for step in steps]
-        return first_step_on(self._host(rank), self._hosts.get(rank, {}), steps, attempts)
+        of_starts = {attempt: host or None for attempt, host in self._hosts.get(rank, {}).items()}
+        return first_step_on(self._host(rank) or None, of_starts, steps, attempts)
 
     def _shares_processors(self, ranks: Sequence[int]) -> bool:
         """Whether several ranks of a host compute on its processors, and steps lack what they waited for them."""
