@@ -32,6 +32,7 @@ from netlayer.store.meeting import SCHEMES
 from netlayer.workload.flops import step_flops
 from netlayer.workload.model_size import num_parameters
 from netlayer.workload.peaks import peak_flops
+from trainer.peer_copy.hosts import NODE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -202,6 +203,7 @@ def _facts(plan: Plan, place: RankInfo) -> dict[str, Any]:
         "device": place.device_name,
         "backend": plan.backend,
         "pid": os.getpid(),
+        "node": os.environ.get(NODE),
         "torch": torch.__version__,
         "parameters": num_parameters(job.model),
         "sequences_per_step": job.batch.global_batch_size,

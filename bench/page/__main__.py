@@ -27,6 +27,8 @@ from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.errors import CheckFailed
 from netlayer.layout import ParallelLayout
+from netlayer.observe.events import read_events
+from netlayer.observe.readers.evidence_files import EVENTS, open_evidence, recognise
 from netlayer.results import RunRecord, utc_now, write_text
 
 MOST_BYTES = 5_000_000
@@ -98,15 +100,14 @@ def command(options: RunOptions, run: Path | None, tp: int, pp: int, dp: int, st
     """
     started = utc_now()
     with tempfile.TemporaryDirectory(prefix="netlayer-page-") as folder:
-        rows = 0
         if run is None:
             run = Path(folder)
             layout = ParallelLayout(tp=tp, pp=pp, dp=dp)
             world = layout.world_size
             faults = Faults(straggler=world // 4 + 1, silent=world // 2 + 3, silent_step=steps)
             click.echo(f"writing {world:,} ranks, {steps} steps", err=True)
-            rows = write_run(run, layout, steps, faults, seed=options.seed)
-        row = measure(run, rows)
+            write_run(run, layout, steps, faults, seed=options.seed)
+        row = measure(run)
     record = RunRecord(
         name="bench.page",
         source="measured",
@@ -135,8 +136,8 @@ def command(options: RunOptions, run: Path | None, tp: int, pp: int, dp: int, st
 def describe(row: Row) -> Iterator[str]:
     """Yield a row in words."""
     yield (
-        f"{row.ranks:,} ranks, {row.steps} steps: read in {row.read_cpu_s:.1f} core-seconds ({row.read_s:.0f} s), "
-        f"{row.server_bytes / 2**30:.1f} GiB"
+        f"{row.ranks:,} ranks, {row.steps} steps, {row.rows:,} rows: read in {row.read_cpu_s:.1f} core-seconds "
+        f"({row.read_s:.0f} s), {row.server_bytes / 2**30:.1f} GiB"
     )
     yield (
         f"opened: {row.opened_bytes / 1e6:.2f} MB, {row.opened_script_s:.2f} s of scripts of {row.opened_task_s:.2f} s "
@@ -151,7 +152,18 @@ def describe(row: Row) -> Iterator[str]:
     yield from (f"named: {line}" for line in row.named)
 
 
-def measure(run: Path, rows: int = 0) -> Row:
+def count_rows(run: Path) -> int:
+    """Return the number of events in a run's files."""
+    num = 0
+    for path in open_evidence(run).files:
+        if recognise(path)[0] == EVENTS:
+            num += sum(batch.num_rows for batch in read_events(path).batches())
+        else:
+            num += sum(1 for _ in open_evidence(path))
+    return num
+
+
+def measure(run: Path) -> Row:
     """Serve a run, open its page and use it."""
     with serving(run) as (url, process, read_s), Browser() as browser:
         usage = process.cpu_times()
@@ -177,7 +189,7 @@ def measure(run: Path, rows: int = 0) -> Row:
     return Row(
         ranks=numbers[0],
         steps=numbers[-1],
-        rows=rows,
+        rows=count_rows(run),
         read_s=read_s,
         read_cpu_s=read_cpu_s,
         server_bytes=memory,

@@ -38,7 +38,10 @@ def trained(text_folder: Path, corpus: Corpus, out: Path, **sections: dict[str, 
         return train(resolve(job, corpus, ranks=2, init_method=url, backend="gloo", out=out, seed=0))
 
 
-def test_every_rank_writes_what_it_launched(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_every_rank_writes_what_it_launched(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NETLAYER_NODE", "node-7")
     with_events = trained(text_folder, corpus, tmp_path / "on")
     reader = read_events(tmp_path / "on")
     events = list(reader)
@@ -77,6 +80,7 @@ def test_every_rank_writes_what_it_launched(text_folder: Path, corpus: Corpus, t
     start = next(event for event in events if isinstance(event, Mark) and event.name == "run_start")
     assert start.attributes is not None
     assert start.attributes["layout"] == {"tp": 1, "pp": 2, "dp": 1, "vpp": 1, "cp": 1, "dp_replicate": 1}
+    assert start.attributes["node"] == "node-7"
 
     without = trained(text_folder, corpus, tmp_path / "off", observe={"enabled": False})
     assert not (tmp_path / "off" / "events").exists()

@@ -5,8 +5,8 @@ too. So findings of an incident are read in this order, and the first kind that 
 
 1. somebody asked for an eviction; a node failed its self-check; a line of hardware; a node that is lost;
 2. processes killed or stopped by a signal that nobody of ours sent, and those that ran out of memory: all of them; on
-   most nodes at once, what they share is likelier (a scheduler that ends its step, a program that crashes), and none
-   is blamed;
+   most nodes at once, what they share is likelier (a scheduler that ends its step, a program that crashes, a
+   launcher that ends all ranks of a hang), and none is blamed, unless one that point 3 names is;
 3. ranks whose replica of the model differs from most others (`trainer.replicas`); ranks that others name
    (`collectives.watch` knows who waits for whom); a rank with a lost number, if it is one;
 4. a damaged checkpoint, a disk that is full, a job that is wrong in itself: on all ranks alike, no node is to blame;
@@ -169,7 +169,7 @@ def _swap(incident: Incident, facts: Facts, nodes: Sequence[str], again: Sequenc
 
     Empty: it has not failed so, it has changed places since, or there is no other node.
     """
-    blamed = [each["decision"] for each in facts.incidents if _is_same_step(each, incident)]
+    blamed = [each["decision"] for each in facts.incidents if _is_same_step(each["step"], incident.step)]
     well = [node for node in facts.members if node not in nodes]
     well.sort(key=lambda node: (node in incident.unclear_checks, _faults_of(node, facts, incident.detected_s)))
     for node in again:
@@ -224,12 +224,16 @@ def diagnose(incident: Incident, num_members: int) -> Diagnosis:
         return Diagnosis("self_check", tuple(nodes), line)
     # Two faults at once: all of a group go together, under the name of the first. `named` and the like are of one
     # kind each, for a rank that is held up by a lost number is not slow.
+    shared = None
     for kinds in (("hardware", "node_lost"), _BY_SIGNAL, ("corrupt",), ("named",), ("nan",), ("slow",)):
         chosen = hardware if kinds[0] == "hardware" else [finding for finding in placed if finding.kind in kinds]
+        if shared and (kinds == ("slow",) or _is_shared(chosen, num_members)):
+            return shared
         if chosen and kinds == _BY_SIGNAL and _is_shared(chosen, num_members):
+            # A launcher that ends all ranks of a hang: who is named says more than that all have ended.
             line = f"on most nodes at once, so none of them is to blame: {_told(chosen)[1]}"
-            return Diagnosis(chosen[0].kind, (), plain(line, _MAX_REASON))
-        if chosen:
+            shared = Diagnosis(chosen[0].kind, (), plain(line, _MAX_REASON))
+        elif chosen:
             return Diagnosis(chosen[0].kind, *_told(chosen))
     for kind in ("corrupt", "nan", "checkpoint", "disk", "job"):
         if everywhere := [finding for finding in causes if finding.kind == kind]:
@@ -285,21 +289,34 @@ def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
 
 
 def _faults_of(node: str, facts: Facts, now_s: float) -> int:
-    """Count the incidents of the last day that were blamed on a node's processes: in weeks every node has some."""
+    """Count the incidents of the last day that were blamed on a node's processes: in weeks every node has some.
+
+    Not those that went with the ranks to another node: they were no node's.
+    """
     recent = (each for each in facts.incidents if now_s - each["detected_s"] < _REMEMBERED_S)
-    return sum(node in each["decision"].get("nodes", ()) for each in recent)
+    blamed = [each for each in recent if node in each["decision"].get("nodes", ())]
+    return sum(not _went_with_ranks(each["step"], facts) for each in blamed)
 
 
-def _is_same_step(earlier: Mapping[str, Any], incident: Incident) -> bool:
+def _went_with_ranks(step: int, facts: Facts) -> bool:
+    """Whether two nodes changed places for faults at a step, and then the other one failed there."""
+    at_step = [each["decision"] for each in facts.incidents if _is_same_step(each["step"], step)]
+    return any(
+        decision.get("swap") and any(decision["swap"][1] in later.get("nodes", ()) for later in at_step[number + 1 :])
+        for number, decision in enumerate(at_step)
+    )
+
+
+def _is_same_step(one: int, other: int) -> bool:
     """Whether two faults came at the same step: the last step that is known may be one less than the last taken."""
-    return abs(int(earlier["step"]) - incident.step) <= 1
+    return abs(int(one) - other) <= 1
 
 
 def _lost_before(incident: Incident, facts: Facts, nodes: tuple[str, ...]) -> str:
     """Say why a lost number is the job's: it was lost after the same step before, and not on the same node."""
     for each in facts.incidents:
         decision = each["decision"]
-        if decision.get("kind") != "nan" or not _is_same_step(each, incident):
+        if decision.get("kind") != "nan" or not _is_same_step(each["step"], incident.step):
             continue
         before = tuple(decision.get("nodes", ()))
         if not nodes or not before or set(before).isdisjoint(nodes):

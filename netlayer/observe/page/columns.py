@@ -37,6 +37,10 @@ _PLACES = ("tp", "pp", "dp", "cp")
 _SEGMENT_COLUMNS = ("rank", "step", "attempt", "start_ns", "end_ns")
 
 
+Place = tuple[Any, ...]
+"""Host, tp, pp, dp, cp of a rank."""
+
+
 @dataclass
 class Readings:
     """Readings of one counter of one rank or host: `values[i]` between `start_ns[i]` and `end_ns[i]`."""
@@ -59,7 +63,8 @@ class FileColumns:
         path, kind: of `netlayer.observe.readers.KINDS`.
         segments: rank, step (`NO_STEP`: none), attempt, start_ns, end_ns, code (into `CLASSES`), on_host, each [row];
             rows without a rank are omitted.
-        places: of each rank its host and tp, pp, dp, cp; None where they are not known.
+        places: of each rank and start (`attempt`) its host and tp, pp, dp, cp; None where they are not known; the host
+            is "" where it is not the same throughout that start.
         collectives: rows of collectives within steps, with all columns.
         table: all rows; None: of an event stream, which is read again where its rows are needed.
     """
@@ -68,7 +73,7 @@ class FileColumns:
     kind: str
     notes: list[str] = field(default_factory=list)
     segments: dict[str, NDArray[Any]] = field(default_factory=dict)
-    places: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
+    places: dict[int, dict[int, Place]] = field(default_factory=dict)
     collectives: list[pa.RecordBatch] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     readings: list[Readings] = field(default_factory=list)
@@ -79,7 +84,7 @@ class FileColumns:
     """Batches with the rows of the two last steps, beside others."""
     last_ns: int = 0
     last_sign_ns: dict[int, int] = field(default_factory=dict)
-    """Of each rank its last reading or mark."""
+    """Of each rank its last reading or mark after its start."""
 
 
 class Columns:
@@ -173,6 +178,37 @@ def read_file(path: Path) -> FileColumns:
     return file
 
 
+def places_of(files: Sequence[FileColumns]) -> dict[int, dict[int, Place]]:
+    """Places of each rank by start, as `FileColumns.places`, of all files."""
+    result: dict[int, dict[int, Place]] = {}
+    for file in files:
+        for rank, places in file.places.items():
+            of_rank = result.setdefault(rank, {})
+            for attempt, place in places.items():
+                of_rank[attempt] = _joined(of_rank.get(attempt), place)
+    return result
+
+
+def _joined(known: Place | None, place: Place) -> Place:
+    """Join two places of one rank in one start: two hosts are none, since it may have been on either."""
+    if known is None:
+        return place
+    hosts = {each for each in (known[0], place[0]) if each is not None}
+    host = hosts.pop() if len(hosts) == 1 else "" if hosts else None
+    return (host, *(one if one is not None else other for one, other in zip(known[1:], place[1:], strict=True)))
+
+
+def newest(places: Mapping[int, Place] | None) -> Place:
+    """Place of a rank in the newest start; of coordinates that it lacks, those of a start before."""
+    if not places:
+        return (None,) * (1 + len(_PLACES))
+    order = [places[attempt] for attempt in sorted(places, reverse=True)]
+    return (
+        order[0][0],
+        *next((place[1:] for place in order if any(each is not None for each in place[1:])), order[0][1:]),
+    )
+
+
 def is_hang(file: FileColumns) -> bool:
     """Whether a file is what a hung job left (Flight Recorder, RAS), which `netlayer.observe.files` judges."""
     return file.kind == HANG
@@ -198,6 +234,7 @@ class _Builder:
         self._counters: dict[tuple[Any, ...], list[tuple[NDArray[Any], ...]]] = {}
         self._tail: list[tuple[int, pa.RecordBatch]] = []
         self._newest = NO_STEP
+        self._placed: set[tuple[int, int, str]] = set()
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Take a batch of `arrow_schema()` in."""
@@ -218,7 +255,8 @@ class _Builder:
         """Join the parts of all batches once the last is read: segments, and counters by name, rank, host and port."""
         self._file.tail = [batch for _, batch in self._tail]
         for one in self._file.marks:
-            if one.origin.rank is not None:
+            # That a rank started is no reading that could end: of short runs it would be taken for one.
+            if one.origin.rank is not None and one.name not in ("run_start", "restart"):
                 self._sign(one.origin.rank, one.end_ns)
         self._file.segments = {
             name: np.concatenate(parts) if parts else np.empty(0, np.int64) for name, parts in self._parts.items()
@@ -263,14 +301,26 @@ class _Builder:
         self._tail = [(last, kept) for last, kept in self._tail if last >= self._newest - 1]
 
     def _places(self, batch: pa.RecordBatch) -> None:
-        """Note host and coordinates of ranks that are new."""
-        ranks = integers(batch["rank"])
-        numbers, first = np.unique(ranks, return_index=True)
-        fresh = [(int(rank), int(at)) for rank, at in zip(numbers, first, strict=True) if rank >= 0]
-        fresh = [(rank, at) for rank, at in fresh if rank not in self._file.places]
-        for rank, at in fresh:
-            places = tuple(batch[name][at].as_py() for name in ("host", *_PLACES))
-            self._file.places[rank] = places
+        """Note host and coordinates of each rank in each start."""
+        ranks, attempts = integers(batch["rank"]), np.maximum(integers(batch["attempt"]), 0)
+        hosts, codes = _coded(batch["host"])
+        if not len(ranks) or int(ranks.max()) < 0:
+            return
+        # One number for rank, start and host, so that a batch is sorted once.
+        num_ranks, num_hosts = int(ranks.max()) + 1, len(hosts) + 1
+        keys = (attempts.astype(np.int64) * num_hosts + codes + 1) * num_ranks + ranks
+        keys = np.where(ranks >= 0, keys, -1)
+        for key, at in zip(*np.unique(keys, return_index=True), strict=True):
+            if key < 0:
+                continue
+            row = (int(ranks[at]), int(attempts[at]), hosts[codes[at]])
+            if row in self._placed:
+                continue
+            self._placed.add(row)
+            rank, attempt, _ = row
+            of_rank = self._file.places.setdefault(rank, {})
+            place = tuple(batch[name][int(at)].as_py() for name in ("host", *_PLACES))
+            of_rank[attempt] = _joined(of_rank.get(attempt), place)
 
     def _readings(self, batch: pa.RecordBatch) -> None:
         """Sort readings by counter, rank, host and port."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netlayer.observe.page.columns import CLASSES, Readings, integers, parse_facts, texts
+from netlayer.observe.page.columns import CLASSES, Readings, integers, newest, parse_facts, texts
 from netlayer.observe.page.payload import pack
 from netlayer.observe.page.view import RunView, describe_facts
 
@@ -317,7 +317,7 @@ def _usual_points(every: Sequence[Readings], low: int, high: int) -> int:
 def _chosen(view: RunView, every: Sequence[Readings], of_rank: int | None) -> list[Readings]:
     if of_rank is None:
         return list(every[:4])
-    host = next((place[0] for file in view.columns.files if (place := file.places.get(of_rank))), None)
+    host = newest(view.places.get(of_rank))[0]
     own = [one for one in every if one.rank == of_rank]
     return own or [one for one in every if host and one.host == host][:8]
 

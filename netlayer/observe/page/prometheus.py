@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from netlayer.observe.page.view import RunView
+from netlayer.observe.page.view import RunView, row_medians
 from netlayer.results import write_text
 
 PREFIX = "netlayer_run"
@@ -44,10 +44,12 @@ def _families(view: RunView) -> Iterator[tuple[str, str, str, _Samples]]:
     """Yield name, kind, meaning and samples of each metric."""
     run = view.run
     yield "ranks", "gauge", "ranks that evidence names", [({}, len(view.ranks))]
-    steps: _Samples = [({}, run.steps[-1])] if run.steps else []
-    yield "last_step", "gauge", "last step that is recorded", steps
-    medians = np.array([]) if not run.steps else np.nanmedian(run.step_s, axis=1)
-    whole = [float(value) for value in medians if np.isfinite(value)]
+    # A step that has not ended is none yet: of a run that hangs it would grow with the hang.
+    medians = row_medians(np.where(view.is_open, np.nan, run.step_s))
+    ended = [(step, float(value)) for step, value in zip(run.steps, medians, strict=True) if np.isfinite(value)]
+    steps: _Samples = [({}, ended[-1][0])] if ended else []
+    yield "last_step", "gauge", "last step that a rank has ended", steps
+    whole = [value for _, value in ended]
     yield "step_seconds", "gauge", "last step, of the median rank", [({}, whole[-1])] if whole else []
     mfu = [float(value) for value in view.mfu if np.isfinite(value)]
     yield (

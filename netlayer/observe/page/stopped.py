@@ -7,7 +7,8 @@ message, it waits for those of the group that are not in the same one.
 
 [Note: silence] A record that stops is no proof of a fault, for a run may just have been ended. A rank is named as
 silent only where the others wait for it, directly or through others, and evidence goes on for a while after the last
-thing that it did: counters, marks, or the present time where the files are being written.
+thing that it did: counters, marks, or the present time where the files are being written. Of several ranks in one
+operation the one is named whose own readings went on until it stopped and then ended, while those of the others go on.
 """
 
 from __future__ import annotations
@@ -113,11 +114,14 @@ def judge_stop(
     working = [rank for rank, place in places.items() if place.operation is not None and not place.members]
     waiting, silent = _waiting(places, working)
     suspects, candidates = len(silent), silent
-    # Of ranks in one operation only the dead one gives no sign any more: that of all others goes on.
+    # Of ranks in one operation only the dead one gives no sign any more: that of all others goes on. A rank that gave
+    # none, or none for long before it stopped (its counters were never read, or are slow), is not told by that.
     middle_ns = (last_ns + max(last_sign_ns.values(), default=last_ns)) // 2
     alive = {rank for rank in places if last_sign_ns.get(rank, last_ns) > middle_ns}
     quiet = [rank for rank in silent if rank not in alive]
-    if suspects > 1 and 0 < len(quiet) < suspects and len(alive) >= len(places) / 2:
+    lead_ns = round(max(MIN_SILENCE_S, MIN_SILENCE_STEPS * step_s) * 1e9)
+    is_certain = all(last_sign_ns.get(rank, 0) >= places[rank].last_ns - lead_ns for rank in quiet)
+    if suspects > 1 and 0 < len(quiet) < suspects and is_certain and len(alive) >= len(places) / 2:
         silent = quiet
     operations = {(places[rank].step, places[rank].operation) for rank in silent}
     others = len(places) - len(waiting) - suspects
@@ -149,11 +153,9 @@ def _why(rank: int, alike: Sequence[int], until_ns: int, last_sign_ns: Mapping[i
     if not alike:
         return "no other rank in work of its own is waited for"
     their = "their" if len(alike) > 1 else "its"
-    sign_ns = last_sign_ns.get(rank)
-    own = "there are none" if sign_ns is None else f"the last is {(until_ns - sign_ns) / 1e9:.0f} s old"
     return (
         f"{describe_ranks(alike)} stopped in the same operation, but {their} readings (counters, marks) go on; "
-        f"of rank {rank} {own}"
+        f"of rank {rank} the last is {(until_ns - last_sign_ns[rank]) / 1e9:.0f} s old"
     )
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netlayer.observe.events import Mark
-from netlayer.observe.page.columns import CLASSES, NO_STEP, Columns, FileColumns
-from netlayer.observe.verdicts.run import COMPUTE, HOST, PLANNED, SEGMENTS, Run, Start, Traffic
+from netlayer.observe.page.columns import CLASSES, NO_STEP, Columns, FileColumns, newest, places_of
+from netlayer.observe.verdicts.run import COMPUTE, HOST, PLANNED, SEGMENTS, Run, Start, Traffic, first_step_on
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,10 +87,17 @@ def run_of(columns: Columns) -> tuple[Run, NDArray[np.bool_]]:
     queued_s, lacking = _queued(cells, attempts, times, queued)
     for (attempt, _), spans in outside.items():
         _note_planned(starts[attempt], spans)
-    places = {rank: place for file in reversed(files) for rank, place in file.places.items()}
+    places = places_of(files)
     ranks = [int(rank) for rank in cells.ranks]
-    hosts = [str(places.get(rank, ("",))[0] or "") for rank in ranks]
-    stages = [_whole(places.get(rank, (None,) * 5)[2]) for rank in ranks]
+    hosts, stages, since, steps = [], [], [], cells.steps.tolist()
+    for column, rank in enumerate(ranks):
+        host, _, stage, *_ = newest(places.get(rank))
+        hosts.append(str(host or ""))
+        stages.append(_whole(stage))
+        of_starts = {attempt: place[0] or None for attempt, place in places.get(rank, {}).items()}
+        since.append(
+            first_step_on(host or None, of_starts, steps, attempts[:, column].tolist()) if len(starts) > 1 else steps[0]
+        )
     notes = []
     untimed = int((times.exists & ~times.is_timed).sum())
     if untimed:
@@ -121,6 +128,7 @@ def run_of(columns: Columns) -> tuple[Run, NDArray[np.bool_]]:
         facts=facts,
         notes=notes,
         shares_processors=most > 1 and lacking > _FEW_STEPS * num_on_host,
+        host_since=since,
     )
     return run, times.exists & ~times.is_timed
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from netlayer.layout import describe_ranks
 from netlayer.observe.blame import Blame
 from netlayer.observe.events import Mark, Segment, events_of
-from netlayer.observe.page.advice import next_steps
-from netlayer.observe.page.columns import Columns, Readings, is_hang
+from netlayer.observe.page.advice import next_step
+from netlayer.observe.page.columns import Columns, Place, Readings, is_hang, newest, places_of
 from netlayer.observe.page.payload import pack, pack_levels
 from netlayer.observe.page.stopped import Stop, judge_stop
 from netlayer.observe.page.tables import run_of
@@ -37,6 +37,7 @@ DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp"), "dp_replicate": 
 _PLACES = ("tp", "pp", "dp", "cp", "dp_replicate")
 SLOWER = "slower than its peers"
 """Name of the measure by which stragglers are judged."""
+BUSY = "busy (without waits)"
 _LIVE_S = 600.0
 """Age of the newest file up to which a run without an end counts as one that runs."""
 _LAG_S = 60.0
@@ -102,7 +103,7 @@ class RunView:
         tables = {
             SLOWER: (self.detection.relative, "share"),
             "step": (run.step_s, "s"),
-            "busy (without waits)": (run.own_s, "s"),
+            BUSY: (run.own_s, "s"),
         }
         tables = {name: (np.where(exists, times, np.nan), unit) for name, (times, unit) in tables.items()}
         for name, times in run.segments.items():
@@ -114,7 +115,7 @@ class RunView:
     @cached_property
     def ranks(self) -> list[int]:
         """All ranks that any evidence names, in order."""
-        named = {rank for file in self.columns.files for rank in file.places} | set(self.run.ranks)
+        named = self.places.keys() | set(self.run.ranks)
         if self.blame:
             for finding in self.blame.findings:
                 named |= {*finding.ranks, *finding.waiting}
@@ -122,9 +123,18 @@ class RunView:
 
     @cached_property
     def hosts(self) -> dict[int, str]:
-        """Host of each rank that is known to be on one."""
-        places = {rank: place for file in reversed(self.columns.files) for rank, place in file.places.items()}
-        return {rank: str(place[0]) for rank, place in places.items() if place[0]}
+        """Host of each rank that is known to be on one in the last start with steps, else in the newest."""
+        attempt = max(self.run.attempts, default=-1)
+        hosts = {
+            rank: of_starts.get(attempt, (None,))[0] if attempt >= 0 else newest(of_starts)[0]
+            for rank, of_starts in self.places.items()
+        }
+        return {rank: str(host) for rank, host in hosts.items() if host}
+
+    @cached_property
+    def places(self) -> dict[int, dict[int, Place]]:
+        """Host and coordinates of each rank by start, as `FileColumns.places`."""
+        return places_of(self.columns.files)
 
     @cached_property
     def stragglers(self) -> tuple[StragglerRow, ...]:
@@ -209,6 +219,7 @@ class RunView:
             "layout": self.run.facts.get("layout"),
             "facts": {key: value for key, value in run.facts.items() if key != "layout"},
             "measures": measures,
+            "busy": list(self.measures).index(BUSY) if BUSY in self.measures else None,
             "verdicts": [self._verdict(verdict) for verdict in self.verdicts],
             "stragglers": [asdict(row) for row in self.stragglers],
             "stop": {
@@ -218,7 +229,7 @@ class RunView:
                 "alike": self.stop.alike,
             },
             "num_whole_steps": len(_whole_steps(run, self.is_open).steps),
-            "next": next_steps(self),
+            "next": next_step(self),
             "hang": self._hang(),
             "starts": [asdict(row) for verdict in self.verdicts for row in verdict.rows if isinstance(row, StartRow)],
             "spans": [self._span(number) for number in range(len(run.starts))],
@@ -271,13 +282,12 @@ class RunView:
 
     def _places(self) -> tuple[list[str], dict[str, list[int]]]:
         """Host of each rank, and its coordinates; -1: not known."""
-        known = {rank: place for file in reversed(self.columns.files) for rank, place in file.places.items()}
         layout = self.run.facts.get("layout")
         replicas, degree = (layout.get(name) for name in ("dp_replicate", "dp")) if isinstance(layout, dict) else (1, 1)
         hosts: list[str] = []
         places: dict[str, list[int]] = {name: [] for name in _PLACES}
         for rank in self.ranks:
-            host, *numbers = known.get(rank, (None,) * 5)
+            host, *numbers = newest(self.places.get(rank))
             hosts.append(str(host or ""))
             for name, value in zip(_PLACES, (*numbers, None), strict=True):
                 places[name].append(value if isinstance(value, int) else -1)

@@ -24,6 +24,8 @@ _QUARTER_STEPS = 5
 _POWER_CAP = "power cap"
 _NOT_EXPLAINED = "not explained"
 _QUEUED = "waiting for a processor"
+SLOW_COMPUTATION = "slow computation"
+"""Cause of a straggler whose passes, optimizer and the like take longer than those of its peers."""
 _WHOLE_STEPS, _LASTING_STEPS = 30, 100
 """Slow steps that confirm a suspect where nobody counted waits for a processor: of a whole record, and of a part."""
 _BUSY_HOST = 0.1
@@ -158,8 +160,9 @@ def _unrecorded(run: Run, detection: Detection) -> str:
                   and np.nanmedian(detection.relative[:, column]) < -_UNRECORDED]  # fmt: skip
         if 0 < len(hidden) <= len(peers) // 4:
             share, column = max(hidden)
+            name = run.name(column, run.steps[0])
             return (
-                f"{share:.0%} of the step of {run.name(column)} is in no record, of its peers' {usual:.0%}: "
+                f"{share:.0%} of the step of {name} is in no record, of its peers' {usual:.0%}: "
                 "they may wait for it inside what they recorded as their own work"
             )
     return ""
@@ -175,14 +178,13 @@ def _line(run: Run, suspect: Suspect) -> str:
     is_slow = f"is {suspect.slowdown:.1%} slower than its peers without waits"
     if suspect.slowdown >= _MANY_TIMES:
         is_slow = f"takes {1 + suspect.slowdown:.0f} times as long as its peers"
-    return (
-        f"{run.name(suspect.column)} {is_slow} {since}: {cause} ({share:.0%} of the difference{_passes(run, suspect)})"
-    )
+    name = run.name(suspect.column, run.steps[suspect.since])
+    return f"{name} {is_slow} {since}: {cause} ({share:.0%} of the difference{_passes(run, suspect)})"
 
 
 def _passes(run: Run, suspect: Suspect) -> str:
-    """What each kind of computation of a suspect takes longer than its peers', where it does, as `: forward +5 ms`."""
-    if _cause(run, suspect)[0] != "slow computation":
+    """Say how much longer each kind of computation of a suspect takes than its peers', as `: forward +5 ms`."""
+    if _cause(run, suspect)[0] != SLOW_COMPUTATION:
         return ""
     longer = {name: _excess(run, suspect, run.segments[name]) for name in COMPUTE if name in run.segments}
     most = max(longer.values(), default=0.0)
@@ -199,7 +201,7 @@ def _suspect_row(run: Run, suspect: Suspect) -> StragglerRow:
     cause, share = _cause(run, suspect)
     return StragglerRow(
         rank=run.ranks[suspect.column],
-        host=run.hosts[suspect.column],
+        host=run.host_of(suspect.column, run.steps[suspect.since]),
         since_step=run.steps[suspect.since],
         slowdown=suspect.slowdown,
         cause=cause,
@@ -222,7 +224,7 @@ def _cause(run: Run, suspect: Suspect) -> tuple[str, float]:
     parts = {
         name: _excess(run, suspect, times) for name, times in run.segments.items() if name not in ("wait", "collective")
     }
-    causes = {"slow computation": sum(parts.pop(name, 0.0) for name in COMPUTE)}
+    causes = {SLOW_COMPUTATION: sum(parts.pop(name, 0.0) for name in COMPUTE)}
     names = {"data": "waiting for data", "gc": "garbage collection"}
     causes |= {names.get(name, name): seconds for name, seconds in parts.items()}
     causes["time outside all segments (host)"] = whole - sum(causes.values())
@@ -301,7 +303,7 @@ def _lost_by_cause(run: Run, detection: Detection) -> dict[str, Times]:
     slow = [
         suspect.column
         for suspect in detection.stragglers
-        if run.ranks[suspect.column] in throttled or _cause(run, suspect)[0] == "slow computation"
+        if run.ranks[suspect.column] in throttled or _cause(run, suspect)[0] == SLOW_COMPUTATION
     ]
     behind = compute - _median_of_ranks(compute)[:, None]
     word = "throttling" if throttled else "slow computation of stragglers"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter as CountOf
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,8 @@ class Run:
         marks: of interest to a person, in order.
         num_marks: how many there are of each name.
         traffic: of each port whose counters were read.
+        hosts: of each rank, in its newest start.
+        host_since: first step from which on a rank took all its steps on that host; empty: no rank moved.
         facts: attributes of the first `run_start`.
         notes: what is missing, one line each.
     """
@@ -116,10 +118,16 @@ class Run:
     notes: Sequence[str] = ()
     shares_processors: bool = False
     is_reported: bool = False
+    host_since: Sequence[int] = ()
 
-    def name(self, column: int) -> str:
-        """A rank with its host: `rank 3 (host a)`."""
-        host = self.hosts[column]
+    def host_of(self, column: int, since_step: int) -> str:
+        """Host on which a rank took all its steps from one on; empty: it has moved since, or it is not known."""
+        moved = column < len(self.host_since) and since_step < self.host_since[column]
+        return "" if moved else self.hosts[column]
+
+    def name(self, column: int, since_step: int) -> str:
+        """A rank with its host from a step on: `rank 3 (host a)`."""
+        host = self.host_of(column, since_step)
         return f"rank {self.ranks[column]}" + (f" ({host})" if host else "")
 
 
@@ -148,6 +156,25 @@ class _Cell:
         return sum(max(0, length) for length in inside_ns) / 1e9
 
 
+def first_step_on(
+    host: str | None, hosts: Mapping[int, str | None], steps: Sequence[int], attempts: Sequence[int]
+) -> int:
+    """Return the first step from which on a rank took all its steps on a host.
+
+    Args:
+        hosts: of the rank by start.
+        steps, attempts: steps in order, and the start in which the rank took each; -1: it did not.
+    """
+    if all(hosts.get(attempt) == host for attempt in set(attempts) if attempt >= 0):
+        return steps[0] if steps else 0
+    first = steps[-1] + 1 if steps else 0
+    for step, attempt in zip(reversed(steps), reversed(attempts), strict=True):
+        if attempt >= 0 and hosts.get(attempt) != host:
+            break
+        first = step
+    return first
+
+
 def collect(events: Iterable[Event], last_steps: int | None = None) -> Run:
     """Read events into tables.
 
@@ -169,7 +196,7 @@ class _Collector:
     def __init__(self, last_steps: int | None) -> None:
         self._last_steps = last_steps
         self._cells: dict[int, dict[int, _Cell]] = defaultdict(dict)  # by step and rank
-        self._hosts: dict[int, str] = {}
+        self._hosts: dict[int, dict[int, str]] = defaultdict(dict)  # by rank and start; "": it differs inside one
         self._stages: dict[int, int] = {}
         # Of each start and rank: checkpoints, evaluations and garbage collections outside of steps.
         self._outside: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
@@ -188,11 +215,8 @@ class _Collector:
         rank = event.origin.rank
         if rank is None:
             return
-        if event.origin.host:
-            self._hosts.setdefault(rank, event.origin.host)
-        if event.origin.pp is not None:
-            self._stages.setdefault(rank, event.origin.pp)
         attempt = event.origin.attempt or 0
+        self._place(event, rank, attempt)
         start = self._starts.setdefault(attempt, Start(attempt, event.start_ns))
         start.last_ns = max(start.last_ns, event.end_ns)
         if event.step is None:
@@ -210,6 +234,14 @@ class _Collector:
                 self._flush()
         if self._last_steps is not None and len(self._cells) > 2 * self._last_steps:
             self._forget()
+
+    def _place(self, event: Segment, rank: int, attempt: int) -> None:
+        if event.origin.host:
+            of_starts = self._hosts[rank]
+            if of_starts.setdefault(attempt, event.origin.host) != event.origin.host:
+                of_starts[attempt] = ""
+        if event.origin.pp is not None:
+            self._stages.setdefault(rank, event.origin.pp)
 
     def _cell(self, step: int, rank: int, attempt: int) -> _Cell | None:
         """A rank's step: one that was taken again counts as it was then; None: of an earlier start."""
@@ -316,7 +348,7 @@ class _Collector:
         return Run(
             steps,
             ranks,
-            [self._hosts.get(rank, "") for rank in ranks],
+            [self._host(rank) for rank in ranks],
             [self._stages.get(rank) for rank in ranks],
             step_s,
             own_s,
@@ -333,11 +365,23 @@ class _Collector:
             notes,
             self._shares_processors(ranks),
             self._is_reported(),
+            [self._host_since(rank, steps) for rank in ranks],
         )
+
+    def _host(self, rank: int) -> str:
+        of_starts = self._hosts.get(rank)
+        return of_starts[max(of_starts)] if of_starts else ""
+
+    def _host_since(self, rank: int, steps: Sequence[int]) -> int:
+        if len(self._starts) < 2:
+            return steps[0]
+        attempts = [self._cells[step][rank].attempt if rank in self._cells[step] else -1 for step in steps]
+        of_starts = {attempt: host or None for attempt, host in self._hosts.get(rank, {}).items()}
+        return first_step_on(self._host(rank) or None, of_starts, steps, attempts)
 
     def _shares_processors(self, ranks: Sequence[int]) -> bool:
         """Whether several ranks of a host compute on its processors, and steps lack what they waited for them."""
-        most = max(CountOf(self._hosts.get(rank, "") for rank in ranks).values(), default=0)
+        most = max(CountOf(self._host(rank) for rank in ranks).values(), default=0)
         cells = [cell for of_step in self._cells.values() for cell in of_step.values() if cell.on_host]
         # A step or two may lack it: the first one, or one that another thread began.
         return most > 1 and sum(cell.queued_s is None for cell in cells) > _FEW_STEPS * len(cells)

@@ -190,6 +190,28 @@ def test_a_fault_that_goes_with_the_rank_evicts_nobody(tmp_path: Path) -> None:
     assert len({name for _, _, [name] in fleet.decisions}) > 1
 
 
+def test_a_fault_that_went_with_the_rank_is_not_held_against_its_nodes_later(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=2)
+    blamed = []
+    for _ in range(3):
+        fleet.until(lambda: fleet.driver.facts.state is State.RUN and fleet.driver.view.step == 12)
+        blamed.append(fleet.node(1))
+        raise_(blamed[-1])
+        fleet.until_not(State.RUN)
+    assert blamed[0] is blamed[1] is not blamed[2]
+    fleet.until_step(20)
+    raise_(blamed[0])  # a fault of its own, elsewhere
+    fleet.until_not(State.RUN)
+    fleet.until_step(28)
+    raise_(blamed[2])
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.driver.facts.evicted == {}
+    assert [(action, name) for action, _, [name] in fleet.decisions[3:]] == [
+        ("retry", blamed[0].name),
+        ("retry", blamed[2].name),
+    ]
+
+
 def test_a_fault_that_stays_with_the_node_evicts_it(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, spares=1)
     fleet.until_step(2)
@@ -228,6 +250,31 @@ def test_processes_killed_on_most_nodes_at_once_blame_none(signum: int | None, t
     assert fleet.finish() is State.COMPLETED
     assert fleet.decisions == [("retry", "memory" if signum is None else "killed", [])] * 3
     assert fleet.driver.facts.evicted == {}
+
+
+# A scheduler or launcher ends all ranks of a hang, the one that is waited for too.
+@pytest.mark.parametrize("kind", ["named", "nan", "corrupt"])
+def test_who_is_named_is_blamed_though_all_processes_are_killed(kind: str, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_step(8)
+    node = fleet.node(2)
+    for rank in range(4):
+        if rank != 2:
+            fleet.node(rank).log(kind, "rank 2 does not answer", rank=rank, names=(2,))
+        fleet.node(rank).die(-signal.SIGTERM)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("evict" if kind == "corrupt" else "retry", kind, [node.name])]
+
+
+def test_ranks_that_name_each_other_while_all_are_killed_blame_none(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_step(8)
+    for rank in range(4):
+        other = (rank + 1) % 4
+        fleet.node(rank).log("named", f"rank {other} does not answer", rank=rank, names=(other,))
+        fleet.node(rank).die(-signal.SIGTERM)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "killed", [])]
 
 
 # https://github.com/horovod/horovod/pull/2829: one rank is killed, and its peers abort when they lose it.

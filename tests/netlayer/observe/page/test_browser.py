@@ -79,6 +79,11 @@ def test_a_reader_finds_the_silent_rank_and_the_straggler_at_once(browser: Brows
     findings = read(browser, ".findings")
     assert "rank 21 (host-0002) is silent, in forward of micro-batch 0 of step 12; 30 ranks wait for it" in findings
     assert "rank 5 (host-0000) is" in findings
+    # One next step, under the verdict on the rank that holds the run up.
+    cards = browser.evaluate("[...document.querySelectorAll('.findings > .card')].map((card) => card.innerText)")
+    [number] = [number for number, text in enumerate(cards) if text.startswith("Next step")]
+    assert "rank 21 (host-0002) is silent" in cards[number - 1]
+    assert "rank 21 on host host-0002" in cards[number]
     assert "11 steps completed" in read(browser, ".subtitle")
     assert "failure at step 6: kernel log: Xid 79: GPU has fallen off the bus" in findings
     assert "eviction at step 6: host-0001: Xid 79 is a hardware fault" in findings
@@ -107,7 +112,11 @@ def test_the_heat_map_by_keyboard(browser: Browser) -> None:
 def test_the_map_of_steps_by_keyboard(browser: Browser) -> None:
     browser.evaluate("location.hash = 'view=steps&rank=5&step=3'")
     browser.settle()
-    press(browser, "2", "ArrowRight", "ArrowDown")
+    press(browser, "2")
+    legend = read(browser, ".u-legend")
+    assert "busy time (without waits), slowest rank" in legend
+    assert "busy time, rank 5" in legend
+    press(browser, "ArrowRight", "ArrowDown")
     assert "rank 6" in read(browser, ".readout")
     assert "step 4" in read(browser, ".readout")
     press(browser, "+", "-", "0")

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -75,6 +76,10 @@ def test_metrics_are_read_by_prometheus_own_parser(run: Path) -> None:
     states = {sample.labels["state"]: sample.value for sample in families["netlayer_run_state"].samples}
     assert [name for name, value in states.items() if value] == ["silent"]
     assert families["netlayer_run_ranks"].samples[0].value == 8
+    # Step 12 has no end on any rank: the run hangs in it for 90 s.
+    assert view.is_open[-1].all()
+    assert families["netlayer_run_last_step"].samples[0].value == 11
+    assert families["netlayer_run_step_seconds"].samples[0].value == pytest.approx(np.median(view.run.step_s[-2]))
     for family in families.values():
         assert family.documentation
         assert all(sample.name.startswith("netlayer_run_") for sample in family.samples)

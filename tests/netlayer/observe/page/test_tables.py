@@ -6,10 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.page.__main__ import count_rows
+from bench.page.synthetic import Faults, write_run
+from netlayer.layout import ParallelLayout
 from netlayer.observe.events import Counter, Event, EventWriter, Mark, Origin, Segment
 from netlayer.observe.page.columns import Columns
 from netlayer.observe.page.tables import run_of
 from netlayer.observe.readers import open_evidence
+from netlayer.observe.verdicts.judge import judge, straggler_rows
 from netlayer.observe.verdicts.run import Run, collect
 from tests.netlayer.observe.test_report import events_of_run, queued
 
@@ -136,3 +140,45 @@ def test_a_file_of_no_known_kind_is_a_note(tmp_path: Path) -> None:
     assert len(columns.notes) == 1
     assert "skipped" in columns.notes[0]
     assert run_of(columns)[0].ranks == [0, 1]
+
+
+def test_the_bench_counts_the_rows_of_a_run_that_is_given(tmp_path: Path) -> None:
+    num_rows = write_run(tmp_path, ParallelLayout(tp=1, pp=1, dp=2), 3, Faults())
+    assert count_rows(tmp_path) == num_rows > 0
+
+
+def moved(host_before: str, host_after: str, slow_from: int = 99) -> list[Event]:
+    """Two starts of four ranks, steps 1 to 20 and 21 to 40, of which rank 1 is on another host in the second."""
+    events: list[Event] = []
+    for rank in range(4):
+        for step in range(1, 41):
+            attempt = int(step > 20)
+            host = f"h{rank}" if rank != 1 else (host_before, host_after)[attempt]
+            origin = Origin(run="r", attempt=attempt, host=host, rank=rank, pp=0, dp=rank, tp=0)
+            at, length = step * 200 * MS, (150 if rank == 1 and step >= slow_from else 100) * MS
+            events.append(Segment(origin, "forward", "forward", at, at + length, step=step))
+            events.append(Segment(origin, "step", "step", at, at + length, step=step))
+    return events
+
+
+@pytest.mark.parametrize(
+    ("slow_from", "host"), [(1, ""), (11, ""), (21, "h-new"), (25, "h-new")], ids=["all", "before", "since", "after"]
+)
+def test_a_rank_that_moved_is_named_with_the_host_on_which_it_is_slow(
+    tmp_path: Path, slow_from: int, host: str
+) -> None:
+    for run in both(write(tmp_path, moved("h-old", "h-new", slow_from))):
+        assert run.hosts[1] == "h-new"
+        assert list(run.host_since) == [1, 21, 1, 1]
+        assert run.host_of(1, slow_from) == host
+        _, detection = judge(run)
+        [row] = straggler_rows(run, detection)
+        assert (row.rank, row.host) == (1, "" if row.since_step < 21 else host)
+
+
+def test_a_rank_on_two_hosts_in_one_start_has_none(tmp_path: Path) -> None:
+    events = [*moved("h-old", "h-new"), Mark(Origin(attempt=1, host="h-other", rank=1), "note", 1)]
+    steps = write(tmp_path / "a", [event for event in events if isinstance(event, Segment)])
+    columns = Columns([steps, write(tmp_path / "b", [event for event in events if isinstance(event, Mark)])])
+    assert columns.refresh()
+    assert run_of(columns)[0].hosts == ["h0", "", "h2", "h3"]

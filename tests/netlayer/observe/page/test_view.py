@@ -4,8 +4,10 @@ import base64
 import gzip
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -14,13 +16,16 @@ from click.testing import CliRunner
 from bench.page.synthetic import Faults, write_run
 from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
+from netlayer.observe.blame import Blame, Finding
 from netlayer.observe.command import observe
 from netlayer.observe.events import Counter, Event, Mark, Origin, Segment
 from netlayer.observe.page import export
+from netlayer.observe.page.advice import next_step
 from netlayer.observe.page.payload import MISSING, pack, pack_levels, unpack
 from netlayer.observe.page.source import PageSource
 from netlayer.observe.page.stopped import Stop, judge_stop
 from netlayer.observe.page.view import statistics
+from netlayer.observe.verdicts.verdict import StragglerRow
 from tests.netlayer.observe.page.test_tables import write
 from tests.netlayer.observe.test_report import events_of_run
 
@@ -55,16 +60,45 @@ def test_the_silent_rank_and_who_waits_for_it_are_named(faulty: PageSource) -> N
 
 
 def test_the_next_step_has_the_place_the_time_and_the_command(faulty: PageSource) -> None:
-    where, evict, test = unpack(faulty.get("overview", {}))[0]["next"]
+    step = unpack(faulty.get("overview", {}))[0]["next"]
+    assert (step["subject"], step["rank"]) == ("silent rank", 21)
+    where, evict, test = step["lines"]
     assert where.startswith("rank 21 on host host-0002, GPU 5 if the host's ranks are numbered in order; its last")
     assert re.search(r"at 2023-11-14 22:1\d:\d\d UTC$", where)
-    assert "`netlayer run evict OUT host-0002`" in evict
-    assert "`echo host-0002 > hosts.txt; netlayer accept --hosts hosts.txt`" in test
+    assert "`netlayer run status OUT` says which node runs on host-0002; then `netlayer run evict OUT NODE`" in evict
+    assert '`HOSTS=$(mktemp); echo host-0002 > "$HOSTS"; netlayer accept --hosts "$HOSTS"`' in test
+
+
+def test_the_node_of_a_run_of_ours_is_the_one_of_its_last_start(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ParallelLayout(tp=1, pp=1, dp=4), 12, Faults(silent=2, silent_step=12, restart_step=6))
+    files = [tmp_path / "a"]
+    for attempt in (1, 0):
+        origin = Origin(rank=2, attempt=attempt, host="host-0000")
+        mark = Mark(origin, "run_start", 1, attributes={"pid": 7 + attempt, "node": f"node-{attempt}"})
+        files.append(write(tmp_path / f"b{attempt}", [mark]))
+    where, evict, _ = unpack(PageSource(files).get("overview", {}))[0]["next"]["lines"]
+    assert "process 8" in where
+    assert "`netlayer run evict OUT node-1`" in evict
 
 
 def test_a_run_that_accuses_nobody_has_no_next_step(tmp_path: Path) -> None:
     write_run(tmp_path, ParallelLayout(tp=1, pp=1, dp=4), 3, Faults())
-    assert unpack(PageSource([tmp_path]).get("overview", {}))[0]["next"] == []
+    assert unpack(PageSource([tmp_path]).get("overview", {}))[0]["next"] is None
+
+
+def test_a_next_step_is_for_slow_computation_in_a_run_whose_end_is_known(tmp_path: Path) -> None:
+    write_run(tmp_path, ParallelLayout(tp=1, pp=1, dp=4), 30, Faults(straggler=1))
+    view = PageSource([tmp_path]).view
+    step = next_step(view)
+    assert step is not None
+    assert (view.stop.state, step["subject"], step["rank"]) == ("ended", "straggler", 1)
+    for state in ("cannot tell", "suspected"):
+        assert next_step(replace(view, stop=replace(view.stop, state=state))) is None
+    finding = Finding("dead", (3,), "", "", "rank 3 holds others up")
+    assert next_step(replace(view, blame=Blame((finding,)))) is None
+    [verdict] = [each for each in view.verdicts if each.subject == "straggler"]
+    slow_data = tuple(replace(row, cause="data") for row in verdict.rows if isinstance(row, StragglerRow))
+    assert next_step(replace(view, verdicts=[replace(verdict, rows=slow_data)])) is None
 
 
 def test_shares_of_the_whole_time_add_up_and_a_hang_counts(faulty: PageSource) -> None:
@@ -84,22 +118,35 @@ def test_a_straggler_has_its_passes_and_each_percentage_its_base(faulty: PageSou
 
 
 def run_that_stops(
-    behind: Iterable[int], *, until_s: float = 60.0, work: bool = True, signs: Iterable[int] = ()
+    behind: Iterable[int],
+    *,
+    until_s: float = 60.0,
+    work: bool = True,
+    signs: Iterable[int] = (),
+    last_signs_s: Mapping[int, float] = MappingProxyType({}),
+    begin_s: float = 0.0,
 ) -> Stop:
-    """Four ranks with a pass and a reduction a step; ranks `behind` end the record before the pass of step 3."""
+    """Four ranks with a pass and a reduction a step; ranks `behind` end the record before the pass of step 3.
+
+    Args:
+        signs: ranks whose readings go on to the end.
+        last_signs_s: when the readings of others end.
+        begin_s: of step 0.
+    """
     segments: list[Segment] = []
     for rank in range(4):
         origin = Origin(rank=rank, host="h")
         for step in (2, 3):
-            at = step * 100 * MS
+            at = round(begin_s * 1e9) + step * 100 * MS
             more = {"step": step, "group": "reduce", "group_ranks": "0:4:1", "seq": step}
             if step == 2 or rank not in set(behind):
                 segments.append(Segment(origin, "forward", "forward", at, at + 60 * MS, step=step))
             if step == 2:
                 segments.append(Segment(origin, "collective", "all_reduce", at + 60 * MS, at + 70 * MS, **more))
                 segments.append(Segment(origin, "step", "step", at, at + 70 * MS, step=2))
-    last = dict.fromkeys(signs, round(until_s * 1e9))
-    return judge_stop(segments, round(until_s * 1e9), 0.1, ended=not work, last_sign_ns=last)
+    until_ns = round((begin_s + until_s) * 1e9)
+    last = dict.fromkeys(signs, until_ns) | {rank: round(at_s * 1e9) for rank, at_s in last_signs_s.items()}
+    return judge_stop(segments, until_ns, 0.1, ended=not work, last_sign_ns=last)
 
 
 def test_a_rank_that_is_in_its_own_work_is_silent() -> None:
@@ -113,7 +160,22 @@ def test_of_two_ranks_that_one_group_waits_for_none_is_accused() -> None:
     stop = run_that_stops([2, 3])
     assert stop.state != "silent"
     assert stop.silent in ((), (2, 3))
-    assert run_that_stops([2, 3], signs=[0, 1, 3]).silent == (2,)
+
+
+def test_of_two_ranks_the_one_whose_readings_end_as_it_stops_is_silent() -> None:
+    stop = run_that_stops([2, 3], signs=[0, 1, 3], last_signs_s={2: 100.0}, begin_s=100)
+    assert (stop.state, stop.silent, stop.alike) == ("silent", (2,), (3,))
+
+
+def test_a_rank_that_never_had_a_reading_is_not_accused_beside_one_that_has() -> None:
+    stop = run_that_stops([2, 3], signs=[0, 1, 3], begin_s=100)
+    assert stop.state != "silent"
+    assert stop.silent in ((), (2, 3))
+
+
+def test_readings_that_ended_long_before_the_stop_accuse_nobody() -> None:
+    stop = run_that_stops([2, 3], signs=[0, 1, 3], last_signs_s={2: 90.0}, begin_s=100)
+    assert stop.state != "silent"
 
 
 def test_groups_of_the_page_are_those_of_the_layout(tmp_path: Path) -> None:
@@ -322,3 +384,17 @@ def test_nothing_that_can_be_read_is_one_line(tmp_path: Path) -> None:
     assert done.exit_code != 0
     assert isinstance(done.exception, ConfigError)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_silent_rank_that_moved_is_named_on_its_host_of_the_last_start(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", ParallelLayout(tp=1, pp=1, dp=4), 12, Faults(silent=2, silent_step=12, restart_step=6))
+    # What the start before left on another host is read last, and is of an earlier start.
+    before = Segment(Origin(rank=2, attempt=0, host="host-gone"), "forward", "forward", 1, 2, step=1)
+    source = PageSource([tmp_path / "a", write(tmp_path / "b", [before])])
+    assert len(source.view.places[2]) == 2
+    facts, arrays = unpack(source.get("overview", {}))
+    assert facts["stop"]["line"].startswith("rank 2 (host-0000) is silent")
+    assert facts["hosts"][arrays["host"][2]] == "host-0000"
+    other = write(tmp_path / "c", [Mark(Origin(rank=2, attempt=1, host="host-other"), "note", 1)])
+    facts, _ = unpack(PageSource([tmp_path / "a", other]).get("overview", {}))
+    assert facts["stop"]["line"].startswith("rank 2 is silent")

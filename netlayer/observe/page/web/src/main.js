@@ -104,7 +104,7 @@ class Page {
     if (this.run.steps.length) {
       const states = { silent: "found", suspected: "suspected", "cannot tell": "cannot tell" };
       const card = this.card(states[stop.state] ?? "none", "silent rank", stop.line, { view: "parallel", rank: stop.silent[0] });
-      (stop.state === "running" && hang ? calm : cards).push(card);
+      (stop.state === "running" && hang ? calm : cards).push(card, ...this.next("silent rank", stop.silent[0]));
     }
     for (const verdict of facts.verdicts) {
       const asked = verdict.subject === "straggler" && this.run.steps.length;
@@ -112,17 +112,23 @@ class Page {
       const rank = verdict.subject === "straggler" ? facts.stragglers[0]?.rank ?? firstRank(verdict.line, this.run) : undefined;
       const card = this.card(verdict.state, verdict.subject, verdict.line, { view: PLACE[verdict.subject] ?? "life", rank });
       const restarted = verdict.subject === "effective time" && facts.starts.length > 1;
-      (alarming || asked || restarted ? cards : calm).push(restarted ? this.card("restarts", verdict.subject, verdict.line, { view: "life" }) : card);
+      (alarming || asked || restarted ? cards : calm).push(restarted ? this.card("restarts", verdict.subject, verdict.line, { view: "life" }) : card, ...this.next(verdict.subject, rank));
     }
     const past = this.past();
     if (past.length) cards.push(this.card("restarts", "earlier failure", past.join("; "), { view: "life" }));
-    // The next step stands under the verdict that it is for, as text to copy.
-    if (facts.next.length) cards.splice(cards.findIndex((each) => each.classList.contains("found")) + 1, 0, h("div", { class: "card calm next" }, h("b", {}, "Next step"), h("ul", {}, facts.next.map((line) => h("li", {}, line.split("`").map((part, number) => (number % 2 ? h("code", {}, part) : part)))))));
     if (!cards.length) cards.push(h("p", { class: "card calm" }, "This evidence has neither steps nor what a hang leaves: nobody can be judged. See the timeline."));
     if (facts.notes.length) calm.push(h("div", { class: "card calm" }, h("b", {}, "Notes"), h("ul", {}, facts.notes.map((note) => h("li", {}, note)))));
     const unknown = facts.verdicts.filter((verdict) => verdict.state === "cannot tell" && verdict.subject !== "straggler").length;
     const hint = unknown ? ` (${unknown} of them: cannot tell)` : "";
     this.findings.replaceChildren(...cards, h("details", {}, h("summary", {}, `${calm.length} other answers${hint}`), ...calm));
+  }
+
+  // The next step stands under the verdict that it is for, as text to copy.
+  next(subject, rank) {
+    const { next } = this.run.facts;
+    if (!next || next.subject !== subject || next.rank !== rank) return [];
+    const lines = next.lines.map((line) => h("li", {}, line.split("`").map((part, number) => (number % 2 ? h("code", {}, part) : part))));
+    return [h("div", { class: "card calm next" }, h("b", {}, "Next step"), h("ul", {}, lines))];
   }
 
   // What made earlier starts end, as a person or the driver wrote it down: the newest failures and evictions.

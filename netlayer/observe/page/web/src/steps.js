@@ -75,11 +75,11 @@ class Steps {
       { label: "busy time (without waits), slowest rank", values: run.own_largest_s, colour: "orange", dash: [2, 3] },
     ];
     const rank = state.number("rank");
-    const own = run.facts.measures.findIndex((measure) => measure.name === "own time");
-    if (run.at.has(rank) && own >= 0) {
+    const { busy } = run.facts;
+    if (run.at.has(rank) && busy !== null) {
       try {
         const detail = await load("rank", { rank });
-        if (detail[`series${own}`]) series.push({ label: `own time, rank ${rank}`, values: detail[`series${own}`], colour: "vermillion" });
+        if (detail[`series${busy}`]) series.push({ label: `busy time, rank ${rank}`, values: detail[`series${busy}`], colour: "vermillion" });
       } catch {
         // An exported page has some ranks alone; their lines are missing.
       }
