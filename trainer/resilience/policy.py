@@ -6,7 +6,8 @@ too. So findings of an incident are read in this order, and the first kind that 
 1. somebody asked for an eviction; a node failed its self-check; a line of hardware; a node that is lost;
 2. processes killed or stopped by a signal that nobody of ours sent, and those that ran out of memory: all of them; on
    most nodes at once, what they share is likelier (a scheduler that ends its step, a program that crashes), and none
-   is blamed;
+   is blamed, unless 3 says whose fault made them end; a node that others name may have ended with them, and be named
+   for that;
 3. ranks whose replica of the model differs from most others (`trainer.replicas`); ranks that others name
    (`collectives.watch` knows who waits for whom); a rank with a lost number, if it is one;
 4. a damaged checkpoint, a disk that is full, a job that is wrong in itself: on all ranks alike, no node is to blame;
@@ -222,15 +223,8 @@ def diagnose(incident: Incident, num_members: int) -> Diagnosis:
         nodes = dict.fromkeys([*incident.checks, *(finding.node for finding in hardware)])
         line = "; ".join(f"{node} failed its self-check: {text}" for node, text in incident.checks.items())
         return Diagnosis("self_check", tuple(nodes), line)
-    # Two faults at once: all of a group go together, under the name of the first. `named` and the like are of one
-    # kind each, for a rank that is held up by a lost number is not slow.
-    for kinds in (("hardware", "node_lost"), _BY_SIGNAL, ("corrupt",), ("named",), ("nan",), ("slow",)):
-        chosen = hardware if kinds[0] == "hardware" else [finding for finding in placed if finding.kind in kinds]
-        if chosen and kinds == _BY_SIGNAL and _is_shared(chosen, num_members):
-            line = f"on most nodes at once, so none of them is to blame: {_told(chosen)[1]}"
-            return Diagnosis(chosen[0].kind, (), plain(line, _MAX_REASON))
-        if chosen:
-            return Diagnosis(chosen[0].kind, *_told(chosen))
+    if diagnosis := _of_placed(placed, hardware, num_members):
+        return diagnosis
     for kind in ("corrupt", "nan", "checkpoint", "disk", "job"):
         if everywhere := [finding for finding in causes if finding.kind == kind]:
             return Diagnosis(kind, (), everywhere[0].text)
@@ -238,6 +232,29 @@ def diagnose(incident: Incident, num_members: int) -> Diagnosis:
     if hung and hung[0].node:
         return Diagnosis("hung", *_told(hung[:1]))
     return _first_exit(incident.findings, hung)
+
+
+def _of_placed(placed: Sequence[Finding], hardware: Sequence[Finding], num_members: int) -> Diagnosis | None:
+    """Diagnose by findings of which the node is known; None: none of them is of a kind that decides."""
+    killed = [finding for finding in placed if finding.kind in _BY_SIGNAL]
+    are_killed_together = _is_shared(killed, num_members)
+    ended = {finding.node for finding in killed}
+    # Two faults at once: all of a group go together, under the name of the first. `named` and the like are of one
+    # kind each, for a rank that is held up by a lost number is not slow.
+    for kinds in (("hardware", "node_lost"), _BY_SIGNAL, ("corrupt",), ("named",), ("nan",), ("slow",)):
+        chosen = hardware if kinds[0] == "hardware" else [finding for finding in placed if finding.kind in kinds]
+        if are_killed_together and kinds[0] == "named":
+            # Whose process was killed too is named for that, or for a fault before: it cannot be told.
+            chosen = [finding for finding in chosen if finding.node not in ended]
+        # A slow rank kills nobody, and what is on most nodes as well places nothing.
+        if are_killed_together and kinds[0] != "hardware" and (kinds[0] == "slow" or _is_shared(chosen, num_members)):
+            chosen = []
+        if chosen:
+            return Diagnosis(chosen[0].kind, *_told(chosen))
+    if not are_killed_together:
+        return None
+    line = f"on most nodes at once, so none of them is to blame: {_told(killed)[1]}"
+    return Diagnosis(killed[0].kind, (), plain(line, _MAX_REASON))
 
 
 def _is_shared(findings: Sequence[Finding], num_members: int) -> bool:
