@@ -18,7 +18,7 @@ too. So findings of an incident are read in this order, and the first kind that 
 [Note: what is done] Hardware and lost nodes are evicted. A process's fault is answered by a restart in place; when the
 same node has one again (job.resilience.retries_in_place), it is evicted; if it came after the same step as before, its
 ranks first change places with another node's: a fault of the node stays with the node, one of the program or its data
-goes with the ranks, and evicts nobody. An unclear fault is retried once; when it
+goes with the ranks, evicts nobody, and counts against neither node later. An unclear fault is retried once; when it
 comes again, half of the nodes that are still suspected are replaced (first those whose self-check could not be made,
 or that ended among the first), as far as there are standbys: where it stays away
 then, the fault was among those that left (they stay out), and where it comes again, among the others. A number that
@@ -153,7 +153,10 @@ def _answer_processes(
     kind: str, nodes: tuple[str, ...], reason: str, incident: Incident, facts: Facts, settings: ResilienceConfig
 ) -> Decision:
     """Restart in place, let nodes change places, or evict those whose processes have failed before."""
-    again = tuple(node for node in nodes if _faults_of(node, facts, incident.detected_s) >= settings.retries_in_place)
+    if _is_near(incident.step, _steps_of_ranks(incident, facts, nodes)):
+        line = "after the step of before, though nodes have changed places: it goes with the ranks, not with a node"
+        return Decision("retry", kind, nodes, (), (), f"{reason}; {line}: restarted in place")
+    again = tuple(node for node in nodes if _faults_of(node, incident, facts) >= settings.retries_in_place)
     if swap := _swap(incident, facts, nodes, again):
         line = f"{reason}; after the same step as before: {swap[0]} and {swap[1]} change places, to see whether it"
         return Decision("retry", kind, nodes, (), (), f"{line} goes with the node or with its ranks", swap=swap)
@@ -170,9 +173,9 @@ def _swap(incident: Incident, facts: Facts, nodes: Sequence[str], again: Sequenc
 
     Empty: it has not failed so, it has changed places since, or there is no other node.
     """
-    blamed = [each["decision"] for each in facts.incidents if _is_same_step(each, incident)]
+    blamed = [each["decision"] for each in facts.incidents if _is_near(each["step"], [incident.step])]
     well = [node for node in facts.members if node not in nodes]
-    well.sort(key=lambda node: (node in incident.unclear_checks, _faults_of(node, facts, incident.detected_s)))
+    well.sort(key=lambda node: (node in incident.unclear_checks, _faults_of(node, incident, facts)))
     for node in again:
         own = [decision for decision in blamed if node in decision.get("nodes", ())]
         if own and well and node in facts.members and not any(node in each.get("swap", ()) for each in own):
@@ -301,22 +304,45 @@ def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
     return nodes, plain("; ".join(lines[node] for node in nodes), _MAX_REASON)
 
 
-def _faults_of(node: str, facts: Facts, now_s: float) -> int:
-    """Count the incidents of the last day that were blamed on a node's processes: in weeks every node has some."""
-    recent = (each for each in facts.incidents if now_s - each["detected_s"] < _REMEMBERED_S)
-    return sum(node in each["decision"].get("nodes", ()) for each in recent)
+def _faults_of(node: str, incident: Incident, facts: Facts) -> int:
+    """Count the incidents of the last day that were blamed on a node's processes: in weeks every node has some.
+
+    Those at a step at which a fault went with the ranks are no node's, neither of the one before nor of the one after.
+    """
+    apart = _steps_of_ranks(incident, facts, ())
+    recent = (each for each in facts.incidents if incident.detected_s - each["detected_s"] < _REMEMBERED_S)
+    return sum(node in each["decision"].get("nodes", ()) and not _is_near(each["step"], apart) for each in recent)
 
 
-def _is_same_step(earlier: Mapping[str, Any], incident: Incident) -> bool:
-    """Whether two faults came at the same step: the last step that is known may be one less than the last taken."""
-    return abs(int(earlier["step"]) - incident.step) <= 1
+def _steps_of_ranks(incident: Incident, facts: Facts, nodes: Sequence[str]) -> list[int]:
+    """Return steps after which two nodes changed places, and the next fault was the other one's: it has their ranks.
+
+    Args:
+        nodes: that this incident is blamed on, where it is to be looked at too.
+    """
+    rows = [(int(each["step"]), each["decision"]) for each in facts.incidents]
+    rows.append((incident.step, {"nodes": nodes}))
+    steps = []
+    for number, (step, decision) in enumerate(rows):
+        if not decision.get("swap"):
+            continue
+        one, other = decision["swap"]
+        later = [each.get("nodes", ()) for at, each in rows[number + 1 :] if _is_near(at, [step])]
+        if any(other in each and one not in each for each in later):
+            steps.append(step)
+    return steps
+
+
+def _is_near(step: int, others: Sequence[int]) -> bool:
+    """Whether a fault came at one of these steps: the last step that is known may be one less than the last taken."""
+    return any(abs(int(step) - other) <= 1 for other in others)
 
 
 def _lost_before(incident: Incident, facts: Facts, nodes: tuple[str, ...]) -> str:
     """Say why a lost number is the job's: it was lost after the same step before, and not on the same node."""
     for each in facts.incidents:
         decision = each["decision"]
-        if decision.get("kind") != "nan" or not _is_same_step(each, incident):
+        if decision.get("kind") != "nan" or not _is_near(each["step"], [incident.step]):
             continue
         before = tuple(decision.get("nodes", ()))
         if not nodes or not before or set(before).isdisjoint(nodes):
