@@ -347,7 +347,7 @@ def _lost_before(incident: Incident, facts: Facts, nodes: tuple[str, ...]) -> st
         before = tuple(decision.get("nodes", ()))
         if not nodes or not before or set(before).isdisjoint(nodes):
             where = f"on {', '.join(before)}" if before else "on no node in particular"
-            return f"it was lost after step {incident.step} before, {where}: it comes from the job or its data"
+            return f"it was lost after step {each['step']} before, {where}: it comes from the job or its data"
     return ""
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from netlayer.config.resilience import ResilienceConfig
 from trainer.resilience.detect import Finding, Kind
-from trainer.resilience.policy import Incident, diagnose
+from trainer.resilience.machine import Facts
+from trainer.resilience.policy import Incident, decide, diagnose
 
 NODES = ["a", "b", "c", "d"]
 
@@ -40,3 +42,13 @@ def test_kills_on_most_nodes_blame_none_where_nothing_else_has_a_place(more: lis
     kind, nodes, reason, _ = diagnose(Incident(1, 8, [*killed("a", "b", "c"), *more]), 4)
     assert (kind, nodes) == ("killed", ())
     assert reason.startswith("on most nodes at once")
+
+
+def test_a_lost_number_is_told_with_the_step_at_which_it_was_lost_before() -> None:
+    facts = Facts(members=NODES)
+    first = Incident(1, 99, line("nan", "a"), detected_s=1.0)
+    first.decision = decide(first, facts, ResilienceConfig(), 0).to_json()
+    facts.incidents = [first.to_json()]
+    decision = decide(Incident(2, 100, line("nan", "b"), detected_s=2.0), facts, ResilienceConfig(), 0)
+    assert decision.action == "give_up"
+    assert "it was lost after step 99 before, on a: it comes from the job or its data" in decision.reason
