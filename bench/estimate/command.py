@@ -34,8 +34,8 @@ _LAUNCH = click.option(
     default=0.0,
     show_default=True,
     metavar="US",
-    help="What a launch takes the host (launch_ms over kernels of a profile of bench.mfu there: 75 to 115 on our hosts)"
-    "; 0: not modelled.",
+    help="What a launch takes the host (launch_ms over kernels of a profile of bench.mfu there: 76 to 135 in our"
+    " records without tensor parallelism and stages, waits included); 0: not modelled.",
 )
 _FABRIC = click.option(
     "--fabric/--no-fabric",

@@ -5,8 +5,9 @@ too. So findings of an incident are read in this order, and the first kind that 
 
 1. somebody asked for an eviction; a node failed its self-check; a line of hardware; a node that is lost;
 2. processes killed or stopped by a signal that nobody of ours sent, and those that ran out of memory: all of them; on
-   most nodes at once, what they share is likelier (a scheduler that ends its step, a program that crashes, a
-   launcher that ends all ranks of a hang), and none is blamed, unless one that point 3 names is;
+   most nodes at once, what they share is likelier (a scheduler that ends its step, a program that crashes), and none
+   is blamed, unless 3 says whose fault made them end; a node that others name may have ended with them, and be named
+   for that;
 3. ranks whose replica of the model differs from most others (`trainer.replicas`); ranks that others name
    (`collectives.watch` knows who waits for whom); a rank with a lost number, if it is one;
 4. a damaged checkpoint, a disk that is full, a job that is wrong in itself: on all ranks alike, no node is to blame;
@@ -17,7 +18,7 @@ too. So findings of an incident are read in this order, and the first kind that 
 [Note: what is done] Hardware and lost nodes are evicted. A process's fault is answered by a restart in place; when the
 same node has one again (job.resilience.retries_in_place), it is evicted; if it came after the same step as before, its
 ranks first change places with another node's: a fault of the node stays with the node, one of the program or its data
-goes with the ranks, and evicts nobody. An unclear fault is retried once; when it
+goes with the ranks, evicts nobody, and counts against neither node later. An unclear fault is retried once; when it
 comes again, half of the nodes that are still suspected are replaced (first those whose self-check could not be made,
 or that ended among the first), as far as there are standbys: where it stays away
 then, the fault was among those that left (they stay out), and where it comes again, among the others. A number that
@@ -152,7 +153,10 @@ def _answer_processes(
     kind: str, nodes: tuple[str, ...], reason: str, incident: Incident, facts: Facts, settings: ResilienceConfig
 ) -> Decision:
     """Restart in place, let nodes change places, or evict those whose processes have failed before."""
-    again = tuple(node for node in nodes if _faults_of(node, facts, incident.detected_s) >= settings.retries_in_place)
+    if _is_near(incident.step, _steps_of_ranks(incident, facts, nodes)):
+        line = "after the step of before, though nodes have changed places: it goes with the ranks, not with a node"
+        return Decision("retry", kind, nodes, (), (), f"{reason}; {line}: restarted in place")
+    again = tuple(node for node in nodes if _faults_of(node, incident, facts) >= settings.retries_in_place)
     if swap := _swap(incident, facts, nodes, again):
         line = f"{reason}; after the same step as before: {swap[0]} and {swap[1]} change places, to see whether it"
         return Decision("retry", kind, nodes, (), (), f"{line} goes with the node or with its ranks", swap=swap)
@@ -169,9 +173,9 @@ def _swap(incident: Incident, facts: Facts, nodes: Sequence[str], again: Sequenc
 
     Empty: it has not failed so, it has changed places since, or there is no other node.
     """
-    blamed = [each["decision"] for each in facts.incidents if _is_same_step(each["step"], incident.step)]
+    blamed = [each["decision"] for each in facts.incidents if _is_near(each["step"], [incident.step])]
     well = [node for node in facts.members if node not in nodes]
-    well.sort(key=lambda node: (node in incident.unclear_checks, _faults_of(node, facts, incident.detected_s)))
+    well.sort(key=lambda node: (node in incident.unclear_checks, _faults_of(node, incident, facts)))
     for node in again:
         own = [decision for decision in blamed if node in decision.get("nodes", ())]
         if own and well and node in facts.members and not any(node in each.get("swap", ()) for each in own):
@@ -222,19 +226,8 @@ def diagnose(incident: Incident, num_members: int) -> Diagnosis:
         nodes = dict.fromkeys([*incident.checks, *(finding.node for finding in hardware)])
         line = "; ".join(f"{node} failed its self-check: {text}" for node, text in incident.checks.items())
         return Diagnosis("self_check", tuple(nodes), line)
-    # Two faults at once: all of a group go together, under the name of the first. `named` and the like are of one
-    # kind each, for a rank that is held up by a lost number is not slow.
-    shared = None
-    for kinds in (("hardware", "node_lost"), _BY_SIGNAL, ("corrupt",), ("named",), ("nan",), ("slow",)):
-        chosen = hardware if kinds[0] == "hardware" else [finding for finding in placed if finding.kind in kinds]
-        if shared and (kinds == ("slow",) or _is_shared(chosen, num_members)):
-            return shared
-        if chosen and kinds == _BY_SIGNAL and _is_shared(chosen, num_members):
-            # A launcher that ends all ranks of a hang: who is named says more than that all have ended.
-            line = f"on most nodes at once, so none of them is to blame: {_told(chosen)[1]}"
-            shared = Diagnosis(chosen[0].kind, (), plain(line, _MAX_REASON))
-        elif chosen:
-            return Diagnosis(chosen[0].kind, *_told(chosen))
+    if diagnosis := _of_placed(placed, hardware, num_members):
+        return diagnosis
     for kind in ("corrupt", "nan", "checkpoint", "disk", "job"):
         if everywhere := [finding for finding in causes if finding.kind == kind]:
             return Diagnosis(kind, (), everywhere[0].text)
@@ -242,6 +235,29 @@ def diagnose(incident: Incident, num_members: int) -> Diagnosis:
     if hung and hung[0].node:
         return Diagnosis("hung", *_told(hung[:1]))
     return _first_exit(incident.findings, hung)
+
+
+def _of_placed(placed: Sequence[Finding], hardware: Sequence[Finding], num_members: int) -> Diagnosis | None:
+    """Diagnose by findings of which the node is known; None: none of them is of a kind that decides."""
+    killed = [finding for finding in placed if finding.kind in _BY_SIGNAL]
+    are_killed_together = _is_shared(killed, num_members)
+    ended = {finding.node for finding in killed}
+    # Two faults at once: all of a group go together, under the name of the first. `named` and the like are of one
+    # kind each, for a rank that is held up by a lost number is not slow.
+    for kinds in (("hardware", "node_lost"), _BY_SIGNAL, ("corrupt",), ("named",), ("nan",), ("slow",)):
+        chosen = hardware if kinds[0] == "hardware" else [finding for finding in placed if finding.kind in kinds]
+        if are_killed_together and kinds[0] == "named":
+            # Whose process was killed too is named for that, or for a fault before: it cannot be told.
+            chosen = [finding for finding in chosen if finding.node not in ended]
+        # A slow rank kills nobody, and what is on most nodes as well places nothing.
+        if are_killed_together and kinds[0] != "hardware" and (kinds[0] == "slow" or _is_shared(chosen, num_members)):
+            chosen = []
+        if chosen:
+            return Diagnosis(chosen[0].kind, *_told(chosen))
+    if not are_killed_together:
+        return None
+    line = f"on most nodes at once, so none of them is to blame: {_told(killed)[1]}"
+    return Diagnosis(killed[0].kind, (), plain(line, _MAX_REASON))
 
 
 def _is_shared(findings: Sequence[Finding], num_members: int) -> bool:
@@ -288,40 +304,50 @@ def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
     return nodes, plain("; ".join(lines[node] for node in nodes), _MAX_REASON)
 
 
-def _faults_of(node: str, facts: Facts, now_s: float) -> int:
+def _faults_of(node: str, incident: Incident, facts: Facts) -> int:
     """Count the incidents of the last day that were blamed on a node's processes: in weeks every node has some.
 
-    Not those that went with the ranks to another node: they were no node's.
+    Those at a step at which a fault went with the ranks are no node's, neither of the one before nor of the one after.
     """
-    recent = (each for each in facts.incidents if now_s - each["detected_s"] < _REMEMBERED_S)
-    blamed = [each for each in recent if node in each["decision"].get("nodes", ())]
-    return sum(not _went_with_ranks(each["step"], facts) for each in blamed)
+    apart = _steps_of_ranks(incident, facts, ())
+    recent = (each for each in facts.incidents if incident.detected_s - each["detected_s"] < _REMEMBERED_S)
+    return sum(node in each["decision"].get("nodes", ()) and not _is_near(each["step"], apart) for each in recent)
 
 
-def _went_with_ranks(step: int, facts: Facts) -> bool:
-    """Whether two nodes changed places for faults at a step, and then the other one failed there."""
-    at_step = [each["decision"] for each in facts.incidents if _is_same_step(each["step"], step)]
-    return any(
-        decision.get("swap") and any(decision["swap"][1] in later.get("nodes", ()) for later in at_step[number + 1 :])
-        for number, decision in enumerate(at_step)
-    )
+def _steps_of_ranks(incident: Incident, facts: Facts, nodes: Sequence[str]) -> list[int]:
+    """Return steps after which two nodes changed places, and the next fault was the other one's: it has their ranks.
+
+    Args:
+        nodes: that this incident is blamed on, where it is to be looked at too.
+    """
+    rows = [(int(each["step"]), each["decision"]) for each in facts.incidents]
+    rows.append((incident.step, {"nodes": nodes}))
+    steps = []
+    for number, (step, decision) in enumerate(rows):
+        if not decision.get("swap"):
+            continue
+        one, other = decision["swap"]
+        later = [each.get("nodes", ()) for at, each in rows[number + 1 :] if _is_near(at, [step])]
+        if any(other in each and one not in each for each in later):
+            steps.append(step)
+    return steps
 
 
-def _is_same_step(one: int, other: int) -> bool:
-    """Whether two faults came at the same step: the last step that is known may be one less than the last taken."""
-    return abs(int(one) - other) <= 1
+def _is_near(step: int, others: Sequence[int]) -> bool:
+    """Whether a fault came at one of these steps: the last step that is known may be one less than the last taken."""
+    return any(abs(int(step) - other) <= 1 for other in others)
 
 
 def _lost_before(incident: Incident, facts: Facts, nodes: tuple[str, ...]) -> str:
     """Say why a lost number is the job's: it was lost after the same step before, and not on the same node."""
     for each in facts.incidents:
         decision = each["decision"]
-        if decision.get("kind") != "nan" or not _is_same_step(each["step"], incident.step):
+        if decision.get("kind") != "nan" or not _is_near(each["step"], [incident.step]):
             continue
         before = tuple(decision.get("nodes", ()))
         if not nodes or not before or set(before).isdisjoint(nodes):
             where = f"on {', '.join(before)}" if before else "on no node in particular"
-            return f"it was lost after step {incident.step} before, {where}: it comes from the job or its data"
+            return f"it was lost after step {each['step']} before, {where}: it comes from the job or its data"
     return ""
 
 

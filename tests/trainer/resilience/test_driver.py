@@ -221,6 +221,46 @@ def test_a_fault_that_stays_with_the_node_evicts_it(tmp_path: Path) -> None:
     assert list(fleet.driver.facts.evicted) == [culprit.name]
 
 
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_fault_that_went_with_the_rank_counts_against_neither_node_later(later: int, tmp_path: Path) -> None:
+    """Rank 1 fails twice at a step, and once more with another node's; each of the two nodes is killed once, later."""
+    fleet = Fleet(tmp_path, spares=2)
+    for _ in range(3):
+        fleet.until(lambda: fleet.driver.facts.state is State.RUN and fleet.driver.view.step == 12)
+        raise_(fleet.node(1))
+        fleet.until_not(State.RUN)
+    fleet.until_state(State.RUN)
+    [first, _, other] = [name for _, _, [name] in fleet.decisions]
+    assert first != other
+    fleet.until_step(30)
+    name = (first, other)[later]
+    fleet.nodes[name].die(-9)
+    fleet.until_not(State.RUN)
+    fleet.until_step(36)
+    assert fleet.decisions[3:] == [("retry", "killed", [name])]
+    assert fleet.driver.facts.evicted == {}
+    fleet.nodes[name].die(-9)  # what is its own counts as ever
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions[4:] == [("evict", "killed", [name])]
+
+
+def test_a_fault_that_goes_with_the_rank_does_not_evict_a_node_that_had_one_before(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, nodes=2, spares=1)
+    fleet.until_step(6)
+    other = fleet.node(0).name
+    fleet.node(0).die(-9)
+    fleet.until_not(State.RUN)
+    for _ in range(3):
+        fleet.until_step(12)
+        raise_(fleet.node(1))
+        fleet.until_not(State.RUN)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions[0] == ("retry", "killed", [other])
+    assert fleet.decisions[3] == ("retry", "exited", [other])
+    assert "it goes with the ranks" in fleet.driver.facts.incidents[3]["decision"]["reason"]
+    assert fleet.driver.facts.evicted == {}
+
+
 def test_a_number_that_is_always_lost_on_one_rank_is_the_jobs(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, spares=1)
     assert fail_at_step_12(fleet, lose_number, lambda: fleet.node(1)) is State.FAILED
