@@ -176,7 +176,7 @@ def _map_section(page: Report, report: RunReport) -> None:
     cells = [
         {
             "step": str(run.steps[row]),
-            "rank": printable(run.name(column)),
+            "rank": printable(run.name(column, run.steps[0])),
             "slower": float(np.nanmedian(relative[row : row + stride, column])),
         }
         for column in columns

@@ -71,7 +71,7 @@ def slow_link(run: Run) -> Verdict:
     worst = max(row.slower for row in rows)
     if len(common) == 1:
         [rank] = common
-        where = run.name(run.ranks.index(rank)) if rank in run.ranks else f"rank {rank}"
+        where = run.name(run.ranks.index(rank), run.steps[0]) if rank in run.ranks else f"rank {rank}"
         line = f"{where} is in all {len(slow)} slow groups: transfers up to {worst:.0%} slower than in like groups"
         return Verdict("slow link", "found", line, rows)
     groups_text = "; ".join(describe_ranks(ranks) for ranks in slow[:3])
