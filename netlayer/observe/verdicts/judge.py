@@ -160,7 +160,7 @@ def _unrecorded(run: Run, detection: Detection) -> str:
                   and np.nanmedian(detection.relative[:, column]) < -_UNRECORDED]  # fmt: skip
         if 0 < len(hidden) <= len(peers) // 4:
             share, column = max(hidden)
-            name = run.name(column, run.steps[0])
+            name = run.name(column)
             return (
                 f"{share:.0%} of the step of {name} is in no record, of its peers' {usual:.0%}: "
                 "they may wait for it inside what they recorded as their own work"

@@ -125,9 +125,9 @@ class Run:
         moved = column < len(self.host_since) and since_step < self.host_since[column]
         return "" if moved else self.hosts[column]
 
-    def name(self, column: int, since_step: int) -> str:
-        """A rank with its host from a step on: `rank 3 (host a)`."""
-        host = self.host_of(column, since_step)
+    def name(self, column: int, since_step: int | None = None) -> str:
+        """A rank with its host from a step on (None: from the first): `rank 3 (host a)`."""
+        host = self.host_of(column, self.steps[0] if since_step is None else since_step)
         return f"rank {self.ranks[column]}" + (f" ({host})" if host else "")
 
 
