@@ -261,6 +261,9 @@ def test_a_page_says_at_the_top_what_it_cannot_tell_and_draws_all_dimensions(bro
 
 def test_an_exported_page_needs_no_server_and_fits(source: PageSource, tmp_path: Path, browser: Browser) -> None:
     exported = export_page(source, tmp_path)
+    # The page of the test before may still ask its server.
+    browser.call("Page.navigate", url="about:blank")
+    browser.wait_for("location.href === 'about:blank'")
     first = len(browser.events)
     for width, scheme in ((1280, "light"), (420, "dark")):
         browser.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
