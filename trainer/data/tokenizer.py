@@ -75,7 +75,9 @@ def _train(tokenizer: Tokenizer, documents: Sequence[Document], trainer: trainer
     thread = threading.Thread(target=run, name="tokenizer", daemon=True)
     thread.start()
     try:
-        thread.join()
+        while thread.is_alive():
+            # A signal may be delivered to a thread of some library, which wakes no wait of this one.
+            thread.join(0.1)
     except BaseException:
         is_given_up.set()
         thread.join(_GIVEN_UP_S)  # one that wants the interpreter while that is torn down would abort the process
