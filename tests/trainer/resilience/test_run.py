@@ -100,12 +100,13 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """Return its ranks: forks, which have the command line of what they were forked from and names of their own."""
-        return [process for process in self.forks() if process.name().startswith("rank ")]
+        return [process for process in self.forks() if process.info["name"].startswith("rank ")]
 
     def forks(self) -> list[psutil.Process]:
         """Return what ranks are forked from, and its forks."""
         processes = []
-        for process in psutil.process_iter(["cmdline"]):
+        # Both are read here: a process may have ended by the time that it is asked again.
+        for process in psutil.process_iter(["cmdline", "name"]):
             if any(each.startswith(f"{self.folder.out} ") for each in process.info["cmdline"] or []):
                 processes.append(process)
         return processes
