@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -34,7 +35,8 @@ def start(tmp_path: Path) -> Iterator[Starts]:
 
     def start_server(*modules: str) -> ForkServer:
         path = os.pathsep.join([*sys.path, str(tmp_path)])
-        servers.append(ForkServer(modules, "of a test", {**os.environ, "PYTHONPATH": path}, "a-mark"))
+        mark = secrets.token_hex(8)  # of its own: all that carry the mark of a lost server are ended
+        servers.append(ForkServer(modules, "of a test", {**os.environ, "PYTHONPATH": path}, mark))
         return servers[-1]
 
     yield start_server
