@@ -114,15 +114,21 @@ class ForkServer:
         label: shown in its command line.
         environ: of the server, what a module reads when it is imported; a fork has that of its request.
         mark: value of `MARK` in its environment, and so in that which the kernel shows of every fork.
+        sessions: of forks that were handed out under this mark, by servers before it too; it adds its own.
     """
 
     def __init__(
-        self, modules: Sequence[str], label: str = "", environ: Mapping[str, str] | None = None, mark: str = ""
+        self,
+        modules: Sequence[str],
+        label: str = "",
+        environ: Mapping[str, str] | None = None,
+        mark: str = "",
+        sessions: set[int] | None = None,
     ) -> None:
         self.mark = mark
         self._socket, there = _socket_pair()
         self._refusal: str | None = None
-        self._sessions: set[int] = set()  # of forks that were handed out: each leads its own
+        self._sessions = set[int]() if sessions is None else sessions  # each fork leads its own
         command = [sys.executable, "-m", __name__, str(there.fileno()), label, *modules]
         with there:
             self._process = subprocess.Popen(

@@ -84,9 +84,12 @@ def test_forks_outlive_a_server_that_is_lost_before_the_next(start: Starts, tmp_
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(100)\n")
     server = start("json")
     forked, _ = fork(server, "waits", tmp_path)
-    os.kill(server.pid, signal.SIGKILL)
-    with pytest.raises(ForkServerLost):
-        fork(server, "waits", tmp_path)
+    next_one = ForkServer(["json"], "of a test", os.environ, server.mark, server._sessions)
+    for each in (server, next_one):
+        os.kill(each.pid, signal.SIGKILL)
+        with pytest.raises(ForkServerLost):
+            fork(each, "waits", tmp_path)
+    next_one.end()
     assert forked.poll() is None
     forked.send_signal(signal.SIGKILL)
     assert forked.wait(60) == -signal.SIGKILL

@@ -137,6 +137,7 @@ class Warm:
         """In the environment that the kernel shows of it and of all its forks."""
         self._modules, self._label, self._environ = modules, label, environ
         self._server: ForkServer | None = None
+        self._sessions = set[int]()  # of what was forked: it goes on when a server is lost
         self._num_started = 0
         self._start()
 
@@ -145,7 +146,7 @@ class Warm:
         self._loading_s = time.monotonic()
         if self._modules and self._num_started < _MOST_SERVERS:
             self._num_started += 1
-            self._server = ForkServer(self._modules, self._label, self._environ, self.mark)
+            self._server = ForkServer(self._modules, self._label, self._environ, self.mark, self._sessions)
 
     @property
     def pids(self) -> list[int]:
