@@ -1,7 +1,7 @@
 """Build hook: the front end of the page of a run, by npm into `netlayer/observe/page/web/dist`.
 
 Without npm, or where the registry cannot be reached, the package is built without the page, in one line that says so:
-one that was built of older sources is left out. A source archive holds the built page, for who has no npm.
+one that was built of older sources is omitted. A source archive holds the built page, for who has no npm.
 """
 
 from __future__ import annotations

@@ -82,9 +82,9 @@ def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
         rule = f"hold {len(cases)} layouts, and {num_calibrating} calibrate"
         raise ConfigError("RECORDS", None, rule, "give more records, or a smaller --calibrate")
     for name, (plan, seconds) in cases.items():
-        # Each is an upper bound, so that the least of them is the nearest; never by the record that is predicted.
-        least = min((each for of, on, each in launches if of != name and on == cores[name]), default=None)
-        cases[name] = dataclasses.replace(plan, host=Host(least) if least else None), seconds
+        # Each is an upper bound, so that the smallest of them is the nearest; never by the record that is predicted.
+        nearest_s = min((each for of, on, each in launches if of != name and on == cores[name]), default=None)
+        cases[name] = dataclasses.replace(plan, host=Host(nearest_s) if nearest_s else None), seconds
     calibrating = list(cases)[:num_calibrating]
     factor, estimates = 1.0, {name: _step_s(plan, 1.0) for name, (plan, _) in cases.items()}
     for _ in range(_ROUNDS if calibrating else 0):  # the host's time and latencies are not scaled

@@ -148,19 +148,19 @@ def retransmit(
     flaps = sorted(set(flaps_s or map(parse_duration, _FLAPS)))
     advised = [*(flap for flap in flaps if flap < longest_s), longest_s]
     with open_output(options.out, "retransmit") as out, Stages() as stages:
-        predicted, least = recoveries(settings, flaps), advices(advised, settings[0].nic, NCCL_RETRY_CNT)
+        predicted, advice_rows = recoveries(settings, flaps), advices(advised, settings[0].nic, NCCL_RETRY_CNT)
         ring_table: list[Row] = []
         if ring:
             with stages.open("ring") as bar:
                 downs = flaps if flaps_s else _RING_FLAPS_S
                 ring_table = ring_rows(of_one_nic(settings), downs, options.seed, bar, waiting(stages))
         with stages.open("page"):
-            parts = predicted, least, ring_table
+            parts = predicted, advice_rows, ring_table
             findings = Findings(settings, flaps, *parts, longest_s=longest_s, nccl=nccl, command=_command_line())
             build_page(findings).write(out.part)
         tables = {
             "recoveries": [row.row() for row in predicted],
-            "advices": [row.row() for row in least],
+            "advices": [row.row() for row in advice_rows],
             "ring": ring_table,
         }
         _keep(out, tables, started, options, _command_line())

@@ -1,4 +1,4 @@
-"""Next step after a verdict: where the accused rank runs, since when, and the commands that take its host out."""
+"""Next step after a verdict: where the rank that it names runs, since when, and the commands that take its host out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def next_step(view: RunView) -> dict[str, Any] | None:
-    """Return the verdict that a next step is for (`subject`, `rank`) and its `lines`; None where nobody is accused.
+    """Return the verdict that a next step is for (`subject`, `rank`) and its `lines`; None where it names nobody.
 
     It is for the rank that holds the run up, else for the worst confirmed straggler whose computation is slow: slow
     data, garbage collection or a wait for a processor are no fault of a node. A straggler has none while the run
