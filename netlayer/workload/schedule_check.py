@@ -15,6 +15,8 @@ from netlayer.workload.schedule import Kind, Phase, Schedule, micro_batches
 from netlayer.workload.schedule_simulation import Costs, simulate
 from netlayer.workload.zero_bubble import of_job
 
+MANY_ACTIONS = 10_000
+"""Of a pipeline; to prove them right takes a few seconds."""
 _BEFORE: dict[Kind, Kind] = {"backward": "forward", "weights": "backward"}
 _PHASES: tuple[Phase, ...] = ("warm-up", "steady", "cool-down")
 

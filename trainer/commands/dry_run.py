@@ -17,14 +17,12 @@ from netlayer.results import RunRecord, utc_now
 from netlayer.workload import fit
 from netlayer.workload.memory import estimate, gib, saving_ranks, snapshot_bytes
 from netlayer.workload.schedule import Schedule, bubble_fraction, micro_batches
-from netlayer.workload.schedule_check import check_job, num_actions
+from netlayer.workload.schedule_check import MANY_ACTIONS, check_job, num_actions
 from netlayer.workload.schedule_simulation import flops_costs, simulate
 from netlayer.workload.summary import collective_rows, job_lines, stage_rows
 from trainer.commands.preview import notes, size
 from trainer.plan import Backend, check_memory
 
-MANY_ACTIONS = 10_000
-"""Of a pipeline; to prove them right takes a few seconds."""
 _COLUMNS = {
     "stage": "stage",
     "layers": "layers",

@@ -142,8 +142,7 @@ def _preview(start: Draft, env: RankEnv | None, *, is_traced: bool) -> None:
         ValueError: the schedule is wrong.
     """
     from netlayer.workload.schedule import micro_batches
-    from netlayer.workload.schedule_check import check_job, num_actions
-    from trainer.commands.dry_run import MANY_ACTIONS
+    from netlayer.workload.schedule_check import MANY_ACTIONS, check_job, num_actions
     from trainer.commands.preview import lines
     from trainer.metrics import check_metrics
 
