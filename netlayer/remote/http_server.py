@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import logging
+import math
+import socket
 import threading
+import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,6 +22,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 NETLAYER = "netlayer"
+MIN_BYTES_PER_S = 65536
+"""Of a body: a slower client holds a place for nothing."""
 
 
 def is_same_secret(one: str, other: str) -> bool:
@@ -71,12 +77,64 @@ class BoundedServer(ThreadingHTTPServer):
         logger.exception("a request of %s failed", client_address)
 
 
+class _TimedReader(socket.SocketIO):
+    """What a connection says, each request within a time: a byte a minute is no silence.
+
+    Args:
+        limit_s: from the first byte of a request to its last, unless `extend` adds to it.
+    """
+
+    def __init__(self, connection: socket.socket, limit_s: float) -> None:
+        super().__init__(connection, "r")
+        self._connection, self._limit_s = connection, limit_s
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait for the next request, for as long as the connection may be silent."""
+        self._deadline = math.inf
+
+    def extend(self, seconds: float) -> None:
+        """Give the request that is being read more time."""
+        self._deadline += seconds
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read into `buffer` and return the bytes read.
+
+        Raises:
+            TimeoutError: the connection was silent for too long, or the request is not there in time.
+        """
+        silence = self._connection.gettimeout()
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request takes too long to come")
+        self._connection.settimeout(left if silence is None else min(left, silence))
+        try:
+            count = super().readinto(buffer)
+        finally:
+            self._connection.settimeout(silence)
+        if self._deadline == math.inf:
+            self._deadline = time.monotonic() + self._limit_s
+        return count
+
+
 class BoundedHandler(BaseHTTPRequestHandler):
-    """One connection, which may be silent for `timeout` seconds."""
+    """One connection: it may be silent for `timeout` seconds, and a request's head takes no longer as a whole."""
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = NETLAYER, ""
     timeout = 60.0
+
+    def setup(self) -> None:
+        """Open the connection's streams."""
+        super().setup()
+        self.rfile.close()
+        self._reader = _TimedReader(self.connection, self.timeout)
+        self.rfile = io.BufferedReader(self._reader)
+
+    def handle_one_request(self) -> None:
+        """Answer a request that comes in time."""
+        self._reader.begin()
+        super().handle_one_request()
 
     def handle(self) -> None:
         """Answer requests until the other side goes, which is no error."""
@@ -89,7 +147,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
             super().finish()
 
     def body_length(self, most: int) -> int:
-        """Return the length of the body in bytes.
+        """Return the length of the body in bytes, which comes at `MIN_BYTES_PER_S` or is not waited for.
 
         Raises:
             Refusal: it is not given as a plain number, or more than `most`.
@@ -99,6 +157,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
             raise Refusal(HTTPStatus.LENGTH_REQUIRED, "the length of the body is not given", closes=True)
         if len(text) > len(str(most)) or int(text) > most:
             raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has {most} bytes at most", closes=True)
+        self._reader.extend(int(text) / MIN_BYTES_PER_S)
         return int(text)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (of http.server)

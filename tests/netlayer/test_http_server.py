@@ -76,6 +76,25 @@ def test_more_connections_than_the_limit_are_closed_and_silent_ones_make_room(se
     assert " 200 " in answer(server, "Content-Length: 2", "ok")
 
 
+@pytest.mark.parametrize(
+    "opening", ["POST / HTTP/1.1\r\n", "POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"], ids=["head", "body"]
+)
+def test_a_request_that_comes_byte_by_byte_ends(server: Server, opening: str) -> None:
+    with connect(server) as client:
+        client.sendall(opening.encode())
+        client.settimeout(0.05)  # between two bytes: never the silence that a connection may keep
+        for _ in range(400):
+            try:
+                client.sendall(b"a")
+                if client.recv(1) == b"":
+                    return
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                return
+    pytest.fail("400 bytes in 20 s were taken for a request")
+
+
 def test_secrets_are_compared_whole() -> None:
     assert is_same_secret("token", "token")
     assert not is_same_secret("token", "toke")
