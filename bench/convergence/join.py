@@ -82,10 +82,12 @@ def check_alike(jobs: Sequence[tuple[str, JobConfig, Mapping[str, Any]]]) -> Non
 
 
 def check_same_text(chosen: Chosen, joined: Sequence[Curve]) -> None:
-    """Refuse another text than the joined runs had before it is tokenised; its digest is compared after that.
+    """Check, before the text is tokenised, that it has as many files and bytes as the joined runs' text.
+
+    The digest is known, and compared, only after that. All joined runs have one text, so the first stands for them.
 
     Raises:
-        ConfigError: it has another length.
+        ConfigError: the number of files or of bytes differs.
     """
     for curve in joined[:1]:
         text = curve.facts["text"]

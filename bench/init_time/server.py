@@ -123,6 +123,7 @@ def _start_redis(folder: Path, num_ranks: int) -> tuple[int, subprocess.Popen[st
 def _end(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe:
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # it died with some of its input unread
+                pipe.close()
     process.terminate()
     process.wait()

@@ -73,10 +73,11 @@ def num_groups(way: Way, layout: ParallelLayout) -> int:
 
 
 def operations(way: Way, layout: ParallelLayout) -> int:
-    """Return the operations of all ranks together without the backend's, in closed form.
+    """Return the requests that all ranks together send to the rendezvous store, without those of NCCL or Gloo.
 
-    n ranks and G groups: baseline 3n + (1 + G)(3n + 1); torch 3n; ours 4n + 1 on TCPStore, 3n + 1 on Redis: who comes
-    connects, counts itself and waits; the last one does not wait, but gives the verdict and wakes the others.
+    With n ranks and G process groups: baseline 3n + (1 + G)(3n + 1); torch 3n; ours 3n + 1 on Redis: every rank
+    connects, counts itself and waits, and the last to arrive publishes the outcome instead of waiting. TCPStore needs
+    one request more of each rank, 4n + 1.
     """
     ranks = layout.world_size
     if way.method == "ours":

@@ -36,7 +36,9 @@ def marked(s, port, word):  # type: ignore[no-untyped-def]
 
 @inlined
 def hold(s, node, ingress, size):  # type: ignore[no-untyped-def]
-    """Count a packet at its ingress: headroom once the threshold is passed, else reserve and shared pool."""
+    """Count an arriving packet: at a lossless ingress as headroom if threshold or pool leave no room for it, else in
+    reserve and shared pool; a lossy packet in the shared pool alone.
+    """
     if not is_lossless(s, ingress):
         node.shared += size
         return

@@ -16,10 +16,13 @@ WORDS = "compiling kernels, once for this version"
 
 
 def compile_variants(settings: Iterable[Settings], stages: Stages, *, flaps: bool = False) -> None:
-    """Compile, or load, what runs under these settings need: by a flow of one packet between two hosts.
+    """Compile the kernels that simulations with these settings use, or load them from the cache.
+
+    To construct a `Simulation` does it; one flow between two hosts is the smallest there is. One is made for each
+    distinct set of the engine's features.
 
     Args:
-        flaps: links go down in these runs.
+        flaps: links go down in these simulations.
     """
     from congestion.engine.build import features
     from congestion.kernels.jit import compile_progress

@@ -81,10 +81,10 @@ def open_storage(location: str, *, direct: bool = False) -> Storage:
 
 
 def part_name(location: str, name: str, token: str) -> str:
-    """Return the name under which checkpoint `name` is made.
+    """Return the name that checkpoint `name` has until it is complete; at a URL, where nothing can be renamed, its own.
 
     Args:
-        token: of the run: another run's half under this name could hold files that this one does not write.
+        token: of the run: what another run left incomplete under this name could hold files that this one never writes.
     """
     if "://" in location:
         return name

@@ -86,7 +86,11 @@ class GpuRun:
         return to_state(self._host, self._like)
 
     def _launch(self, until: int) -> int:
-        """Run windows on the GPU in one launch up to `until`; return clock[GO]: DONE, SHORT or BROKEN."""
+        """Run windows up to the time `until` (ns) in one cooperative launch.
+
+        Returns:
+            DONE: `until` is reached; SHORT: a buffer is too small, which the caller enlarges; BROKEN: an error.
+        """
         from congestion.engine.gpu.device import rounding_as_on_the_cpu, run_windows
 
         room = room_of(int(self._host.node["num_ports"].max()))
