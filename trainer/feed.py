@@ -212,7 +212,7 @@ class SampleFeed:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the datasets' files read so far by this machine's loader, or by this rank where there is none."""
+        """Bytes of the datasets' files read so far by this machine's loader, or by this rank if it reads itself."""
         if self._rings:
             return sum(ring.bytes_read for ring in self._rings)
         samplers = [*([] if self._sampler is None else [self._sampler]), *self._held_out.values()]

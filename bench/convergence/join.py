@@ -84,7 +84,7 @@ def check_alike(jobs: Sequence[tuple[str, JobConfig, Mapping[str, Any]]]) -> Non
 def check_same_text(chosen: Chosen, joined: Sequence[Curve]) -> None:
     """Check, before the text is tokenised, that it has as many files and bytes as the joined runs' text.
 
-    The digest is known, and compared, only after that. All joined runs have one text, so the first stands for them.
+    Its digest is known, and compared, only after that. The first of the joined runs stands for all here.
 
     Raises:
         ConfigError: the number of files or of bytes differs.

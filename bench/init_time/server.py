@@ -123,7 +123,6 @@ def _start_redis(folder: Path, num_ranks: int) -> tuple[int, subprocess.Popen[st
 def _end(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe:
-            with contextlib.suppress(BrokenPipeError):  # it died with some of its input unread
-                pipe.close()
+            pipe.close()
     process.terminate()
     process.wait()

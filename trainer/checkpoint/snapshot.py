@@ -320,17 +320,22 @@ class Staging:
                 count = max(1, most_bytes // value.element_size())
                 pieces += list(zip(torch.split(place, count), torch.split(value, count), strict=True))
             end = len(copies) + len(pieces)
-            for number, (place, value) in enumerate(pieces, len(copies) + 1):
-                copies.append((value.nbytes, functools.partial(self._copy, place, value, number, number == end)))
+            for launched, (place, value) in enumerate(pieces, len(copies) + 1):
+                copies.append((value.nbytes, functools.partial(self._copy, place, value, launched, launched == end)))
             self._waits |= {source.parameter: end for source in by_group[group]}
         return copies
 
-    def _copy(self, place: Tensor, value: Tensor, number: int, is_last: bool) -> None:
-        """Launch one copy on the stream of copies; `is_last` of its bucket: an event follows."""
+    def _copy(self, place: Tensor, value: Tensor, num_launched: int, is_last: bool) -> None:
+        """Launch one copy on the stream of copies.
+
+        Args:
+            num_launched: copies of the snapshot with this one.
+            is_last: no other copy of this bucket follows; an event is recorded under `num_launched`.
+        """
         with torch.no_grad(), torch.cuda.stream(self._stream):
             place.copy_(value, non_blocking=True)
             if is_last:
-                self._copied[number] = self._stream.record_event()
+                self._copied[num_launched] = self._stream.record_event()
 
     @property
     def is_copied(self) -> bool:

@@ -86,7 +86,7 @@ class GpuRun:
         return to_state(self._host, self._like)
 
     def _launch(self, until: int) -> int:
-        """Run windows up to the time `until` (ns) in one cooperative launch.
+        """Run windows up to the time `until` (ps) in one cooperative launch.
 
         Returns:
             DONE: `until` is reached; SHORT: a buffer is too small, which the caller enlarges; BROKEN: an error.

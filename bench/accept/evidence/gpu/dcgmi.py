@@ -149,7 +149,7 @@ def _log(text: Text, results: Sequence[_Result], traits: Mapping[tuple[str, str]
 
 
 def _finding(text: Text, result: _Result) -> Finding:
-    """Return the finding of a result that failed, was skipped, or passed with a warning."""
+    """Return the finding of a result that failed, or passed with a warning."""
     errors = "; ".join(result.texts)
     is_setting = result.name.lower() in _SETTINGS or re.search(r"[Pp]ersistence mode .{0,40}disabled", errors)
     severity = result.severity or (5 if is_setting else 0)
