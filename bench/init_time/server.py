@@ -79,8 +79,7 @@ def server(way: Way, num_ranks: int) -> Iterator[tuple[int, psutil.Process]]:
         if way.store == "redis":
             folder = Path(tempfile.mkdtemp(prefix="nl-init-"))
             stack.callback(shutil.rmtree, folder)
-            port, process = _start_redis(folder, num_ranks)
-            stack.callback(_end, process)
+            port, process = _start_redis(folder, num_ranks, stack)
         else:
             libuv = "0" if way.method == "baseline" else "1"
             process = subprocess.Popen(
@@ -99,7 +98,8 @@ def server(way: Way, num_ranks: int) -> Iterator[tuple[int, psutil.Process]]:
         yield port, psutil.Process(process.pid)
 
 
-def _start_redis(folder: Path, num_ranks: int) -> tuple[int, subprocess.Popen[str]]:
+def _start_redis(folder: Path, num_ranks: int, stack: contextlib.ExitStack) -> tuple[int, subprocess.Popen[str]]:
+    """Start a server that ends with `stack`, also where it never answers or the wait is interrupted."""
     binary = check_redis()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -108,6 +108,7 @@ def _start_redis(folder: Path, num_ranks: int) -> tuple[int, subprocess.Popen[st
     arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([binary, *arguments, "--tcp-backlog", "4096"], stdout=log, stderr=log, text=True)
+    stack.callback(_end, process)
     until = time.monotonic() + _START_S
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as first:
@@ -116,7 +117,6 @@ def _start_redis(folder: Path, num_ranks: int) -> tuple[int, subprocess.Popen[st
                 first.recv(4096)
             return port, process
         time.sleep(_POLL_S)
-    process.kill()
     raise CheckFailed(f"redis-server did not start: {(folder / 'log').read_text().strip()[-300:]}")
 
 

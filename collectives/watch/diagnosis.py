@@ -144,7 +144,9 @@ class Stuck:
 def diagnose(
     stuck: Stuck, rank: int, answers: Mapping[int, Answer] | None, layout: ParallelLayout | None
 ) -> CollectiveFailed:
-    """The error that says in one line what is stuck and because of whom; nothing is raised here.
+    """Return the error that says in one line what is stuck and because of whom.
+
+    Ranks that have launched the collective and wait, or have given up, cause nothing and are in none of its lists.
 
     Args:
         stuck: the collective.
