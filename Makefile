@@ -43,10 +43,10 @@ QUIET := $(shell grep -rlE 'mark\.quiet' tests --include='test_*.py')
 COV := --cov --cov-report=
 test: setup  ## all tests that CI runs; with the coverage of netlayer/ unless ARGS choose some; what judges by time comes last
 	@trap 'exit 130' INT; failed=; \
-	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not slow and not quiet" $(or $(ARGS),--ignore $(GROUND)) \
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not quiet" $(or $(ARGS),--ignore $(GROUND)) \
 	  || [ $$? -eq $(NONE) ] || failed=1; \
 	$(if $(ARGS),,$(BIN)/coverage erase; \
-	$(PYTEST) $(COV) -n $(WORKERS) --dist loadgroup -m "not slow and not quiet" $(GROUND) || failed=1;) \
+	$(PYTEST) $(COV) -n $(WORKERS) --dist loadfile -m "not slow and not quiet" $(GROUND) || failed=1;) \
 	$(PYTEST) $(if $(ARGS),,$(COV) --cov-append) -n 0 -m "quiet and not slow" $(or $(ARGS),$(QUIET)) || [ $$? -eq $(NONE) ] || failed=1; \
 	$(if $(ARGS),,rm -f .coverage.*; `# halves that ranks left when a test killed them` \
 	$(BIN)/coverage report --skip-covered || failed=1;) \
