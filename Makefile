@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 HARDWARE ?= cpu
-WORKERS ?= 2
+# On two cores: with two workers these were idle for a third of the time, while a test waited for a clock or a process.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest
 GROUND := tests/netlayer
 # pytest ends so where ARGS leave it no test.
