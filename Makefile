@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 HARDWARE ?= cpu
-WORKERS ?= 2
+# On two cores: with two workers these were idle for a third of the time, while a test waited for a clock or a process.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest
 GROUND := tests/netlayer
 # pytest ends so where ARGS leave it no test.
@@ -19,14 +20,15 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## install everything into .venv (pip's own settings are honoured)
 
-# The stamp is written last, so an install that broke off runs again and a finished one never does.
+# The stamp is written last, so an install that broke off runs again and a finished one never does. Python compiles what is
+# imported when it first is; to compile all 18,000 files of the libraries would take a minute of one core before anything runs.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: $(PYTHON) = $$($(PYTHON) -V 2>&1): Python >= 3.11 is needed; run: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null \
 	  || { echo "error: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu run: apt-get install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@$(BIN)/python hatch_build.py
 	@touch $(STAMP)
 
@@ -43,10 +45,10 @@ QUIET := $(shell grep -rlE 'mark\.quiet' tests --include='test_*.py')
 COV := --cov --cov-report=
 test: setup  ## all tests that CI runs; with the coverage of netlayer/ unless ARGS choose some; what judges by time comes last
 	@trap 'exit 130' INT; failed=; \
-	$(PYTEST) -n $(WORKERS) --dist loadgroup -m "not slow and not quiet" $(or $(ARGS),--ignore $(GROUND)) \
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not quiet" $(or $(ARGS),--ignore $(GROUND)) \
 	  || [ $$? -eq $(NONE) ] || failed=1; \
 	$(if $(ARGS),,$(BIN)/coverage erase; \
-	$(PYTEST) $(COV) -n $(WORKERS) --dist loadgroup -m "not slow and not quiet" $(GROUND) || failed=1;) \
+	$(PYTEST) $(COV) -n $(WORKERS) --dist loadfile -m "not slow and not quiet" $(GROUND) || failed=1;) \
 	$(PYTEST) $(if $(ARGS),,$(COV) --cov-append) -n 0 -m "quiet and not slow" $(or $(ARGS),$(QUIET)) || [ $$? -eq $(NONE) ] || failed=1; \
 	$(if $(ARGS),,rm -f .coverage.*; `# halves that ranks left when a test killed them` \
 	$(BIN)/coverage report --skip-covered || failed=1;) \

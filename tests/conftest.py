@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,23 +19,25 @@ settings.register_profile("netlayer", deadline=None)
 settings.load_profile("netlayer")
 
 _HERE = Path(__file__).parent
-_KERNELS = (
-    _HERE / "congestion",
-    _HERE / "congestion" / "nic" / "test_switch_settings.py",
-    _HERE / "bench" / "test_sim_speed.py",
-    _HERE / "contracts" / "test_walks.py",
-)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A file runs in one worker; all that compile the simulator's kernels in the same one, for these take minutes."""
-    _give_long_tests_time(items)
-    if not config.pluginmanager.hasplugin("xdist"):
-        return  # the lab's virtual machine has no workers, and to it the marker is unknown
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that says how long it takes may take six times as long, on a loaded machine, unless it has a timeout."""
     for item in items:
-        compiles = any(place in (item.path, item.path.parent) for place in _KERNELS)
-        item.add_marker(pytest.mark.xdist_group("kernels" if compiles else str(item.path.relative_to(_HERE))))
+        minutes = minutes_of(item)
+        if minutes and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(max(300.0, 6 * 60 * minutes)))
+
+
+@pytest.hookimpl(optionalhook=True)  # the lab's virtual machine has no workers
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file runs in one worker; all that compile the simulator's kernels in the same one."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.scheduling import FileScheduling  # which needs pytest-xdist
+
+    return FileScheduling(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,14 +53,6 @@ def _forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 def minutes_of(item: pytest.Item) -> float:
     """Minutes that a slow test takes on two idle cores, as its mark says; 0 where it says nothing: a minute at most."""
     return max((float(mark.kwargs.get("minutes", 0)) for mark in item.iter_markers("slow")), default=0.0)
-
-
-def _give_long_tests_time(items: list[pytest.Item]) -> None:
-    """A test that says how long it takes may take six times as long, on a loaded machine, unless it has a timeout."""
-    for item in items:
-        minutes = minutes_of(item)
-        if minutes and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(max(300.0, 6 * 60 * minutes)))
 
 
 def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:

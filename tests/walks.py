@@ -138,28 +138,46 @@ def follow(name: str, folder: Path) -> Outcome:
     Raises:
         RuntimeError: the run failed, or never came to the walk's end.
     """
-    walk, notes, hook = WALKS[name], folder / "notes", folder / "hook"
+    return follow_all([name], folder)[name]
+
+
+def follow_all(names: Sequence[str], folder: Path) -> dict[str, Outcome]:
+    """Run walks of one program in one run of it, with its files in `folder`, and return the modules of each.
+
+    Raises:
+        RuntimeError: the run failed, or never came to the end of a walk.
+    """
+    notes, hook = folder / "notes", folder / "hook"
     for each in (notes, hook):
         each.mkdir(parents=True)
     (hook / "sitecustomize.py").write_text(_HOOK)
-    command, more = _COMMANDS[name](folder)
-    points = {"starts": walk.starts, "ends": walk.ends, "handovers": walk.handovers, "via": walk.via}
-    points["carriers"] = walk.carriers
+    [make] = {_COMMANDS[name] for name in names}
+    command, more = make(folder)
+    specs = {}
+    for name in names:
+        walk = WALKS[name]
+        specs[name] = {"starts": walk.starts, "ends": walk.ends, "handovers": walk.handovers, "via": walk.via}
+        specs[name]["carriers"] = walk.carriers
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COV_")}
     environ |= {
         "PYTHONPATH": os.pathsep.join([str(hook), str(ROOT)]),
-        _SPEC: json.dumps({**points, "notes": str(notes)}),
+        _SPEC: json.dumps({"walks": specs, "notes": str(notes)}),
         **more,
     }
     done = subprocess.run(
         [sys.executable, *command], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=900
     )
-    # The process that was started first, then rank 0 of those that it started; the others do the same.
-    records = [json.loads(file.read_text()) for file in notes.iterdir()]
-    records = sorted((each for each in records if each["rank"] in ("", "0")), key=lambda each: each["rank"])
-    if done.returncode or not records or not all(each["ended"] for each in records):
-        raise RuntimeError(f"{name}: exit code {done.returncode}, {len(records)} records\n{done.stderr[-2000:]}")
-    return Outcome(*(_once(each[key] for each in records) for key in ("entered", "to_via", "path", "receivers")))
+    every = [json.loads(file.read_text()) for file in notes.iterdir()]
+    outcomes = {}
+    for name in names:
+        # The process that was started first, then rank 0 of those that it started; the others do the same.
+        records = [each for each in every if each["walk"] == name and each["rank"] in ("", "0")]
+        records.sort(key=lambda each: each["rank"])
+        if done.returncode or not records or not all(each["ended"] for each in records):
+            raise RuntimeError(f"{name}: exit code {done.returncode}, {len(records)} records\n{done.stderr[-2000:]}")
+        keys = ("entered", "to_via", "path", "receivers")
+        outcomes[name] = Outcome(*(_once(each[key] for each in records) for key in keys))
+    return outcomes
 
 
 def _once(lists: Iterable[Sequence[str]]) -> list[str]:
@@ -296,39 +314,71 @@ def _stack(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 class _Profiler:
-    """What `sys.setprofile` calls in all threads: notes modules between the first start and the first end."""
+    """What `sys.setprofile` calls in all threads: hands the project's own calls to walks that have not ended."""
+
+    def __init__(self, walks: Mapping[str, Mapping[str, Any]], notes: str) -> None:
+        self._notes = [_Notes(name, Path(notes), **spec) for name, spec in walks.items()]
+        self._thread, self._is_over = threading.local(), False
+
+    def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
+        if event not in ("call", "return") or self._is_over:
+            return
+        code = frame.f_code
+        # Every call of every library comes here: what most of them are not is asked without another call.
+        if code.co_name in ("<module>", "_compile_for_args") and self._runs_aside(frame):
+            depth = getattr(self._thread, "depth", 0)
+            self._thread.depth = depth + 1 if event == "call" else max(depth - 1, 0)
+            return
+        if (module := _module_of(code)) is None or getattr(self._thread, "depth", 0):
+            return
+        for notes in self._notes:
+            notes.take(frame, event, module)
+        self._is_over = all(notes.state == "after" for notes in self._notes)
+        if self._is_over:
+            sys.setprofile(None)
+
+    @staticmethod
+    def _runs_aside(frame: FrameType) -> bool:
+        """Return True for an import, and for numba as it compiles or loads a kernel."""
+        code = frame.f_code
+        if code.co_name == "<module>":
+            return frame.f_globals.get("__name__") not in ("__main__", "__mp_main__")
+        return code.co_name == "_compile_for_args" and "numba" in code.co_filename
+
+    def save(self) -> None:
+        for notes in self._notes:
+            notes.save()
+
+
+class _Notes:
+    """Modules of one walk between its first start and its first end."""
 
     def __init__(
         self,
+        name: str,
+        folder: Path,
         starts: Sequence[str],
         ends: Sequence[str],
         handovers: Sequence[str],
         via: str,
         carriers: Sequence[str],
-        notes: str,
     ) -> None:
+        self.state = "before"
         self._starts, self._ends, self._handovers, self._via = set(starts), set(ends), set(handovers), via
         self._entered, self._path = dict[str, None](), dict[str, None]()
         self._to_via: list[str] | None = None
         self._carriers, self._receivers = set(carriers), dict[str, None]()
-        self._notes, self._state = Path(notes), "before"
-        self._thread = threading.local()
+        self._name, self._folder = name, folder
         self._callers = list[FrameType]()  # on the stack at the start: it is not they who pass the thing on
 
-    def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
-        if event not in ("call", "return") or self._state == "after":
+    def take(self, frame: FrameType, event: str, module: str) -> None:
+        """Note a call of one of the project's functions, or its return."""
+        if self.state == "after":
             return
-        code = frame.f_code
-        if self._runs_aside(frame):
-            depth = getattr(self._thread, "depth", 0)
-            self._thread.depth = depth + 1 if event == "call" else max(depth - 1, 0)
-            return
-        if getattr(self._thread, "depth", 0) or (module := _module_of(code)) is None:
-            return
-        point = f"{event} {module}:{code.co_qualname}"
-        if self._state == "before" and point in self._starts:
-            self._state, self._callers = "inside", list(_stack(frame.f_back))
-        if self._state == "before":
+        point = f"{event} {module}:{frame.f_code.co_qualname}"
+        if self.state == "before" and point in self._starts:
+            self.state, self._callers = "inside", list(_stack(frame.f_back))
+        if self.state == "before":
             return
         self._entered.setdefault(module)
         if self._to_via is None and module not in self._receivers and self._receives(frame):
@@ -338,17 +388,8 @@ class _Profiler:
         if point in self._handovers:
             self._note_stack(frame)
         if point in self._ends:
-            self._state = "after"
-            sys.setprofile(None)
+            self.state = "after"
             self.save()
-
-    @staticmethod
-    def _runs_aside(frame: FrameType) -> bool:
-        """Return True for an import, and for numba as it compiles or loads a kernel."""
-        code = frame.f_code
-        if code.co_name == "<module>":
-            return frame.f_globals.get("__name__") not in ("__main__", "__mp_main__")
-        return code.co_name == "_compile_for_args" and "numba" in code.co_filename
 
     def _receives(self, frame: FrameType) -> bool:
         """Return True if an argument of the call carries the thing."""
@@ -364,7 +405,8 @@ class _Profiler:
         self._path |= dict.fromkeys(reversed(modules))
 
     def save(self) -> None:
-        if self._state != "before":
+        """Write what was noted, whether or not the walk has come to its end."""
+        if self.state != "before":
             entered, path = list(self._entered), list(self._path)
             notes = {
                 "entered": entered,
@@ -372,8 +414,8 @@ class _Profiler:
                 "path": path,
                 "receivers": list(self._receivers),
             }
-            notes |= {"ended": self._state == "after", "rank": os.environ.get("RANK", "")}
-            (self._notes / f"{os.getpid()}.json").write_text(json.dumps(notes))
+            notes |= {"walk": self._name, "ended": self.state == "after", "rank": os.environ.get("RANK", "")}
+            (self._folder / f"{os.getpid()}-{self._name.replace(' ', '-')}.json").write_text(json.dumps(notes))
 
 
 def profile_this_process() -> None:

@@ -46,16 +46,21 @@ _FIELDS = {"netlayer.config.tree", "congestion.simulation.settings"}
 
 # Both compile the simulator's kernels, for minutes, in a process of their own.
 _COMPILED = ("packet", "flow")
-# Each takes three processes with torch; "gradient to optimiser" holds the same modules, and names the same.
-_WITHIN_ANOTHER = ("gradient",)
-_SLOW = {name: [pytest.mark.slow(minutes=4)] for name in _COMPILED} | {
-    name: [pytest.mark.slow] for name in _WITHIN_ANOTHER
-}
+_SLOW = {name: [pytest.mark.slow(minutes=4)] for name in _COMPILED}
+# Walks of one program, whose processes with torch are profiled once for all of them.
+_OF_RANKS = ("gradient", "reduced gradient", "gradient to optimiser")
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, walks.Outcome]:
+    return walks.follow_all(_OF_RANKS, tmp_path_factory.mktemp("walks"))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_SLOW.get(name, [])) for name in MOST])
-def test_a_walk_stays_as_short_and_goes_as_the_architecture_says(name: str, tmp_path: Path) -> None:
-    outcome = walks.follow(name, tmp_path)
+def test_a_walk_stays_as_short_and_goes_as_the_architecture_says(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    outcome = request.getfixturevalue("of_ranks")[name] if name in _OF_RANKS else walks.follow(name, tmp_path)
     assert len(outcome.entered) <= MOST[name], outcome.entered
     if name == "job file":
         assert len(outcome.to_via) <= MOST_UP_TO_THE_LOOP, outcome.to_via

@@ -28,7 +28,7 @@ from topology.probe.paths import PathSpread
 from topology.probe.spread import spread
 
 _LACKS = why_not()
-pytestmark = [pytest.mark.skipif(bool(_LACKS), reason=_LACKS), pytest.mark.quiet]
+pytestmark = pytest.mark.skipif(bool(_LACKS), reason=_LACKS)
 
 _LINKS = (
     ("src", "a"), ("a", "b0"), ("a", "b1"), ("b0", "c0"), ("b0", "c1"), ("b0", "c2"), ("b1", "c0"), ("b1", "c1"),

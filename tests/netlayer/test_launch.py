@@ -18,8 +18,6 @@ from netlayer.errors import CollectiveTimeout, ConfigError, RankFailed
 from netlayer.launch.launcher import RankContext, RankEnv, detect, launch
 from tests.netlayer import launch_targets as targets
 
-pytestmark = pytest.mark.quiet
-
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -22,8 +22,6 @@ from trainer.checkpoint.meta import find
 
 from .conftest import tiny_job
 
-pytestmark = pytest.mark.quiet
-
 ALONE = """
 import os, signal, sys, time
 from trainer.stop import ECHO_S, listening
