@@ -24,7 +24,7 @@ from netlayer.config.file import to_toml
 from netlayer.config.tree import Config, build_config
 from trainer.checkpoint.names import checkpoints_in
 from trainer.resilience.folder import RunFolder, Spec
-from trainer.resilience.journal import last_entry
+from trainer.resilience.journal import entries, last_entry
 from trainer.resilience.processes import PRELOADED
 from trainer.resilience.store_host import directory_of
 
@@ -93,6 +93,8 @@ class FaultyJob:
         self.folder, self.config = RunFolder(out), config
         self._driver: subprocess.Popen[bytes] | None = None
         self._faults: list[Row] = []
+        self._facts: Row = {}
+        self._seen_bytes = 0
         nodes = config.cluster.servers
         out.mkdir(parents=True, exist_ok=True)
         self._network, self._is_mounted = network, own_disk
@@ -124,7 +126,19 @@ class FaultyJob:
 
     @property
     def facts(self) -> Row:
-        return dict(last_entry(self.folder.journal).get("facts", {}))
+        """Facts of the journal's last entry; empty before the first."""
+        try:
+            size = self.folder.journal.stat().st_size
+        except FileNotFoundError:
+            return {}
+        if size != self._seen_bytes:  # a journal is polled twenty times a second, and long
+            self._facts, self._seen_bytes = dict(last_entry(self.folder.journal).get("facts", {})), size
+        return self._facts
+
+    def incidents(self) -> dict[int, Row]:
+        """All incidents that were decided, by number; facts hold the newest hundred only."""
+        rows = [each for entry in entries(self.folder.journal) for each in entry["facts"]["incidents"][-1:]]
+        return {each["number"]: each for each in rows}
 
     @property
     def step(self) -> int:

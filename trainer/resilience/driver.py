@@ -450,6 +450,7 @@ class Driver:
         facts = self.facts
         incident.diagnosed_s = self._wall()
         incident.decision = decision.to_json()
+        incident.places = policy.places_of(decision.nodes, facts)  # before any of them changes it
         self.roster.evict(decision.evict, decision.reason)
         facts.suspects = list(decision.suspects)
         if decision.swap:

@@ -244,6 +244,38 @@ def test_a_fault_that_went_with_the_rank_counts_against_neither_node_later(later
     assert fleet.decisions[4:] == [("evict", "killed", [name])]
 
 
+@pytest.mark.parametrize("goes", ["evicted by hand", "lost"])
+def test_a_fault_that_went_with_the_rank_to_a_third_node_is_not_held_against_the_first(goes: str, tmp_path: Path) -> None:
+    """Two nodes change places, the second leaves the run before the step, and the fault comes in its successor."""
+    fleet = Fleet(tmp_path, spares=2)
+    for _ in range(2):
+        fleet.until_step(12)
+        raise_(fleet.node(1))
+        fleet.until_not(State.RUN)
+    fleet.until_state(State.RUN)
+    [first, _] = [name for _, _, [name] in fleet.decisions]
+    second = fleet.node(1).name
+    if goes == "lost":
+        fleet.node(1).is_dead = True
+    else:
+        fleet.folder.ask("evict", second)
+    fleet.until_not(State.RUN)
+    fleet.until_step(12)
+    third = fleet.node(1).name
+    raise_(fleet.node(1))
+    fleet.until_not(State.RUN)
+    fleet.until_step(30)
+    assert len({first, second, third}) == 3
+    assert fleet.decisions[3:] == [("retry", "exited", [third])]
+    for name in (first, third):  # the first fault of its own, of either
+        fleet.nodes[name].die(-9)
+        fleet.until_not(State.RUN)
+        fleet.until_step(fleet.driver.facts.furthest_step + 4)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions[4:] == [("retry", "killed", [first]), ("retry", "killed", [third])]
+    assert list(fleet.driver.facts.evicted) == [second]
+
+
 def test_a_fault_that_goes_with_the_rank_does_not_evict_a_node_that_had_one_before(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, nodes=2, spares=1)
     fleet.until_step(6)
