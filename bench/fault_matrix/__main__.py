@@ -148,9 +148,15 @@ def main(
         if not end_early:  # first, for what is amiss without faults needs no faults
             _healthy(out, config, network, steps)
         while len(rows) < len(plan) and not (minutes and time.time() - begin_s > 60 * minutes):
-            number = max((row["run"] for row in rows), default=-1) + 1
-            part, draw = plan[len(rows) : len(rows) + chain], random.Random(f"{options.seed} {number}")
-            new, losses = _run(out / f"run-{number}", config, part, number, draw, network, slow_share, ends_s)
+            number = max((row["run"] for row in rows), default=-1)
+            own = [row for row in rows if row["run"] == number]
+            # A run that was stopped in time, before its chain was long enough, goes on.
+            if not (end_early and own and own[-1]["handled"] and own[-1]["exit_code"] == 0 and len(own) < chain):
+                number, own = number + 1, []
+            part = plan[len(rows) : len(rows) + chain - len(own)]
+            draw = random.Random(f"{options.seed} {number}" + (f" {len(own)}" if own else ""))
+            new, losses = _run(out / f"run-{number}", config, part, number, draw, network, slow_share, ends_s, own)
+            rows = rows[: len(rows) - len(own)]
             healthy = _healthy(out, config, network, max(losses, default=0) if end_early else steps)
             if end_early:
                 healthy = {step: loss for step, loss in healthy.items() if step <= max(losses, default=0)}
@@ -251,33 +257,34 @@ def _run(
     network: Network | None,
     slow_share: float,
     ends_s: float | None,
+    before: Sequence[Row],
 ) -> tuple[list[Row], dict[int, float]]:
     """One run with faults in a row: the rows of all of them, and its losses by step.
 
     Args:
         ends_s: seconds since 1970 from when on no further fault is injected; the run is stopped after its last one.
             None: it goes on to its last step.
+        before: rows of the run, where it was stopped and goes on.
     """
-    while folder.exists():
+    while folder.exists() and not before:
         folder = folder.with_name(folder.name + "-again")
     for link in range(len(network.hosts) if network else 0):
         assert network is not None
         network.restore(link)
     job = FaultyJob(folder, config, network=network, own_disk="disk" in kinds)
-    rows: list[Row] = []
-    begin_s = time.time()
+    rows = list(before)
     job.start()
     try:
         for kind in kinds:
             rows.append(_case(job, kind, draw, slow_share) | {"run": number})
-            click.echo(f"{len(rows):>3} of {len(kinds)}  {_line(rows[-1])}", err=True)
+            click.echo(f"{len(rows):>3} of {len(before) + len(kinds)}  {_line(rows[-1])}", err=True)
             if not rows[-1]["handled"] or (ends_s is not None and time.time() > ends_s):
                 break
         if ends_s is not None:
             job.folder.ask("stop")
         code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S) if rows[-1]["handled"] else -1
         job.kill_all()
-        losses, facts, incidents = job.losses(), job.facts, job.incidents()
+        losses, facts, incidents, seconds = job.losses(), job.facts, job.incidents(), job.seconds()
     finally:
         job.kill_all()
         job.close(folder.with_name(f"{folder.name}-logs"))
@@ -288,7 +295,7 @@ def _run(
         for number, each in incidents.items()
         if number not in accounted
     ]
-    share = facts["furthest_step"] * facts["step_ms"] / 1e3 / (time.time() - begin_s)
+    share = facts["furthest_step"] * facts["step_ms"] / 1e3 / seconds
     for row in rows:
         row |= {"exit_code": code, "unasked": unasked, "effective_share": round(share, 4)}
     return rows, losses

@@ -10,7 +10,8 @@ too. So findings of an incident are read in this order, and the first kind that 
    for that;
 3. ranks whose replica of the model differs from most others (`trainer.replicas`); ranks that others name
    (`collectives.watch` knows who waits for whom); a rank with a lost number, if it is one;
-4. a damaged checkpoint, a disk that is full, a job that is wrong in itself: on all ranks alike, no node is to blame;
+4. nodes that have loaded different code, a damaged checkpoint, a disk that is full, a job that is wrong in itself:
+   no node is to blame;
 5. the process that ended first by an error of its own: not by a lost peer. Ends on several machines are told by
    several clocks: where two lie closer than the clocks can tell, nobody is blamed;
 6. else it is unclear: something stands still, or peers are gone, and nobody says whose fault that is.
@@ -143,7 +144,7 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
     if facts.restarts >= settings.max_restarts:
         line = f"{facts.restarts} restarts, as many as job.resilience.max_restarts allows; the last fault: {reason}"
         return Decision("give_up", kind, nodes, (), (), line)
-    if kind in ("checkpoint", "disk") or (kind == "slow" and not standbys) or (kind in _BY_SIGNAL and not nodes):
+    if kind in ("code", "checkpoint", "disk") or (kind == "slow" and not standbys) or (kind in _BY_SIGNAL and not nodes):
         return Decision("retry", kind, (), (), (), reason)
     if kind in _OF_NODES or (kind == "corrupt" and nodes):
         return Decision("evict", kind, nodes, nodes, (), reason, _slow_ranks(incident) if kind == "slow" else ())
@@ -231,7 +232,7 @@ def diagnose(incident: Incident, num_members: int) -> Diagnosis:
         return Diagnosis("self_check", tuple(nodes), line)
     if diagnosis := _of_placed(placed, hardware, num_members):
         return diagnosis
-    for kind in ("corrupt", "nan", "checkpoint", "disk", "job"):
+    for kind in ("code", "corrupt", "nan", "checkpoint", "disk", "job"):
         if everywhere := [finding for finding in causes if finding.kind == kind]:
             return Diagnosis(kind, (), everywhere[0].text)
     hung = [finding for finding in causes if finding.kind == "hung"]

@@ -568,6 +568,42 @@ def test_a_self_check_after_a_fault_overrules_a_retry(tmp_path: Path) -> None:
     assert fleet.decisions == [("evict", "self_check", [bad.name])]
 
 
+def test_nodes_that_have_loaded_different_files_are_restarted_once_and_blame_none(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_state(State.VERIFY)
+    fleet.node(2).code = "fedcba9876543210"
+    fleet.until_state(State.DIAGNOSE)
+    for node in fleet.nodes.values():
+        node.code = "fedcba9876543210"  # they load what is there now
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "code", [])]
+    [incident] = fleet.driver.facts.incidents
+    assert f"fedcba9876543210 on {fleet.node(2).name}" in incident["decision"]["reason"]
+    assert fleet.driver.facts.code == "fedcba9876543210"
+
+
+def test_nodes_whose_installations_differ_for_good_train_and_it_is_noted(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_state(State.VERIFY)
+    fleet.node(0).code = "fedcba9876543210"
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "code", [])]
+    notes = [entry["evidence"]["finding"] for entry in entries(fleet.folder.journal) if entry["event"] == "noted"]
+    assert [each["kind"] for each in notes] == ["code"]
+    assert "installations differ" in notes[0]["text"]
+
+
+def test_files_that_change_between_two_starts_are_told_of(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(12)
+    for node in fleet.nodes.values():
+        node.code = "fedcba9876543210"
+    fleet.node(1).die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "killed", [fleet.node(1).name])]
+    assert [entry["event"] for entry in entries(fleet.folder.journal)].count("code changed") == 1
+
+
 def test_a_check_that_cannot_be_made_evicts_nobody(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fleet.until_step(8)
