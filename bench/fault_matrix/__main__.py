@@ -90,7 +90,12 @@ _DEFAULT = tuple(kind for kind in KINDS if kind not in (*_NETWORK, "disk"))
 @click.option(
     "--end-early", is_flag=True, help="Stop each run after its last fault; losses are compared as far as they go."
 )
-@click.option("--minutes", type=click.FloatRange(0), default=0.0, help="Begin no further run after so long, nor, with --end-early, inject a further fault; 0: no end.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Begin no further run after so long, nor, with --end-early, inject a further fault; 0: no end.",
+)
 def main(
     options: RunOptions,
     kinds: str,
@@ -148,20 +153,15 @@ def main(
         if not end_early:  # first, for what is amiss without faults needs no faults
             _healthy(out, config, network, steps)
         while len(rows) < len(plan) and not (minutes and time.time() - begin_s > 60 * minutes):
-            number = max((row["run"] for row in rows), default=-1)
-            own = [row for row in rows if row["run"] == number]
-            # A run that was stopped in time, before its chain was long enough, goes on.
-            if not (end_early and own and own[-1]["handled"] and own[-1]["exit_code"] == 0 and len(own) < chain):
-                number, own = number + 1, []
+            number, own = _next_run(rows, chain, end_early)
             part = plan[len(rows) : len(rows) + chain - len(own)]
             draw = random.Random(f"{options.seed} {number}" + (f" {len(own)}" if own else ""))
             new, losses = _run(out / f"run-{number}", config, part, number, draw, network, slow_share, ends_s, own)
+            last_step = max(losses, default=0) if end_early else steps
+            healthy = _healthy(out, config, network, last_step)
+            equal = [losses.get(step) == loss for step, loss in healthy.items() if step <= last_step]
             rows = rows[: len(rows) - len(own)]
-            healthy = _healthy(out, config, network, max(losses, default=0) if end_early else steps)
-            if end_early:
-                healthy = {step: loss for step, loss in healthy.items() if step <= max(losses, default=0)}
-            equal = sum(losses.get(step) == loss for step, loss in healthy.items())
-            rows += [row | {"losses_equal": equal, "losses": len(healthy)} for row in new]
+            rows += [row | {"losses_equal": sum(equal), "losses": len(equal)} for row in new]
             write_text(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     table = summary(rows)
     record = RunRecord(
@@ -193,6 +193,15 @@ def main(
     bad = [row for row in rows if not row["handled"]]
     if bad:
         raise CheckFailed(f"{len(bad)} of {len(rows)} faults were not handled alone")
+
+
+def _next_run(rows: Sequence[Row], chain: int, end_early: bool) -> tuple[int, list[Row]]:
+    """Return the number of the next run and the rows that it has already: of one that was stopped, and goes on."""
+    number = max((row["run"] for row in rows), default=-1)
+    own = [row for row in rows if row["run"] == number]
+    if end_early and own and own[-1]["handled"] and own[-1]["exit_code"] == 0 and len(own) < chain:
+        return number, own
+    return number + 1, []
 
 
 def _plan(kinds: Sequence[str], cases: int, seed: int) -> list[str]:

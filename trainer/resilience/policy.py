@@ -144,7 +144,11 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
     if facts.restarts >= settings.max_restarts:
         line = f"{facts.restarts} restarts, as many as job.resilience.max_restarts allows; the last fault: {reason}"
         return Decision("give_up", kind, nodes, (), (), line)
-    if kind in ("code", "checkpoint", "disk") or (kind == "slow" and not standbys) or (kind in _BY_SIGNAL and not nodes):
+    if (
+        kind in ("code", "checkpoint", "disk")
+        or (kind == "slow" and not standbys)
+        or (kind in _BY_SIGNAL and not nodes)
+    ):
         return Decision("retry", kind, (), (), (), reason)
     if kind in _OF_NODES or (kind == "corrupt" and nodes):
         return Decision("evict", kind, nodes, nodes, (), reason, _slow_ranks(incident) if kind == "slow" else ())

@@ -245,7 +245,9 @@ def test_a_fault_that_went_with_the_rank_counts_against_neither_node_later(later
 
 
 @pytest.mark.parametrize("goes", ["evicted by hand", "lost"])
-def test_a_fault_that_went_with_the_rank_to_a_third_node_is_not_held_against_the_first(goes: str, tmp_path: Path) -> None:
+def test_a_fault_that_went_with_the_rank_to_a_third_node_is_not_held_against_the_first(
+    goes: str, tmp_path: Path
+) -> None:
     """Two nodes change places, the second leaves the run before the step, and the fault comes in its successor."""
     fleet = Fleet(tmp_path, spares=2)
     for _ in range(2):

@@ -120,7 +120,8 @@ def test_files_that_have_changed_are_loaded_anew_before_a_start(
     monkeypatch.setattr(processes_module, "code_digest", lambda: "fedcba9876543210")
     assert warm.reload_if_changed()
     assert warm.code == "fedcba9876543210"
-    assert warm.pids != [pid] and not psutil.pid_exists(pid)
+    assert warm.pids != [pid]
+    assert not psutil.pid_exists(pid)
     processes, _ = start_warm(warm, module, tmp_path)
     processes.kill()
     assert not warm.reload_if_changed()
