@@ -9,6 +9,7 @@ by step and to the bit, with those of a run without faults. Rows are kept as the
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import statistics
@@ -83,7 +84,18 @@ _DEFAULT = tuple(kind for kind in KINDS if kind not in (*_NETWORK, "disk"))
     show_default=True,
     help="job.resilience.slow_factor.",
 )
-@click.option("--minutes", type=click.FloatRange(0), default=0.0, help="Begin no further run after so long; 0: no end.")
+@click.option(
+    "--heartbeat", type=click.FloatRange(0.1, 60), default=1.0, show_default=True, help="job.resilience.heartbeat_s."
+)
+@click.option(
+    "--end-early", is_flag=True, help="Stop each run after its last fault; losses are compared as far as they go."
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="Begin no further run after so long, nor, with --end-early, inject a further fault; 0: no end.",
+)
 def main(
     options: RunOptions,
     kinds: str,
@@ -96,6 +108,8 @@ def main(
     backend: str,
     slow_share: float,
     slow_factor: float,
+    heartbeat: float,
+    end_early: bool,
     minutes: float,
 ) -> None:
     """Inject faults into runs of `netlayer run`, and say what became of them.
@@ -105,6 +119,7 @@ def main(
       python -m bench.fault_matrix --out runs/faults
       python -m bench.fault_matrix --out runs/faults --cases 200        # goes on where it was ended
       python -m bench.fault_matrix --kinds kill,stop --cases 4
+      python -m bench.fault_matrix --cases 100 --chain 100 --steps 9000 --end-early   # one job, 100 faults in a row
       python -m bench.fault_matrix --kinds disk --cases 2               # as root: a file system of its own
       python -m bench.fault_matrix --backend nccl --kinds slow --cases 1 --slow-share 0.1 --slow-factor 1.05
       python -m bench.fault_matrix --network --kinds cut,flap --chain 2 --cases 4
@@ -123,8 +138,10 @@ def main(
     plan = _plan(chosen, cases, options.seed)
     text = text_folder(out, 50 if backend == "gloo" else 2000)
     bounds = {"slow_factor": slow_factor, "slow_steps": 10, "slow_floor_s": 15.0, "silence_floor_s": 20.0}
+    bounds |= {"heartbeat_s": heartbeat}
     config = config_of(nodes, steps, text, backend, spares=spares, **bounds)
     rows = _rows(out)
+    ends_s = (begin_s + 60 * minutes if minutes else math.inf) if end_early else None
     # A cut takes a host away for good: each fault has one to spare.
     hosts = closing(Network(out / "network", nodes + chain)) if is_network else nullcontext()
     with ending_at(signal.SIGTERM), hosts as network:  # it ends its run, then
@@ -133,15 +150,19 @@ def main(
             store = config.job.store.model_copy(update={"url": network.url})
             job = config.job.model_copy(update={"resilience": over_ssh, "store": store})
             config = config.model_copy(update={"job": job})
-        healthy = _healthy(out, config, network)
+        if not end_early:  # first, for what is amiss without faults needs no faults
+            _healthy(out, config, network, steps)
         while len(rows) < len(plan) and not (minutes and time.time() - begin_s > 60 * minutes):
-            number = max((row["run"] for row in rows), default=-1) + 1
-            part, draw = plan[len(rows) : len(rows) + chain], random.Random(f"{options.seed} {number}")
-            for row in _run(out / f"run-{number}", config, part, number, healthy, draw, network, slow_share):
-                rows.append(row)
-                with (out / "rows.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                click.echo(_line(row), err=True)
+            number, own = _next_run(rows, chain, end_early)
+            part = plan[len(rows) : len(rows) + chain - len(own)]
+            draw = random.Random(f"{options.seed} {number}" + (f" {len(own)}" if own else ""))
+            new, losses = _run(out / f"run-{number}", config, part, number, draw, network, slow_share, ends_s, own)
+            last_step = max(losses, default=0) if end_early else steps
+            healthy = _healthy(out, config, network, last_step)
+            equal = [losses.get(step) == loss for step, loss in healthy.items() if step <= last_step]
+            rows = rows[: len(rows) - len(own)]
+            rows += [row | {"losses_equal": sum(equal), "losses": len(equal)} for row in new]
+            write_text(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     table = summary(rows)
     record = RunRecord(
         name="bench.fault_matrix",
@@ -159,7 +180,8 @@ def main(
             "spares": spares,
             "network": is_network,
         }
-        | {"backend": backend, "slow_share": slow_share, "slow_factor": slow_factor},
+        | {"backend": backend, "slow_share": slow_share, "slow_factor": slow_factor, "heartbeat": heartbeat}
+        | {"end_early": end_early},
         config=config.model_dump(mode="json"),
         environment=environ.snapshot(options.seed) | {"seconds": time.time() - begin_s},
         devices=["CPU"] if backend == "gloo" else [gpu.name for gpu in environ.list_gpus()],
@@ -171,6 +193,15 @@ def main(
     bad = [row for row in rows if not row["handled"]]
     if bad:
         raise CheckFailed(f"{len(bad)} of {len(rows)} faults were not handled alone")
+
+
+def _next_run(rows: Sequence[Row], chain: int, end_early: bool) -> tuple[int, list[Row]]:
+    """Return the number of the next run and the rows that it has already: of one that was stopped, and goes on."""
+    number = max((row["run"] for row in rows), default=-1)
+    own = [row for row in rows if row["run"] == number]
+    if end_early and own and own[-1]["handled"] and own[-1]["exit_code"] == 0 and len(own) < chain:
+        return number, own
+    return number + 1, []
 
 
 def _plan(kinds: Sequence[str], cases: int, seed: int) -> list[str]:
@@ -198,15 +229,24 @@ def text_folder(out: Path, num_lines: int = 50) -> Path:
     return folder
 
 
-def _healthy(out: Path, config: Any, network: Network | None) -> dict[int, float]:
-    """Losses of a run without faults; also that nothing was found in it."""
+def _healthy(out: Path, config: Any, network: Network | None, until: int) -> dict[int, float]:
+    """Losses of a run without faults, up to this step at least; also that nothing was found in it."""
     file = out / "healthy.json"
     if file.exists():
-        return {int(step): loss for step, loss in json.loads(file.read_text(encoding="utf-8")).items()}
-    job = FaultyJob(out / "healthy", config, network=network)
+        known = {int(step): loss for step, loss in json.loads(file.read_text(encoding="utf-8")).items()}
+        if max(known, default=0) >= until:
+            return known
+    folder = out / "healthy"
+    while folder.exists():
+        folder = folder.with_name(folder.name + "-again")
+    job = FaultyJob(folder, config, network=network)
     try:
         job.start()
-        code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S)
+        limit_s = until * 2.0 + _LIMIT_S
+        if until < config.job.optimizer.steps:
+            job.wait(lambda _facts: job.step >= until, limit_s, "the run without faults", poll_s=0.5)
+            job.folder.ask("stop")
+        code = job.end(limit_s)
     finally:
         job.kill_all()
     facts = job.facts
@@ -222,50 +262,52 @@ def _run(
     config: Any,
     kinds: Sequence[str],
     number: int,
-    healthy: dict[int, float],
     draw: random.Random,
     network: Network | None,
     slow_share: float,
-) -> list[Row]:
-    """One run with faults in a row; the rows of all of them, when its losses are compared."""
-    while folder.exists():
+    ends_s: float | None,
+    before: Sequence[Row],
+) -> tuple[list[Row], dict[int, float]]:
+    """One run with faults in a row: the rows of all of them, and its losses by step.
+
+    Args:
+        ends_s: seconds since 1970 from when on no further fault is injected; the run is stopped after its last one.
+            None: it goes on to its last step.
+        before: rows of the run, where it was stopped and goes on.
+    """
+    while folder.exists() and not before:
         folder = folder.with_name(folder.name + "-again")
     for link in range(len(network.hosts) if network else 0):
         assert network is not None
         network.restore(link)
     job = FaultyJob(folder, config, network=network, own_disk="disk" in kinds)
-    rows: list[Row] = []
-    begin_s = time.time()
+    rows = list(before)
     job.start()
     try:
         for kind in kinds:
             rows.append(_case(job, kind, draw, slow_share) | {"run": number})
-            if not rows[-1]["handled"]:
+            click.echo(f"{len(rows):>3} of {len(before) + len(kinds)}  {_line(rows[-1])}", err=True)
+            if not rows[-1]["handled"] or (ends_s is not None and time.time() > ends_s):
                 break
+        if ends_s is not None:
+            job.folder.ask("stop")
         code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S) if rows[-1]["handled"] else -1
         job.kill_all()
-        losses, facts = job.losses(), job.facts
+        losses, facts, incidents, seconds = job.losses(), job.facts, job.incidents(), job.seconds()
     finally:
         job.kill_all()
         job.close(folder.with_name(f"{folder.name}-logs"))
-    equal = sum(losses.get(step) == loss for step, loss in healthy.items())
     # What a run has decided beyond what the faults account for: a false alarm, or what a busy machine does.
     accounted = {number for row in rows for number in row.get("incidents", ())}
     unasked = [
         {"kind": each["decision"]["kind"], "action": each["decision"]["action"], "evicted": each["decision"]["evict"]}
-        for each in facts["incidents"]
-        if each["number"] not in accounted
+        for number, each in incidents.items()
+        if number not in accounted
     ]
-    share = facts["furthest_step"] * facts["step_ms"] / 1e3 / (time.time() - begin_s)
+    share = facts["furthest_step"] * facts["step_ms"] / 1e3 / seconds
     for row in rows:
-        row |= {
-            "exit_code": code,
-            "unasked": unasked,
-            "losses_equal": equal,
-            "losses": len(healthy),
-            "effective_share": round(share, 4),
-        }
-    return rows
+        row |= {"exit_code": code, "unasked": unasked, "effective_share": round(share, 4)}
+    return rows, losses
 
 
 def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> Row:
@@ -277,7 +319,7 @@ def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> 
             lambda facts: facts.get("state") == "run" and _is_steady(job, base, draw), _LIMIT_S, "before the fault"
         )
         facts = job.facts
-        incidents, step = len(facts["incidents"]), job.step
+        last, step = _last_number(facts), job.step
         first, second = draw.sample(_candidates(kind, facts), 2)
         row |= {"step": step, "nodes": _expected(kind, first, second)}
         at_s = time.time()
@@ -285,13 +327,13 @@ def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> 
         if kind in (*_NO_INCIDENT, *_MAYBE_INCIDENT):
             job.wait(lambda facts: facts["state"] == "run" and job.step > step + 40, _LIMIT_S, "after the fault")
         else:
-            most = incidents + (2 if kind in ("checkpoint", "in_recovery") else 1)
+            most = last + (2 if kind in ("checkpoint", "in_recovery") else 1)
 
             def is_past(facts: Row) -> bool:
-                return len(facts["incidents"]) >= most and "caught_up_s" in facts["incidents"][-1]
+                return _last_number(facts) >= most and "caught_up_s" in facts["incidents"][-1]
 
             job.wait(is_past, _LIMIT_S, "after the fault")
-        new = job.facts["incidents"][incidents:]
+        new = [each for each in job.facts["incidents"] if each["number"] > last]
         blamed = sorted({node for each in new for node in each["decision"]["nodes"]})
         row |= {"handled": True, "blamed": blamed, "right": _is_right(kind, blamed, sorted(row["nodes"]))}
         row["actions"] = [each["decision"]["action"] for each in new]
@@ -305,6 +347,11 @@ def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> 
     except Lost as exc:
         row["error"] = str(exc)
     return row
+
+
+def _last_number(facts: Row) -> int:
+    """Number of the last incident that was decided; of so many, the facts hold the newest hundred only."""
+    return int(facts["incidents"][-1]["number"]) if facts["incidents"] else 0
 
 
 def _candidates(kind: str, facts: Row) -> list[str]:
@@ -351,7 +398,7 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Ran
     if kind in simple:
         simple[kind]()
         return
-    count = len(job.facts["incidents"])
+    last = _last_number(job.facts)
     job.kill_rank(first)
     if kind == "checkpoint":
         # Once no rank is left that could save another one, and before the next ones look for the newest.
@@ -361,7 +408,7 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Ran
         state = kind.removeprefix("driver_")
 
         def is_there(facts: Row) -> bool:  # or past it: a state may last a tenth of a second
-            return facts["state"] == state or (len(facts["incidents"]) > count and facts["state"] == "run")
+            return facts["state"] == state or (_last_number(facts) > last and facts["state"] == "run")
 
         job.wait(is_there, _LIMIT_S, f"the state {state}", poll_s=0.002)
         job.kill_driver()
@@ -370,7 +417,7 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Ran
     if kind == "in_recovery":
 
         def is_starting(facts: Row) -> bool:
-            return len(facts["incidents"]) > count and facts["state"] == "start" and bool(job.ranks(second))
+            return _last_number(facts) > last and facts["state"] == "start" and bool(job.ranks(second))
 
         job.wait(is_starting, _LIMIT_S, "the first repair")
         job.kill_rank(second)

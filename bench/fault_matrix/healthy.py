@@ -28,6 +28,7 @@ from trainer.resilience.journal import entries
 
 _STEPS = 1_000_000  # it is stopped before
 _START_S = 600.0
+_HEARTBEAT_S = 2.0  # default of local nodes
 
 
 @click.command()
@@ -44,9 +45,7 @@ def main(options: RunOptions, minutes: float, nodes: int) -> None:
     started = utc_now()
     out = (options.out or Path("runs") / "healthy").absolute()
     out.mkdir(parents=True, exist_ok=True)
-    config = config_of(
-        nodes, _STEPS, text_folder(out), slow_factor=2.0, slow_steps=10, slow_floor_s=15.0, silence_floor_s=20.0
-    )
+    config = config_of(nodes, _STEPS, text_folder(out), heartbeat_s=_HEARTBEAT_S)  # the rest as users have it
     draw, stops = random.Random(options.seed), Counter[str]()
     job = FaultyJob(out / "run", config)
     with ending_at(signal.SIGTERM):

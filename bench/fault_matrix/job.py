@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from netlayer.config.file import to_toml
 from netlayer.config.tree import Config, build_config
 from trainer.checkpoint.names import checkpoints_in
 from trainer.resilience.folder import RunFolder, Spec
-from trainer.resilience.journal import last_entry
+from trainer.resilience.journal import entries, last_entry
+from trainer.resilience.machine import TERMINAL, State
 from trainer.resilience.processes import PRELOADED
 from trainer.resilience.store_host import directory_of
 
@@ -80,7 +83,7 @@ class FaultyJob:
     """A run whose processes the harness can hurt.
 
     Args:
-        out: its folder, new.
+        out: its folder: new, or of a run that this harness has stopped, with which it goes on.
         config: of `config_of`.
         seed: of the training.
         network: whose hosts the nodes are; None: process groups of this machine.
@@ -93,9 +96,16 @@ class FaultyJob:
         self.folder, self.config = RunFolder(out), config
         self._driver: subprocess.Popen[bytes] | None = None
         self._faults: list[Row] = []
+        self._facts: Row = {}
+        self._seen_bytes = 0
         nodes = config.cluster.servers
-        out.mkdir(parents=True, exist_ok=True)
         self._network, self._is_mounted = network, own_disk
+        self._is_stopped = self.folder.job.exists()
+        if self._is_stopped:
+            with contextlib.suppress(FileNotFoundError):
+                self._faults = json.loads((out / "faults.json").read_text(encoding="utf-8"))
+            return
+        out.mkdir(parents=True, exist_ok=True)
         if own_disk:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", str(out)], check=True)
         command = ("train", str(self.folder.job), "--resume", "auto", "--out", str(out), "--seed", str(seed))
@@ -124,7 +134,19 @@ class FaultyJob:
 
     @property
     def facts(self) -> Row:
-        return dict(last_entry(self.folder.journal).get("facts", {}))
+        """Facts of the journal's last entry; empty before the first."""
+        try:
+            size = self.folder.journal.stat().st_size
+        except FileNotFoundError:
+            return {}
+        if size != self._seen_bytes:  # a journal is polled twenty times a second, and long
+            self._facts, self._seen_bytes = dict(last_entry(self.folder.journal).get("facts", {})), size
+        return self._facts
+
+    def incidents(self) -> dict[int, Row]:
+        """All incidents that were decided, by number; facts hold the newest hundred only."""
+        rows = [each for entry in entries(self.folder.journal) for each in entry["facts"]["incidents"][-1:]]
+        return {each["number"]: each for each in rows}
 
     @property
     def step(self) -> int:
@@ -178,12 +200,24 @@ class FaultyJob:
 
     # ---- start and end ----
 
+    def seconds(self) -> float:
+        """Time for which the run has had a driver: from its first entry to its last, without what is between stops."""
+        total, before, state = 0.0, math.nan, State.STOPPED
+        for entry in entries(self.folder.journal):
+            at_s = datetime.fromisoformat(entry["at"]).timestamp()
+            total += 0.0 if state in TERMINAL else at_s - before
+            before, state = at_s, State(entry["to"])
+        return total
+
     def start(self) -> None:
+        """Start the run's driver, and with it, where it is none yet or was stopped, the run."""
+        out, job = str(self.folder.out), str(self.folder.job)
+        command = ["run", "resume", out] if self._is_stopped else ["run", "start", job, "--out", out]
+        self._is_stopped = False
         with (self.folder.out / "driver.log").open("ab") as output:
             self._driver = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "netlayer", "run", "start", str(self.folder.job)),
-                    *("--out", str(self.folder.out)),
+                    *(sys.executable, "-m", "netlayer", *command),
                     *(("--hosts", ",".join(self._network.hosts)) if self._network else ()),
                     *(("--ssh-command", str(self._network.ssh)) if self._network else ()),
                 ],

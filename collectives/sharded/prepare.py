@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
@@ -35,10 +36,11 @@ from netlayer.store.arrivals import await_all
 from netlayer.workload.buckets import REDUCTIONS_IN_FLIGHT
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import PrefixStore
+    from torch._C._distributed_c10d import PrefixStore, Store
 else:
     from torch.distributed import PrefixStore  # which torch's own types do not show
 
+_AGAIN_S = 5.0  # for a rank that has given a wrapper up to begin its next one
 _LONGEST_WAIT = timedelta(minutes=5)  # for the other ranks, where their group does not say: torch's own for stores
 
 Init = Callable[[str, Tensor], None]
@@ -303,18 +305,26 @@ def check_communication(
     values = {"groups": _describe(groups), "comms": _describe(opened), **settings}
     key = f"sharded/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]}"
     store = PrefixStore(key, dist.distributed_c10d._get_default_store())
-    # A wrapper's own keys: every rank of these counts its wrappers, and makes them in one order.
-    store = PrefixStore(f"{store.add(f'wrappers/{rank}', 1)}", store)
+    timeout = timeout_of(shards, device) or _LONGEST_WAIT
     try:
-        await_all(
-            store,
-            ranks.index(rank),
-            len(ranks),
-            same=values,
-            timeout=timeout_of(shards, device) or _LONGEST_WAIT,
-            serves=rank == 0,  # which as a rule serves the store of the world
-            names=ranks,
-        )
+        while True:
+            # A wrapper's own keys: every rank of these counts its wrappers, and makes them in one order.
+            number = store.add(f"wrappers/{rank}", 1)
+            try:
+                await_all(
+                    PrefixStore(f"{number}", store),
+                    ranks.index(rank),
+                    len(ranks),
+                    same=values,
+                    timeout=timeout,
+                    serves=rank == 0,  # which as a rule serves the store of the world
+                    names=ranks,
+                )
+                break
+            except RanksMissing as exc:
+                # Another rank tried this one in vain, without us, and is at a later one: ours is that.
+                if rank not in exc.missing or not _has_gone_on(store, ranks, number):
+                    raise
     except ConfigError as exc:
         if exc.field not in values:
             raise
@@ -325,6 +335,16 @@ def check_communication(
     except RanksMissing as exc:
         rule = "every rank of the group makes a ShardedDataParallel, with the same arguments"
         raise RanksMissing(f"{exc}; {rule}", exc.missing) from None
+
+
+def _has_gone_on(store: Store, ranks: Sequence[int], number: int) -> bool:
+    """Whether a rank has begun a wrapper of a later number, or does so within some seconds."""
+    until_s = time.monotonic() + _AGAIN_S
+    while all(store.add(f"wrappers/{rank}", 0) <= number for rank in ranks):
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_AGAIN_S / 10)
+    return True
 
 
 def _describe(groups: Sequence[dist.ProcessGroup | None] | None) -> str:

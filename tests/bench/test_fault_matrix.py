@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import bench.fault_matrix.__main__ as fault_matrix
 from bench.fault_matrix.report import BEGIN, END, lower_bound, main
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import RunRecord
+
+Row = dict[str, Any]
+Losses = dict[int, float]
 
 
 def row(run: int, kind: str, **more: Any) -> dict[str, Any]:
@@ -94,3 +98,25 @@ def test_the_network_and_its_redis_end_with_a_run_that_fails(
     with pytest.raises(raised):
         fault_matrix.main.main(arguments, standalone_mode=False)
     assert closed == [True]
+
+
+def test_a_run_that_was_stopped_in_time_goes_on_until_its_chain_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three calls: two faults of the first run, its third one, and the run after it; losses are those of all steps."""
+    calls: list[tuple[str, int, list[str]]] = []
+
+    def run(folder: Path, _config: object, kinds: list[str], number: int, *rest: Any) -> tuple[list[Row], Losses]:
+        before = list(rest[-1])
+        calls.append((folder.name, len(before), list(kinds)))
+        rows = before + [row(number, kind) for kind in kinds[: 1 if before else 2]]
+        return rows, {step: float(step) for step in range(10 * len(rows))}
+
+    monkeypatch.setattr(fault_matrix, "_run", run)
+    monkeypatch.setattr(fault_matrix, "_healthy", lambda *_: {step: float(step) for step in range(100)})
+    arguments = ["--kinds", "kill", "--chain", "3", "--cases", "5", "--steps", "100", "--end-early"]
+    fault_matrix.main.main([*arguments, "--out", str(tmp_path)], standalone_mode=False)
+    assert calls == [("run-0", 0, ["kill"] * 3), ("run-0", 2, ["kill"]), ("run-1", 0, ["kill"] * 2)]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [each["run"] for each in rows] == [0, 0, 0, 1, 1]
+    assert [(each["losses_equal"], each["losses"]) for each in rows] == [(30, 30)] * 3 + [(20, 20)] * 2

@@ -228,6 +228,17 @@ def a_rank_that_makes_no_wrapper_is_named(rank: int, world_size: int) -> None:
 
 
 @case
+def a_rank_that_has_tried_a_wrapper_in_vain_meets_the_others_at_the_next(rank: int, world_size: int) -> None:
+    """Numbers of wrappers differ then, and of the store's keys: nobody is missing."""
+    ranks = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=1))
+    if rank == 0:
+        assert_raises(RanksMissing, "waiting for rank", lambda: small(group=ranks))
+    meet("the first is given up")
+    train_small(small(), lambda _: False, 1)
+    meet("the end")
+
+
+@case
 def a_state_of_one_rank_alone_is_an_error_within_the_timeout(rank: int, world_size: int) -> None:
     on_cuda = torch.get_default_device().type == "cuda"
     # At the timeout itself torch's watchdog ends a process: there it is far off, and the others come late after all.

@@ -45,6 +45,7 @@ Kind = Literal[
     "checkpoint",  # a checkpoint cannot be loaded
     "disk",  # a disk is full or away, maybe one that all nodes share
     "job",  # the job itself is wrong
+    "code",  # nodes have loaded different files
     "hung",  # no steps
     "slow",  # steps take long
     "traffic",  # a node moves few bytes
@@ -332,6 +333,35 @@ def find(
         findings += _slow(view, members, incarnation, settings, now_s, now_ns, typical_ms)
         findings += _spike(view, settings, now_ns)
     return findings
+
+
+def loaded_code(view: View, members: Sequence[str], incarnation: int) -> dict[str, list[str]] | None:
+    """Return the members that have loaded each digest of our packages' files; None: not all have told yet.
+
+    Executors that tell none are in no list.
+    """
+    views = [view.nodes.get(name) for name in members]
+    beats = [known.heartbeat for known in views if known and known.heartbeat.incarnation == incarnation]
+    if len(beats) < len(members):
+        return None
+    nodes: dict[str, list[str]] = {}
+    for beat in beats:
+        if beat.code:
+            nodes.setdefault(beat.code, []).append(beat.node)
+    return nodes
+
+
+def of_code(nodes: Mapping[str, Sequence[str]], now_ns: int, *, is_known: bool) -> Finding:
+    """Finding of members that have loaded different files.
+
+    Args:
+        nodes: by digest.
+        is_known: they differed so at an earlier start, too.
+    """
+    sides = "; ".join(f"{code} on {', '.join(names)}" for code, names in sorted(nodes.items()))
+    why = "their installations differ" if is_known else "they changed during the start"
+    text = f"nodes have loaded different files of netlayer's packages, and {why}: {sides}"
+    return Finding("code", "note" if is_known else "cause", "", None, text, now_ns)
 
 
 def _lost(view: View, members: Sequence[str], missed: int, now_s: float, now_ns: int) -> Iterable[Finding]:

@@ -88,6 +88,8 @@ class Driver:
         self._retry_s = -1e9
         self._disk_error = ""
         self._noted: set[tuple[str, str]] = set()
+        self._compared_code = 0  # incarnation of which all members have loaded the same, or it is said that not
+        self._known_codes: set[frozenset[str]] = set()
         self._status_s = -1e9
         self._marks = status.Marks(folder.out / "events", self.spec.name)
         self.roster = Roster(folder, self.spec, self.journal, self.view, backend, self._note_eviction)
@@ -348,7 +350,7 @@ class Driver:
         findings = detect.find(
             self.view, facts.members, facts.incarnation, self.settings, now_s, int(self._wall() * 1e9), facts.step_ms
         )
-        findings += self._died()
+        findings += [*self._died(), *self._different_code()]
         findings = [
             policy.spare_slow(finding, facts, self.roster.num_standbys(now_s), self._wall())
             if (finding.kind, finding.weight) == ("slow", "cause")
@@ -450,6 +452,7 @@ class Driver:
         facts = self.facts
         incident.diagnosed_s = self._wall()
         incident.decision = decision.to_json()
+        incident.places = policy.places_of(decision.nodes, facts)  # before any of them changes it
         self.roster.evict(decision.evict, decision.reason)
         facts.suspects = list(decision.suspects)
         if decision.swap:
@@ -596,6 +599,29 @@ class Driver:
                 text = f"it has no processes of incarnation {facts.incarnation}: its executor was started anew"
                 findings.append(detect.Finding("exited", "cause", name, None, text, now_ns))
         return findings
+
+    def _different_code(self) -> list[detect.Finding]:
+        """Find members that have loaded different files of ours; that all have loaded others than before is noted.
+
+        A restart has all of them load anew. Where they differ as before it, their installations do: a note.
+        """
+        facts = self.facts
+        if self._compared_code == facts.incarnation:
+            return []
+        nodes = detect.loaded_code(self.view, facts.members, facts.incarnation)
+        if nodes is None:
+            return []
+        self._compared_code, codes = facts.incarnation, frozenset(nodes)
+        if len(codes) > 1:
+            is_known = codes in self._known_codes
+            self._known_codes.add(codes)
+            return [detect.of_code(nodes, int(self._wall() * 1e9), is_known=is_known)]
+        for code in codes - {facts.code}:
+            before, facts.code = facts.code, code
+            if before:
+                self.journal.note("code changed", before=before, now=code)
+                self._say(f"files of netlayer's packages have changed since the last start: all nodes run {code} now")
+        return []
 
     def _has_stopped(self, name: str, *, by_itself: bool = False) -> bool:
         """Whether a node has followed its last assignment and has no process left."""

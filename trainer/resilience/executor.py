@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 _INCARNATION, _BOOTS = "incarnation", "boots"
 _MAX_RESULTS = 64
+_MOST_RELOADS = 3
 _SHRINK = (4, 1, 0)  # lines and matches that stay where a heartbeat would be too large
 
 
@@ -181,6 +182,8 @@ class Executor:
         self._hardware = _hardware()
         self._traffic = _Traffic()
         self._followed = (0, 0)
+        self._reloads = (0, 0)  # of which incarnation, and how often
+        self._code = ""
         environ = {
             # Left by a launcher around the executor, these would say that the ranks are its own.
             **{
@@ -250,7 +253,7 @@ class Executor:
         if processes is not None and not (assignment.action in ("train", "drain") and is_same):
             self._end_processes()
         is_new = assignment.action == "train" and not is_same and assignment.incarnation > self._last_incarnation()
-        if is_new and self._warm.is_loading:
+        if is_new and (self._warm.is_loading or self._has_other_code(assignment.incarnation)):
             return  # a start now would import the same once more in each rank, and be later
         self._followed = (assignment.epoch, assignment.seq)
         if processes is not None and assignment.action == "drain" and is_same:
@@ -264,6 +267,18 @@ class Executor:
             self._check = None
         if assignment.action == "leave":
             self._is_leaving = True
+
+    def _has_other_code(self, incarnation: int) -> bool:
+        """Whether files have changed since they were imported, which is done anew then; of files that never rest: no.
+
+        At most so often before a start: peers wait, and the driver compares what all have loaded.
+        """
+        of, times = self._reloads
+        times = times if of == incarnation else 0
+        if times >= _MOST_RELOADS or not self._warm.reload_if_changed():
+            return False
+        self._reloads = incarnation, times + 1
+        return True
 
     def _follow_check(self, number: int) -> None:
         if self._checks_of == number:
@@ -311,6 +326,7 @@ class Executor:
         write_text(self._own / _INCARNATION, f"{assignment.incarnation}\n")
         self._processes = TrainingProcesses(self._own, assignment.incarnation, self._clock.now_ns, self._warm)
         self._port = 0  # it is in use now: the next start gets another
+        self._code = self._warm.code
         self._lines.clear()
         self._matches.clear()
         self._processes.start(spec.command, range(first, first + per_node), environ)
@@ -420,6 +436,7 @@ class Executor:
                 checks=tuple(self._checks),
                 tx_bytes=tx_bytes,
                 rx_bytes=rx_bytes,
+                code=self._code if self._processes else "",
             )
             try:
                 return seal(heartbeat, self._token)

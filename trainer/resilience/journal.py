@@ -21,6 +21,7 @@ from trainer.resilience.machine import Event, Facts, State, next_state
 
 VERSION = 1
 _TAIL_BYTES = 8 << 20
+_LAST_BYTES = 1 << 18  # of the last line and the end of the one before, mostly
 
 
 class Journal:
@@ -103,21 +104,23 @@ class Journal:
 
 
 def last_entry(path: Path) -> Mapping[str, Any]:
-    """The newest entry of a journal; empty where there is none. Of a long one, only the end is read.
+    """The newest entry of a journal; empty where there is none. Only the end of the file is read.
 
     Raises:
-        ConfigError: as `entries`.
+        ConfigError: it is no entry, or one of a later version.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-        file.seek(start)
-        *whole, _cut_off = file.read().split(b"\n")
-        if start and len(whole) > 1:  # the first of them may be half a line
-            return _parse(path, whole[-1], "the last line")
-    last: Mapping[str, Any] = {}
-    for entry in entries(path):
-        last = entry
-    return last
+        size, num_bytes = file.seek(0, os.SEEK_END), _LAST_BYTES
+        while True:
+            start = max(0, size - num_bytes)
+            file.seek(start)
+            *whole, _cut_off = file.read(size - start).split(b"\n")
+            if len(whole) > 1 or (whole and not start):  # the first of them may be half a line
+                return _parse(path, whole[-1], "the last line" if start else f"line {len(whole)}")
+            if not start:
+                break
+            num_bytes *= 8
+    return {}
 
 
 def entries(path: Path) -> Iterator[dict[str, Any]]:

@@ -142,6 +142,7 @@ class Facts:
         suspects: nodes one of which an unclear fault is suspected to come from; it shrinks as it is isolated.
         incident: the fault that is being handled: `policy.Incident` as JSON; empty in none.
         incidents: those that were handled, oldest first, without their findings; the last 100.
+        code: digest of our packages' files that the last incarnation has loaded; empty: not known.
         reason: why the run is where it is, for a person.
     """
 
@@ -164,6 +165,7 @@ class Facts:
     suspects: list[str] = field(default_factory=list)
     incident: dict[str, Any] = field(default_factory=dict)
     incidents: list[dict[str, Any]] = field(default_factory=list)
+    code: str = ""
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:

@@ -130,6 +130,7 @@ class Heartbeat(_Message):
         port: free on its address, for the ranks' rendezvous.
         checks: results of the last self-check, which was asked for under `checks_of`.
         tx_bytes, rx_bytes: of the node's network interfaces, since they came up.
+        code: digest of our packages' files that the incarnation's processes have loaded; empty: not known.
     """
 
     kind: Literal["heartbeat"] = "heartbeat"
@@ -159,6 +160,7 @@ class Heartbeat(_Message):
     checks: Annotated[tuple[CheckResult, ...], Field(max_length=64)] = ()
     tx_bytes: _Ordinal = 0
     rx_bytes: _Ordinal = 0
+    code: Annotated[str, Field(max_length=64)] = ""
 
 
 class Assignment(_Message):

@@ -10,7 +10,8 @@ too. So findings of an incident are read in this order, and the first kind that 
    for that;
 3. ranks whose replica of the model differs from most others (`trainer.replicas`); ranks that others name
    (`collectives.watch` knows who waits for whom); a rank with a lost number, if it is one;
-4. a damaged checkpoint, a disk that is full, a job that is wrong in itself: on all ranks alike, no node is to blame;
+4. nodes that have loaded different code, a damaged checkpoint, a disk that is full, a job that is wrong in itself:
+   no node is to blame;
 5. the process that ended first by an error of its own: not by a lost peer. Ends on several machines are told by
    several clocks: where two lie closer than the clocks can tell, nobody is blamed;
 6. else it is unclear: something stands still, or peers are gone, and nobody says whose fault that is.
@@ -41,6 +42,7 @@ from trainer.resilience.messages import plain
 Action = Literal["retry", "evict", "give_up"]
 
 _BY_SIGNAL: tuple[Kind, ...] = ("killed", "stopped", "memory")
+_OF_NODES = ("asked", "self_check", "hardware", "node_lost", "slow")  # never of a program or its data
 _MAX_FINDINGS = 40
 _MAX_REASON = 600  # characters: it stands in every later entry of the journal
 _REMEMBERED_S = 24 * 3600.0
@@ -61,6 +63,7 @@ class Incident:
         decision: of `decide`, as JSON.
         checks: self-checks that failed, by node.
         unclear_checks: those that could not be made, by node: a reason to suspect it in doubt, and no more.
+        places: node ranks that the blamed nodes had in it, by name: which ranks of the job were theirs.
     """
 
     number: int
@@ -74,6 +77,7 @@ class Incident:
     decision: dict[str, Any] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
     unclear_checks: dict[str, str] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
 
     def add(self, findings: Sequence[Finding]) -> None:
         """Keep new findings; one that differs from a known one in its numbers only is not new."""
@@ -140,9 +144,13 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
     if facts.restarts >= settings.max_restarts:
         line = f"{facts.restarts} restarts, as many as job.resilience.max_restarts allows; the last fault: {reason}"
         return Decision("give_up", kind, nodes, (), (), line)
-    if kind in ("checkpoint", "disk") or (kind == "slow" and not standbys) or (kind in _BY_SIGNAL and not nodes):
+    if (
+        kind in ("code", "checkpoint", "disk")
+        or (kind == "slow" and not standbys)
+        or (kind in _BY_SIGNAL and not nodes)
+    ):
         return Decision("retry", kind, (), (), (), reason)
-    if kind in ("asked", "self_check", "hardware", "node_lost", "slow") or (kind == "corrupt" and nodes):
+    if kind in _OF_NODES or (kind == "corrupt" and nodes):
         return Decision("evict", kind, nodes, nodes, (), reason, _slow_ranks(incident) if kind == "slow" else ())
     if nodes:
         return _answer_processes(kind, nodes, reason, incident, facts, settings)
@@ -228,7 +236,7 @@ def diagnose(incident: Incident, num_members: int) -> Diagnosis:
         return Diagnosis("self_check", tuple(nodes), line)
     if diagnosis := _of_placed(placed, hardware, num_members):
         return diagnosis
-    for kind in ("corrupt", "nan", "checkpoint", "disk", "job"):
+    for kind in ("code", "corrupt", "nan", "checkpoint", "disk", "job"):
         if everywhere := [finding for finding in causes if finding.kind == kind]:
             return Diagnosis(kind, (), everywhere[0].text)
     hung = [finding for finding in causes if finding.kind == "hung"]
@@ -314,22 +322,33 @@ def _faults_of(node: str, incident: Incident, facts: Facts) -> int:
     return sum(node in each["decision"].get("nodes", ()) and not _is_near(each["step"], apart) for each in recent)
 
 
+def places_of(nodes: Sequence[str], facts: Facts) -> dict[str, int]:
+    """Return the node ranks of these nodes, by name; without those that do not train."""
+    return {node: facts.members.index(node) for node in nodes if node in facts.members}
+
+
 def _steps_of_ranks(incident: Incident, facts: Facts, nodes: Sequence[str]) -> list[int]:
-    """Return steps after which two nodes changed places, and the next fault was the other one's: it has their ranks.
+    """Return steps after which two nodes changed places, and the next fault came in the same place: on another node.
+
+    That is the one that it has changed with, or, where that has left the run since, whoever has come in its place.
 
     Args:
         nodes: that this incident is blamed on, where it is to be looked at too.
     """
-    rows = [(int(each["step"]), each["decision"]) for each in facts.incidents]
-    rows.append((incident.step, {"nodes": nodes}))
+    rows = [(int(each["step"]), each["decision"], each.get("places", {})) for each in facts.incidents]
+    rows.append((incident.step, {"nodes": nodes}, places_of(nodes, facts)))
     steps = []
-    for number, (step, decision) in enumerate(rows):
+    for number, (step, decision, places) in enumerate(rows):
         if not decision.get("swap"):
             continue
         one, other = decision["swap"]
-        later = [each.get("nodes", ()) for at, each in rows[number + 1 :] if _is_near(at, [step])]
-        if any(other in each and one not in each for each in later):
-            steps.append(step)
+        ranks = places.get(one)  # the place that it has left; journals of before do not tell
+        for at, later, now in rows[number + 1 :]:
+            blamed = () if later.get("kind") in _OF_NODES else later.get("nodes", ())
+            is_there = other in blamed if ranks is None else ranks in now.values()
+            if _is_near(at, [step]) and is_there and one not in blamed:
+                steps.append(step)
+                break
     return steps
 
 

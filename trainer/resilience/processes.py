@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from netlayer.environ import code_digest
 from netlayer.launch.fork_server import Forked, ForkServer, ForkServerLost, Request, run_module
 from netlayer.launch.keeper import kill_strays
 from trainer.resilience import progress
@@ -139,10 +140,13 @@ class Warm:
         self._server: ForkServer | None = None
         self._sessions = set[int]()  # of what was forked: it goes on when a server is lost
         self._num_started = 0
+        self.code = ""
+        """Digest of the files that it has loaded, or a fresh interpreter would load (`environ.code_digest`)."""
         self._start()
 
     def _start(self) -> None:
         self._server = None
+        self.code = code_digest()  # before the imports: what changes during them is seen at the next look
         self._loading_s = time.monotonic()
         if self._modules and self._num_started < _MOST_SERVERS:
             self._num_started += 1
@@ -192,6 +196,22 @@ class Warm:
             env=dict(environ),
             start_new_session=True,
         )
+
+    def reload_if_changed(self) -> bool:
+        """Have it import anew where files of our packages have changed since it did; True: they have.
+
+        A fork that loads a module of its own else mixes the two, and a node that comes later has the new ones alone.
+        """
+        code = code_digest()
+        if code == self.code:
+            return False
+        logger.warning("files of our packages have changed (%s, before %s): they are loaded anew", code, self.code)
+        self.code = code
+        if self._server is not None:
+            self.end()
+            self._num_started -= 1  # it was not lost
+            self._start()
+        return True
 
     def end(self) -> None:
         """End it; its forks go on."""

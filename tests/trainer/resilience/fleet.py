@@ -94,6 +94,7 @@ class FakeNode:
         self.beacon_ns = self.ended_ns = 0
         self.matches: list[LogMatch] = []
         self.exposed = 0.5
+        self.code = "0123456789abcdef"
         self.told_s = -1e9
         self.told: object = None
 
@@ -196,6 +197,7 @@ class FakeNode:
             matches=tuple(self.matches),
             checks_of=self.checks_of,
             checks=(check,) if self.checks_of else (),
+            code=self.code if self.incarnation else "",
         )
         return seal(message, self.fleet.token)
 

@@ -244,6 +244,40 @@ def test_a_fault_that_went_with_the_rank_counts_against_neither_node_later(later
     assert fleet.decisions[4:] == [("evict", "killed", [name])]
 
 
+@pytest.mark.parametrize("goes", ["evicted by hand", "lost"])
+def test_a_fault_that_went_with_the_rank_to_a_third_node_is_not_held_against_the_first(
+    goes: str, tmp_path: Path
+) -> None:
+    """Two nodes change places, the second leaves the run before the step, and the fault comes in its successor."""
+    fleet = Fleet(tmp_path, spares=2)
+    for _ in range(2):
+        fleet.until_step(12)
+        raise_(fleet.node(1))
+        fleet.until_not(State.RUN)
+    fleet.until_state(State.RUN)
+    [first, _] = [name for _, _, [name] in fleet.decisions]
+    second = fleet.node(1).name
+    if goes == "lost":
+        fleet.node(1).is_dead = True
+    else:
+        fleet.folder.ask("evict", second)
+    fleet.until_not(State.RUN)
+    fleet.until_step(12)
+    third = fleet.node(1).name
+    raise_(fleet.node(1))
+    fleet.until_not(State.RUN)
+    fleet.until_step(30)
+    assert len({first, second, third}) == 3
+    assert fleet.decisions[3:] == [("retry", "exited", [third])]
+    for name in (first, third):  # the first fault of its own, of either
+        fleet.nodes[name].die(-9)
+        fleet.until_not(State.RUN)
+        fleet.until_step(fleet.driver.facts.furthest_step + 4)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions[4:] == [("retry", "killed", [first]), ("retry", "killed", [third])]
+    assert list(fleet.driver.facts.evicted) == [second]
+
+
 def test_a_fault_that_goes_with_the_rank_does_not_evict_a_node_that_had_one_before(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, nodes=2, spares=1)
     fleet.until_step(6)
@@ -534,6 +568,42 @@ def test_a_self_check_after_a_fault_overrules_a_retry(tmp_path: Path) -> None:
     bad.die(-9)
     assert fleet.finish() is State.COMPLETED
     assert fleet.decisions == [("evict", "self_check", [bad.name])]
+
+
+def test_nodes_that_have_loaded_different_files_are_restarted_once_and_blame_none(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1)
+    fleet.until_state(State.VERIFY)
+    fleet.node(2).code = "fedcba9876543210"
+    fleet.until_state(State.DIAGNOSE)
+    for node in fleet.nodes.values():
+        node.code = "fedcba9876543210"  # they load what is there now
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "code", [])]
+    [incident] = fleet.driver.facts.incidents
+    assert f"fedcba9876543210 on {fleet.node(2).name}" in incident["decision"]["reason"]
+    assert fleet.driver.facts.code == "fedcba9876543210"
+
+
+def test_nodes_whose_installations_differ_for_good_train_and_it_is_noted(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_state(State.VERIFY)
+    fleet.node(0).code = "fedcba9876543210"
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "code", [])]
+    notes = [entry["evidence"]["finding"] for entry in entries(fleet.folder.journal) if entry["event"] == "noted"]
+    assert [each["kind"] for each in notes] == ["code"]
+    assert "installations differ" in notes[0]["text"]
+
+
+def test_files_that_change_between_two_starts_are_told_of(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(12)
+    for node in fleet.nodes.values():
+        node.code = "fedcba9876543210"
+    fleet.node(1).die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "killed", [fleet.node(1).name])]
+    assert [entry["event"] for entry in entries(fleet.folder.journal)].count("code changed") == 1
 
 
 def test_a_check_that_cannot_be_made_evicts_nobody(tmp_path: Path) -> None:

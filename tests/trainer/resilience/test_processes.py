@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trainer.resilience import processes as processes_module
 from trainer.resilience import progress
 from trainer.resilience.processes import KernelLog, LogReader, TrainingProcesses, Warm
 
@@ -107,6 +108,23 @@ def test_ranks_are_fresh_where_what_they_are_forked_from_is_gone(warm: Warm, mod
         assert warm.pids != [pid]  # for the next start
     finally:
         processes.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fresh interpreters there")
+def test_files_that_have_changed_are_loaded_anew_before_a_start(
+    warm: Warm, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [pid] = warm.pids
+    assert not warm.reload_if_changed()
+    assert warm.pids == [pid]
+    monkeypatch.setattr(processes_module, "code_digest", lambda: "fedcba9876543210")
+    assert warm.reload_if_changed()
+    assert warm.code == "fedcba9876543210"
+    assert warm.pids != [pid]
+    assert not psutil.pid_exists(pid)
+    processes, _ = start_warm(warm, module, tmp_path)
+    processes.kill()
+    assert not warm.reload_if_changed()
 
 
 def test_who_waits_for_killed_processes_goes_on_meanwhile(
