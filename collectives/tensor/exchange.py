@@ -36,12 +36,12 @@ from collectives.watch.recorder import Collective, Recorder
 from collectives.watch.track import Operation
 from collectives.watch.watchdog import Watch
 from netlayer.errors import HardwareMissing
+from netlayer.workload.buckets import USUAL_BLOCKS
 
 Rows = tuple[slice, slice]
 """Ranks and rows of each: an index into [W, m, C]."""
 
 DEFAULT_CHUNKS = 4
-_USUAL_BLOCKS = 4
 _LEAST_SLOT_BYTES = 2**20  # a window is a matter of many messages: few are made
 
 
@@ -427,7 +427,7 @@ def nccl_blocks(variables: Mapping[str, str]) -> int:
         variables: of the environment.
     """
     limits = (variables.get(name, "") for name in ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"))
-    return min([_USUAL_BLOCKS, *(int(limit) for limit in limits if limit.isdecimal() and int(limit))])
+    return min([USUAL_BLOCKS, *(int(limit) for limit in limits if limit.isdecimal() and int(limit))])
 
 
 def _check_sendable(rows_mC: Tensor) -> None:

@@ -16,6 +16,9 @@ COPIES_AT_ONCE = 2
 """Where copy engines carry gradients: the sends of one bucket, and the sum of the one before."""
 MOST_COPYING_RANKS = 8
 """Of a group whose copy engines do."""
+USUAL_BLOCKS = 4
+"""Multiprocessors that a collective of NCCL commonly takes without NVLink. A product over which its parts lie leaves
+twice as many, for the blocks of a product come in pairs on neighbours."""
 
 
 def cut(sizes: Sequence[int], kinds: Sequence[Hashable], limit_bytes: int | None) -> list[range]:
