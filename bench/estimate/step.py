@@ -113,7 +113,7 @@ def estimate_step(
     step_s = timing.step_s(pipeline)
     flops = step_flops(plan.job.model, plan.job.batch.global_batch_size)
     peak = plan.device.peak(plan.precision) or math.nan
-    memory = max((memory_of(plan, stage) for stage in range(pp)), key=lambda each: each.total)
+    memory = max((memory_of(plan, stage) for stage in range(pp)), key=lambda each: each.total + each.exchanges)
     return StepEstimate(
         step_s=step_s,
         p99_s=step_s * (1 + JITTER * _NORMAL.inv_cdf(0.99)),
@@ -132,7 +132,7 @@ def estimate_step(
         bubble_s=max(0.0, pipeline - count * _work_s(timing.costs, timing.busiest)),
         host_s=timing.host_s,
         straggler_s=step_s - mean,
-        memory_bytes=memory.total,
+        memory_bytes=memory.total + memory.exchanges,
         memory=memory,
     )
 

@@ -20,6 +20,13 @@ USUAL_BLOCKS = 4
 """Multiprocessors that a collective of NCCL commonly takes without NVLink. A product over which its parts lie leaves
 twice as many, for the blocks of a product come in pairs on neighbours."""
 
+_LEAST_SLOT_BYTES = 2**20  # a window is a matter of many messages: few are made
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """Return what one rank's rows of `num_bytes` take in a window of a tensor-parallel exchange over peer memory."""
+    return max(_LEAST_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
+
 
 def cut(sizes: Sequence[int], kinds: Sequence[Hashable], limit_bytes: int | None) -> list[range]:
     """Runs of parameters that share a bucket, as indices.
