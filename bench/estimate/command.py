@@ -381,7 +381,8 @@ def _row(plan: Plan, result: StepEstimate) -> dict[str, Any]:
         "zero": plan.zero,
     }
     figures = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-    parts = figures.pop("memory").parts()
+    memory = figures.pop("memory")
+    parts = {**memory.parts(), "exchanges": memory.exchanges}
     return {**row, **figures, **{f"memory_{part}_bytes": num_bytes for part, num_bytes in parts.items()}}
 
 
@@ -401,7 +402,9 @@ def _print_step(plan: Plan, result: StepEstimate, slowdown: float, pp_slowdown: 
     )
     click.echo(f"  {result.days(tokens):,.1f} days for {tokens:.3g} tokens, without restarts")
     full = " (does not fit)" if result.memory_bytes > plan.device.memory_bytes else ""
-    click.echo(f"  memory a rank: {result.memory}, of {gib(plan.device.memory_bytes)}{full}")
+    exchanges = result.memory.exchanges
+    windows = f" and {gib(exchanges)} of windows in the memory of the peers" if exchanges else ""
+    click.echo(f"  memory a rank: {result.memory}{windows}, of {gib(plan.device.memory_bytes)}{full}")
     if max(slowdown, pp_slowdown) > 1:
         click.echo(
             f"  collisions on the fabric slow rings between servers by {slowdown:.2f}, messages between stages by "

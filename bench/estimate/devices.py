@@ -50,6 +50,7 @@ class Device:
         memory_bps: bytes/s of its memory, where a form differs from the usual card; 0: as the data sheet says.
         clock: speed of its multiprocessors over the usual card's, where a form has less power.
         nvlink_bps: NVLink rate of one card and direction, bits/s.
+        multiprocessors: of the card.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Device:
     generation: str
     memory_bytes: int
     nvlink_bps: int
+    multiprocessors: int = 132
     memory_bps: float = 0.0
     clock: float = 1.0
 
@@ -72,7 +74,7 @@ class Device:
 
 _GIB = 2**30
 _DEVICES = (
-    Device("A100", "NVIDIA A100-SXM4-80GB", "Ampere", 80 * _GIB, 2_400_000_000_000),
+    Device("A100", "NVIDIA A100-SXM4-80GB", "Ampere", 80 * _GIB, 2_400_000_000_000, multiprocessors=108),
     Device("H100", "NVIDIA H100 80GB HBM3", "Hopper", 80 * _GIB, 3_600_000_000_000),
     Device("H200", "NVIDIA H200", "Hopper", 141 * 10**9, 3_600_000_000_000),
     # torchtitan's page: SXM with 96 GB HBM2e at 2.4 TB/s, limited to 500 of 700 W. Power of logic goes as the cube of

@@ -59,9 +59,10 @@ class Network:
         nic = cluster.nic_bps * cluster.nics_per_server / cluster.gpus_per_server / 8 * numbers.links
         return cls(plan, nvlink, nic, slowdown, pp_slowdown)
 
-    def tp(self, num_bytes: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter of whole buffers of this size in a tensor-parallel group."""
-        return self._ring(num_bytes, self.plan.job.parallel.tp, 1)
+    def tp(self, num_bytes: float, times: int = 1) -> float:
+        """Seconds of `times` all-gathers or reduce-scatters of whole buffers of this size in all, in a tensor-parallel
+        group."""
+        return self._ring(num_bytes, self.plan.job.parallel.tp, 1, times)
 
     def cp(self, num_bytes: float) -> float:
         """The same in a context-parallel group."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from bench.estimate.devices import Numbers
 from bench.estimate.network import Network
-from bench.estimate.plan import CHANNELS, Plan
+from bench.estimate.plan import Plan
+from netlayer.workload.buckets import USUAL_BLOCKS
 from netlayer.workload.dtypes import DTYPE_BYTES
 from netlayer.workload.flops import head_flops, linear_flops, scores_flops
 from netlayer.workload.model_size import block_elements, qkv_width, table_elements, up_width
@@ -28,8 +29,6 @@ on an H200 of ours (reports/trainer_h200_202611.operators.txt: 2,032 and 1,089 u
 ENDS = 2.0
 """Times that a GEMM's outputs pass the memory while no product runs: they are written when a tile is done, and about as
 many bytes of its operands are read before its first product. It makes short inner dimensions slower."""
-BORROWED = CHANNELS / 132
-"""Share of an H100's multiprocessors that NCCL's usual 16 channels hold: GEMMs slow by it while exchanges run."""
 PARTS = 4
 """Parts of a GEMM that an exchange follows or precedes (Transformer Engine's default for reduce-scatters, whose last
 part lies under nothing)."""
@@ -39,19 +38,20 @@ _FORWARDS_OF_ATTENTION = 2.5
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a pass by kind; `exposed` is communication that the pass waits for, `hidden` what lies under it."""
+    """Seconds of a pass by kind; `exposed` is communication that the pass waits for, `slowed` by what that which lies
+    under it slows the computation."""
 
     gemm: float = 0.0
     attention: float = 0.0
     pointwise: float = 0.0
     tp_exposed: float = 0.0
     cp_exposed: float = 0.0
-    hidden: float = 0.0
+    slowed: float = 0.0
 
     @property
     def compute(self) -> float:
         """Seconds of the multiprocessors, slowed by the exchanges that run meanwhile."""
-        return self.gemm + self.attention + self.pointwise + BORROWED * self.hidden
+        return self.gemm + self.attention + self.pointwise + self.slowed
 
     @property
     def total(self) -> float:
@@ -64,7 +64,7 @@ class Times:
             self.pointwise + other.pointwise,
             self.tp_exposed + other.tp_exposed,
             self.cp_exposed + other.cp_exposed,
-            self.hidden + other.hidden,
+            self.slowed + other.slowed,
         )
 
     def times(self, number: float) -> Times:
@@ -74,7 +74,7 @@ class Times:
             number * self.pointwise,
             number * self.tp_exposed,
             number * self.cp_exposed,
-            number * self.hidden,
+            number * self.slowed,
         )
 
 
@@ -134,6 +134,8 @@ class Operators:
         model, tp, tokens = plan.job.model, plan.job.parallel.tp, plan.tokens
         h, f, a, g = model.hidden, model.ffn_hidden, model.attention_width, model.kv_width
         gemm = tokens * linear_flops(model)[is_mlp] / tp / self._narrow
+        if plan.waits_for_nccl:  # products leave it some multiprocessors throughout
+            gemm /= 1 - 2 * USUAL_BLOCKS / plan.device.multiprocessors
         inputs, outputs = self._widths(is_mlp)
         writes = ENDS * 2 * tokens / self._bandwidth
         attention = 0.0 if is_mlp else tokens * self._keys_flops(window) / tp / self._attention
@@ -165,7 +167,7 @@ class Operators:
             forward + casts_forward,
             exposed[0],
             keys_exposed,
-            hidden[0] + keys_hidden,
+            plan.borrowed * (hidden[0] + keys_hidden),
         )
         again = plan.linear_share_again
         recompute = model_recompute(plan)
@@ -180,7 +182,7 @@ class Operators:
             backward + casts_backward + sums + forward_again + again * casts_forward,
             exposed[1] + (exposed[0] if recompute == "full" else 0.0),
             2 * keys_exposed,
-            hidden[1] + 2 * keys_hidden + (hidden[0] if recompute == "full" else 0.0),
+            plan.borrowed * (hidden[1] + 2 * keys_hidden + (hidden[0] if recompute == "full" else 0.0)),
         )
         return ChunkTimes(first, second)
 
@@ -259,9 +261,11 @@ class Operators:
         """Return exposed and hidden seconds of tensor-parallel exchanges, each forward and backward.
 
         Forward gathers the input's rows and scatters the output's; backward gathers the output's gradient, gathers the
-        input again, scatters the input's gradient. Without overlap the latter two still run under GEMMs of the same
-        linear, which need neither (Megatron's linears). With it, a gather hides under the GEMM on the rows that are
-        there (as do the others), and a reduce-scatter follows its GEMM in parts.
+        input again, scatters the input's gradient. Without overlap all are waited for: the latter two could run under
+        GEMMs of the same linear, which need neither, but those hold the multiprocessors that NCCL's kernel needs
+        (reports/estimate_202611.md, "Exchanges without overlap"). With it, a gather hides under the GEMM on the rows
+        that are there (as do the others), and a reduce-scatter follows its GEMM in parts. Where a gather comes in
+        parts of all ranks' rows too, nothing lies over its first.
         """
         plan = self.plan
         tp = plan.job.parallel.tp
@@ -270,16 +274,16 @@ class Operators:
         model = plan.job.model
         width = DTYPE_BYTES[model.dtype]
         rows = plan.tokens * model.hidden
-        gather = self.network.tp(rows * (1 if plan.narrow_exchanges else width))
-        scatter = self.network.tp(rows * width)
-        if not plan.job.overlap.tp:
-            # Each of the latter two has one of the linear's two other GEMMs to lie under.
-            late = max(0.0, gather - gemm / 2) + max(0.0, scatter - gemm / 2)
-            return (gather + scatter, gather + late), (0.0, gather + scatter - late)
+        in_parts = PARTS if plan.job.overlap.tp and plan.tp_under == "parts" else 1
+        gather = self.network.tp(rows * (1 if plan.narrow_exchanges else width), in_parts)
+        scatter = self.network.tp(rows * width, in_parts)
+        if not plan.job.overlap.tp or plan.waits_for_nccl:
+            return (gather + scatter, 2 * gather + scatter), (0.0, 0.0)
         # Of the two linears each hides one exchange forward; backward, the first gather has one input gradient to hide
         # under, the others have the three GEMMs that are left.
-        under = gemm / 2 * (1 - 1 / tp)
-        late_gather = max(0.0, gather - under)
+        under = gemm / 2 * (1 - 1 / (in_parts if in_parts > 1 else tp))
+        first = gather / PARTS if in_parts > 1 else 0.0
+        late_gather = first + max(0.0, gather - first - under)
         tail = scatter / PARTS
         late_scatter = tail + max(0.0, scatter - tail - under)
         exposed = late_gather + late_scatter, late_gather + max(0.0, gather + scatter - 1.5 * gemm)

@@ -196,6 +196,8 @@ def variant(gpus: int, batch: int, options: dict[str, Any], preset: str = "175b"
         zero=2 if options.get("dp") else 1,
         kernels="fused" if has_operators else "eager",
         attention="current" if has_operators else "previous",
+        tp_under="parts",
+        dp_buckets=vpp,
     )
 
 

@@ -19,6 +19,7 @@ from bench.estimate.devices import Device
 from bench.estimate.host import Host
 from netlayer.config.tree import ClusterConfig, JobConfig
 from netlayer.errors import ConfigError
+from netlayer.workload.buckets import MOST_COPYING_RANKS
 from netlayer.workload.comm_bytes import stage_collectives, total_bytes
 from netlayer.workload.model_size import stage_elements
 from netlayer.workload.schedule import micro_batches
@@ -28,6 +29,7 @@ Precision = Literal["bf16", "fp8"]
 Kernels = Literal["fused", "compiled", "eager"]
 KERNELS: tuple[Kernels, ...] = ("fused", "compiled", "eager")
 Attention = Literal["current", "previous"]
+Under = Literal["rows", "parts"]
 CHANNELS = 16
 """Channels that NCCL's collectives usually take, each a block on a multiprocessor."""
 
@@ -69,6 +71,10 @@ class Plan:
         deferred_heads: micro-batches whose gradients of the head's weights the last stage computes when its passes are
             done, while the others still compute (Megatron's `defer_embedding_wgrad_compute` and its limit).
         recompute_share: share of a forward's linears that backward computes again, where it is not 0 or 1.
+        tp_under: how tensor-parallel exchanges lie under GEMMs, where they do: the rows of one rank at a time, this
+            rank's first (over the memory of the peers), or in parts of all ranks' rows, each a collective.
+        dp_buckets: collectives that a stage's parameters are gathered in, and its gradients reduced; 0: as this trainer
+            cuts them.
         dp_channels: channels of data-parallel collectives: multiprocessors that computation lacks meanwhile.
         host: what launching costs; None: not modelled. A job with `loop.cuda_graph` has none.
     """
@@ -83,6 +89,8 @@ class Plan:
     attention: Attention = "current"
     deferred_heads: int = 0
     recompute_share: float | None = None
+    tp_under: Under = "rows"
+    dp_buckets: int = 0
     dp_channels: int = CHANNELS
     host: Host | None = None
 
@@ -108,6 +116,23 @@ class Plan:
     def group_size(self) -> int:
         """Ranks that share a rank's parameters: data-parallel and context-parallel."""
         return self.job.parallel.dp * self.cp
+
+    @property
+    def waits_for_nccl(self) -> bool:
+        """Whether tensor-parallel exchanges are NCCL's under this trainer's products: without the memory of the peers.
+
+        NCCL's kernel starts when it has all of its multiprocessors, and a product leaves it twice `USUAL_BLOCKS`: less
+        than NCCL takes over NVLink, so that it waits for the product ([Note: who is first],
+        `collectives.tensor.exchange`).
+        """
+        parallel, overlap = self.job.parallel, self.job.overlap
+        reaches = parallel.tp <= min(MOST_COPYING_RANKS, self.cluster.gpus_per_server)
+        return parallel.tp > 1 and overlap.tp and self.tp_under == "rows" and not (overlap.peer_memory and reaches)
+
+    @property
+    def borrowed(self) -> float:
+        """Share of a card's multiprocessors that NCCL's usual channels hold: GEMMs slow by it while exchanges run."""
+        return CHANNELS / self.device.multiprocessors
 
     @property
     def narrow_exchanges(self) -> bool:
@@ -150,7 +175,8 @@ class Plan:
                     elements=stage_elements(job, stage),
                     gathered_bytes=total_bytes(collectives, "dp", "all_gather", "parameters"),
                     reduced_bytes=total_bytes(collectives, "dp", "reduce_scatter", "gradients"),
-                    num_buckets=next((each.times for each in collectives if each.carries == "parameters"), 1),
+                    num_buckets=self.dp_buckets
+                    or next((each.times for each in collectives if each.carries == "parameters"), 1),
                     replicated_bytes=total_bytes(collectives, "dp_replicate", "all_reduce", "gradients"),
                 )
             )

@@ -16,7 +16,7 @@ from statistics import NormalDist
 
 from bench.estimate.devices import NUMBERS, Numbers
 from bench.estimate.network import Network
-from bench.estimate.operators import BORROWED, Operators
+from bench.estimate.operators import Operators
 from bench.estimate.plan import CHANNELS, Plan
 from netlayer.config.tree import JobConfig
 from netlayer.workload.dtypes import DTYPE_BYTES
@@ -113,7 +113,7 @@ def estimate_step(
     step_s = timing.step_s(pipeline)
     flops = step_flops(plan.job.model, plan.job.batch.global_batch_size)
     peak = plan.device.peak(plan.precision) or math.nan
-    memory = max((memory_of(plan, stage) for stage in range(pp)), key=lambda each: each.total)
+    memory = max((memory_of(plan, stage) for stage in range(pp)), key=lambda each: each.total + each.exchanges)
     return StepEstimate(
         step_s=step_s,
         p99_s=step_s * (1 + JITTER * _NORMAL.inv_cdf(0.99)),
@@ -123,7 +123,7 @@ def estimate_step(
         tokens_per_s=plan.job.batch.global_batch_size * plan.job.model.seq_len / step_s,
         gemm_s=count * work.gemm,
         attention_s=count * work.attention,
-        pointwise_s=count * (work.pointwise + BORROWED * work.hidden + timing.copies(timing.busiest)) + timing.slowed_s,
+        pointwise_s=count * (work.pointwise + work.slowed + timing.copies(timing.busiest)) + timing.slowed_s,
         optimizer_s=timing.optimizer_s,
         tp_exposed_s=count * work.tp_exposed,
         cp_exposed_s=count * work.cp_exposed,
@@ -132,7 +132,7 @@ def estimate_step(
         bubble_s=max(0.0, pipeline - count * _work_s(timing.costs, timing.busiest)),
         host_s=timing.host_s,
         straggler_s=step_s - mean,
-        memory_bytes=memory.total,
+        memory_bytes=memory.total + memory.exchanges,
         memory=memory,
     )
 
@@ -247,7 +247,8 @@ class _Timing:
             return gather, gather + reduce
         first = max(gather / num_buckets, gather - forward)
         second = max(reduce / num_buckets, gather + reduce - backward)
-        return first + BORROWED * (gather - first), second + BORROWED * (gather + reduce - second)
+        slower = self.plan.borrowed
+        return first + slower * (gather - first), second + slower * (gather + reduce - second)
 
     def _data_parallel(self, stage: int) -> tuple[float, float]:
         """Return seconds a step that a rank waits for its data-parallel exchange, and by which that slows computation.
@@ -274,7 +275,7 @@ class _Timing:
             exposed += last + max(0.0, exchange - last - rounds * sum(passes))
         exposed += others * max(0.0, reduce - sum(chunk.backward.compute for chunk in self.stages[stage]))
         hidden = gather + reduce * plan.reductions - exposed
-        return exposed, BORROWED * plan.dp_channels / CHANNELS * hidden
+        return exposed, plan.borrowed * plan.dp_channels / CHANNELS * hidden
 
     @property
     def _has_exchange(self) -> bool:

@@ -36,13 +36,12 @@ from collectives.watch.recorder import Collective, Recorder
 from collectives.watch.track import Operation
 from collectives.watch.watchdog import Watch
 from netlayer.errors import HardwareMissing
+from netlayer.workload.buckets import USUAL_BLOCKS, slot_bytes
 
 Rows = tuple[slice, slice]
 """Ranks and rows of each: an index into [W, m, C]."""
 
 DEFAULT_CHUNKS = 4
-_USUAL_BLOCKS = 4
-_LEAST_SLOT_BYTES = 2**20  # a window is a matter of many messages: few are made
 
 
 class Gathering(ABC):
@@ -252,9 +251,8 @@ class PeerTensorExchange(TensorExchange):
                 )
             # A new window's start waits for all ranks and their devices: nobody uses the old one any longer, and
             # nothing else runs on the group.
-            slot_bytes = max(_LEAST_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
             old, streams = rounds, None if rounds is None else rounds.streams
-            rounds = PeerRounds(self.group, slot_bytes, self.device, streams)
+            rounds = PeerRounds(self.group, slot_bytes(num_bytes), self.device, streams)
             self._rounds[kind] = rounds
             if old is not None:
                 old.close()
@@ -427,7 +425,7 @@ def nccl_blocks(variables: Mapping[str, str]) -> int:
         variables: of the environment.
     """
     limits = (variables.get(name, "") for name in ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"))
-    return min([_USUAL_BLOCKS, *(int(limit) for limit in limits if limit.isdecimal() and int(limit))])
+    return min([USUAL_BLOCKS, *(int(limit) for limit in limits if limit.isdecimal() and int(limit))])
 
 
 def _check_sendable(rows_mC: Tensor) -> None:

@@ -16,6 +16,16 @@ COPIES_AT_ONCE = 2
 """Where copy engines carry gradients: the sends of one bucket, and the sum of the one before."""
 MOST_COPYING_RANKS = 8
 """Of a group whose copy engines do."""
+USUAL_BLOCKS = 4
+"""Multiprocessors that a collective of NCCL commonly takes without NVLink. A product over which its parts lie leaves
+twice as many, for the blocks of a product come in pairs on neighbours."""
+
+_LEAST_SLOT_BYTES = 2**20  # a window is a matter of many messages: few are made
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """Return what one rank's rows of `num_bytes` take in a window of a tensor-parallel exchange over peer memory."""
+    return max(_LEAST_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
 
 
 def cut(sizes: Sequence[int], kinds: Sequence[Hashable], limit_bytes: int | None) -> list[range]:

@@ -29,8 +29,10 @@ from netlayer.workload.buckets import (
     buffer_sizes,
     cut,
     reductions_in_flight,
+    slot_bytes,
 )
 from netlayer.workload.dtypes import DTYPE_BYTES, gradient_dtype, master_dtype
+from netlayer.workload.messages import DIRECTIONS, NUM_SLOTS
 from netlayer.workload.model_size import (
     block_elements,
     chunk_units,
@@ -73,6 +75,8 @@ class Estimate:
             has gone backward freed by then.
         windows: memory of both where it is registered, and stays.
         copies: of what peers copy there, which torch's allocator does not hold.
+        exchanges: windows in the memory of the peers, for tensor-parallel exchanges and messages between stages;
+            torch's allocator does not hold them either.
         work: what one block's backward pass holds besides that.
         step: what the optimiser holds while it steps, when activations are gone.
         construction: of the largest bucket, as it is made: in float32, whole, drawn and broadcast.
@@ -94,6 +98,7 @@ class Estimate:
     gathered: int = 0
     windows: int = 0
     copies: int = 0
+    exchanges: int = 0
     released: int = 0
     lookup: int = 0
 
@@ -121,7 +126,7 @@ class Estimate:
     @property
     def reserved(self) -> int:
         """Bytes of a card that are gone at the peak, an upper estimate: with CUDA and NCCL, and with fragments."""
-        return self.total + self.copies + RESERVED_BYTES + round(FRAGMENTED_SHARE * self._passes)
+        return self.total + self.copies + self.exchanges + RESERVED_BYTES + round(FRAGMENTED_SHARE * self._passes)
 
     def on(self, *, is_card: bool) -> int:
         """Bytes to compare with a memory: of a card `reserved`, of a machine `total`."""
@@ -130,7 +135,7 @@ class Estimate:
     def parts(self) -> dict[str, int]:
         """Bytes of each part of `total` during a step."""
         parts = dataclasses.asdict(self)
-        del parts["construction"], parts["copies"], parts["released"], parts["lookup"]
+        del parts["construction"], parts["copies"], parts["exchanges"], parts["released"], parts["lookup"]
         return parts
 
     def __str__(self) -> str:
@@ -174,6 +179,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         gathered=_gathered_elements(job, blocks) * width if frees else 0,
         windows=windows,
         copies=copies,
+        exchanges=_exchange_bytes(job),
         released=share * wide if _releases_gradients(job, windows) else 0,
         lookup=table * wide if stage == 0 else 0,
     )
@@ -429,6 +435,26 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     if not stays:
         return travelling + -(-travelling // parallel.dp_cp), windows, copies
     return (0 if adds_up else travelling), windows, copies  # what has added up travels itself
+
+
+def _exchange_bytes(job: JobConfig) -> int:
+    """Return the bytes of windows that peers write a rank's exchanges and messages to, without their flags.
+
+    Tensor-parallel exchanges have one for gathers and one for scatters, each with a slot for every rank's rows
+    (`collectives.tensor.exchange`); stages have slots for the messages of both directions
+    (`collectives.pipeline.peer_link`), where the whole job is small enough for one host.
+    """
+    model, parallel = job.model, job.parallel
+    if not job.overlap.peer_memory:
+        return 0
+    rows = _tokens(job) * model.hidden * DTYPE_BYTES[model.dtype] // parallel.tp
+    num_bytes = 0
+    # Peer memory carries no float64.
+    if 2 <= parallel.tp <= MOST_COPYING_RANKS and job.overlap.tp and model.dtype != "float64":
+        num_bytes += 2 * parallel.tp * slot_bytes(rows)
+    if parallel.pp > 1 and parallel.layout.world_size <= MOST_COPYING_RANKS:
+        num_bytes += len(DIRECTIONS) * NUM_SLOTS * rows
+    return num_bytes
 
 
 def _window_elements(job: JobConfig, stage: int, sums_stay: bool) -> tuple[int, int]:

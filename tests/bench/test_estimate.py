@@ -70,6 +70,33 @@ def plan(
     return Plan(job=job, cluster=cluster, device=device_of("H100"), **more)
 
 
+def test_products_wait_for_exchanges_of_nccl() -> None:
+    """Without the memory of the peers nothing is hidden, and the products leave NCCL multiprocessors besides."""
+    peers, nccl, waited = (
+        estimate_step(plan(tp=4, overlap=overlap)) for overlap in ({}, {"peer_memory": False}, {"tp": False})
+    )
+    assert peers.tp_exposed_s < 0.5 * nccl.tp_exposed_s
+    assert nccl.tp_exposed_s == pytest.approx(waited.tp_exposed_s)
+    assert nccl.gemm_s > 1.03 * waited.gemm_s
+    assert peers.step_s < waited.step_s < nccl.step_s
+    # Where ranks of a group are on two hosts, none reaches the memory of all others.
+    apart = [estimate_step(plan(tp=16, overlap={"peer_memory": reaches})).step_s for reaches in (True, False)]
+    assert apart[0] == apart[1]
+
+
+def test_parts_of_an_exchange_leave_the_first_and_the_last_exposed() -> None:
+    rows, parts, waited = (
+        estimate_step(case).tp_exposed_s
+        for case in (plan(tp=2), plan(tp=2, tp_under="parts"), plan(tp=2, overlap={"tp": False}))
+    )
+    assert rows < parts < waited
+
+
+def test_collectives_of_a_chunk_leave_more_exposed_than_buckets() -> None:
+    buckets, chunks = (estimate_step(plan(pp=4, vpp=3, dp=8, dp_buckets=number)) for number in (0, 3))
+    assert 0 < buckets.dp_exposed_s < chunks.dp_exposed_s
+
+
 LAYOUTS = (
     {"dp": 8},
     {"tp": 8, "dp": 4},

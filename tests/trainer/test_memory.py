@@ -27,7 +27,15 @@ from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
 from netlayer.workload.buckets import reductions_in_flight
 from netlayer.workload.fit import _smaller, has_room_for_copies, has_room_for_windows, remedy, settle
-from netlayer.workload.memory import _deferred_bytes, block_bytes, estimate, estimate_stage, in_flight, saving_ranks
+from netlayer.workload.memory import (
+    RESERVED_BYTES,
+    _deferred_bytes,
+    block_bytes,
+    estimate,
+    estimate_stage,
+    in_flight,
+    saving_ranks,
+)
 from netlayer.workload.model_size import num_parameters, stage_elements
 from netlayer.workload.schedule import micro_batches
 from netlayer.workload.stages import num_layers, run_of
@@ -379,6 +387,24 @@ def test_ranks_that_share_a_machine_are_told_how_many_fit(monkeypatch: pytest.Mo
     monkeypatch.setattr(environ, "available_memory_bytes", lambda: estimate(job).total * 3 // 2)
     with pytest.raises(ConfigError, match=r"start 1 of the 2 ranks, with job\.parallel\.dp = 1: then each holds"):
         check_memory(job, 2, "gloo")
+
+
+def test_the_memory_of_the_peers_holds_exchanges_and_messages() -> None:
+    model = {**SMALL, "layers": 4, "hidden": 768, "seq_len": 256, "dtype": "bfloat16"}
+    tree = {"model": model, "batch": {"global_batch_size": 8, "micro_batch_size": 4}}
+
+    def windows(parallel: dict[str, int], **overlap: bool) -> int:
+        job = JobConfig.model_validate({**tree, "parallel": parallel, "overlap": overlap})
+        assert estimate(job).reserved - estimate(job).total >= estimate(job).exchanges + RESERVED_BYTES
+        return estimate(job).exchanges
+
+    rows = 4 * 256 * 768 * 2  # of all ranks, one micro-batch: 1.5 MiB
+    assert windows({"tp": 2}) == 2 * 2 * 2**20  # a rank's 0.75 MiB in a slot of 1 MiB, gathered and scattered
+    assert windows({"pp": 2}) == 2 * 2 * rows  # two slots each way
+    assert windows({"tp": 2, "pp": 2}) == 2 * 2 * 2**20 + 2 * 2 * rows // 2
+    assert windows({"tp": 2, "pp": 4, "dp": 2}) == 2 * 2 * 2**20  # 16 ranks: stages are on several hosts
+    assert windows({"tp": 2, "pp": 2}, tp=False) == 2 * 2 * rows // 2
+    assert windows({"tp": 2, "pp": 2}, peer_memory=False) == windows({"dp": 2}) == 0
 
 
 def asked(job: JobConfig, **overlap: object) -> JobConfig:
