@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from congestion.control import dcqcn
-from congestion.control.laws import DCQCN, NONE
+from congestion.control.registry import DCQCN, NONE
 from congestion.engine.packets import hash_random, serialise
 from congestion.engine.tables import (
     ACK,

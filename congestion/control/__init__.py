@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from netlayer import lazy_names
 
 if TYPE_CHECKING:
-    from congestion.control.laws import DCQCN as DCQCN
-    from congestion.control.laws import NONE as NONE
+    from congestion.control.registry import DCQCN as DCQCN
+    from congestion.control.registry import NONE as NONE
 
 __all__ = [
     "DCQCN",
@@ -18,7 +18,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "DCQCN": ".laws",
-        "NONE": ".laws",
+        "DCQCN": ".registry",
+        "NONE": ".registry",
     },
 )

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from congestion.control import laws
+from congestion.control import registry
 from congestion.engine import tables
 from congestion.engine.build_flows import (
     base_rtt,
@@ -79,7 +79,7 @@ def build(
     """
     _check(fabric, flows, settings)
     in_use = laws_by_class(settings, law)
-    by_law = [laws.wants_rtt(each, settings.of_class(number)) for number, each in enumerate(in_use)]
+    by_law = [registry.wants_rtt(each, settings.of_class(number)) for number, each in enumerate(in_use)]
     wants_rtt = settings.measure_rtt or any(by_law)
     # Before the first table: pages are given out on first touch, so a run too large for memory would begin, and be
     # killed in its middle.
@@ -143,10 +143,10 @@ def build(
         node=node,
         flow=flow,
         receiver=receiver,
-        **laws.tables(in_use, len(flows), host_bps(fabric), settings),
+        **registry.tables(in_use, len(flows), host_bps(fabric), settings),
         sent=sent,
         rtt=np.zeros(len(flows) if settings.measure_rtt else 1, dtype=tables.RTT),
-        law_view=np.zeros(len(flows) if laws.PLUGIN in flow["law"] else 0, dtype=tables.VIEW),
+        law_view=np.zeros(len(flows) if registry.PLUGIN in flow["law"] else 0, dtype=tables.VIEW),
         cause=np.zeros((num_ports, 3), dtype=np.int64),
         timeouts=timeouts,
         acked=np.zeros((len(flows), num_words), dtype=np.uint64),
@@ -243,7 +243,7 @@ def _run(fabric: Graph, settings: Settings, law: str, seed: int, truncate_ns: bo
         "seed": seed,
         "window": round(fabric.latency_ns.min() * 1000),  # ps: the lookahead of `engine.run`
         "pfc": settings.pfc,
-        "law": laws.number_of(law),
+        "law": registry.number_of(law),
         "pmax": settings.pmax,
         "ecn": settings.ecn,
         "num_classes": settings.num_classes,

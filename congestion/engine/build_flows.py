@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from congestion.control import laws
+from congestion.control import registry
 from congestion.engine import tables
 from congestion.engine.tables import NEVER, Ints, Rows
 from congestion.simulation.files import Flap, FlowSet
@@ -34,7 +34,7 @@ def flow_rows(
     nic = node["first_port"][flows.src]
     nic_kind = port["kind"][nic]
     flow["line_rate_bps"] = flow["rate_bps"] = kind["rate"][nic_kind]
-    numbers = np.array([laws.number_of(each) for each in laws_by_class(settings, law)])
+    numbers = np.array([registry.number_of(each) for each in laws_by_class(settings, law)])
     flow["tuned"] = tuned = flow_classes(settings, flows)
     flow["law"] = numbers[tuned]
     return flow

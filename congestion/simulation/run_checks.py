@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from congestion.control import laws, plugin
+from congestion.control import plugin, registry
 from congestion.engine.tables import ACK_PATH, ECMP, Ints, State
 from congestion.simulation.measures import ideal_ps
 from congestion.simulation.settings import Settings
@@ -31,13 +31,13 @@ def law_fault(state: State) -> NetlayerError | None:
     run = state.run[0]
     kind, flow, value = (int(run[name]) for name in ("law_fault", "law_fault_flow", "law_fault_value"))
     where = f"LAW {plugin.path}"
-    if kind == laws.RATE_FAULT:
+    if kind == registry.RATE_FAULT:
         rule = f"was set for flow {flow}: a rate is 1 bit/s or more, 0 would not be a pause"
         return ConfigError(f"{where}, flow.rate_bps", value, rule, "keep a least rate, such as 1e8")
-    if kind == laws.WINDOW_FAULT:
+    if kind == registry.WINDOW_FAULT:
         rule = f"was set for flow {flow}: a window is 0 or more"
         return ConfigError(f"{where}, flow.window_bytes", value, rule, "bound it from below")
-    if kind == laws.FIELD_FAULT:
+    if kind == registry.FIELD_FAULT:
         rule = f"wrote a field of flow {flow} that is the engine's"
         return ConfigError(where, None, rule, "a law sets rate_bps and window_bytes alone")
     return None

@@ -8,7 +8,7 @@ import itertools
 from collections import defaultdict, deque
 
 from congestion.control import dcqcn
-from congestion.control.laws import DCQCN
+from congestion.control.registry import DCQCN
 from congestion.engine import tables as at
 from congestion.engine.packets import hash_random
 from congestion.engine.tables import State

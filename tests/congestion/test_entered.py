@@ -77,8 +77,9 @@ for overrides in json.loads(sys.argv[3]):
 CALLS = """
 import json, sys
 from pathlib import Path
-from congestion.control.plugin import enter
-name = enter(Path(sys.argv[1]))
+from congestion.commands.simulate import read_law
+read_law("none")
+name = read_law(sys.argv[1])
 from congestion.control import laws
 from congestion.engine.build import build
 from congestion.kernels.jit import entry

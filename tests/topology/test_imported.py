@@ -247,6 +247,22 @@ def test_servers_of_a_simai_topology_share_an_nvswitch(tmp_path: Path) -> None:
     assert fabric.unreachable_pairs(alive_links(fabric, single_failures(fabric, "peer-link", None, 0))) == (4, 8)
 
 
+def test_ecmp_of_a_simai_topology_keeps_nvlink_out_of_the_network(tmp_path: Path) -> None:
+    topo = str(write(tmp_path / "topo", SIMAI))
+    words = ["ecmp", "--fabric", topo, "--hash", "crc16", "--seeds", "2", "--json", "-", "--out", str(tmp_path / "out")]
+    rows = [row for row in json.loads(_run(*words).stdout)["rows"] if row["table"] == "collisions"]
+    assert {row["flows"] for row in rows if "host" in row["tier"]} == {4}
+    assert max(row["max_utilisation"] for row in rows) <= 1.0, "a GPU sends at its NIC's rate, not at NVLink's"
+    flows = str(write(tmp_path / "flows.csv", "src,dst,bytes\nhost0,host1,1e9\nhost0,host2,1e9\n"))
+    result = _run(*words, "--flows", flows)
+    assert "1 flows between GPUs of one NVSwitch omitted" in result.stderr
+    rows = [row for row in json.loads(result.stdout)["rows"] if row["table"] == "collisions"]
+    assert {row["flows"] for row in rows if "host" in row["tier"]} == {1}
+    write(tmp_path / "flows.csv", "src,dst,bytes\nhost0,host1,1e9\n")
+    with pytest.raises(ConfigError, match="no flow but between GPUs of one NVSwitch"):
+        _run("whatif", "--fabric", topo, "--flows", flows, "--out", str(tmp_path / "out"))
+
+
 def test_servers_without_names_are_consecutive_hosts() -> None:
     fabric = ImportedFabric.of(LEAVES, 2)
     assert (fabric.num_servers, fabric.nics_per_server) == (2, 2)

@@ -1,4 +1,7 @@
-"""`netlayer topology ecmp --fabric FILE`: flows over a fabric that was imported, rather than one of a cluster file."""
+"""`netlayer topology ecmp --fabric FILE`: flows over a fabric that was imported, rather than one of a cluster file.
+
+NVLink is no part of the network: cables to NVSwitches carry none of these flows.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +22,22 @@ def run(options: RunOptions, params: dict[str, Any]) -> None:
     from netlayer.output import open_output
     from netlayer.progress import Stages
     from netlayer.results import utc_now
+    from topology.commands.fabrics import read_network_flows
     from topology.commands.records import keep
     from topology.commands.tables import print_bottlenecks, print_collisions, print_slowdowns
     from topology.ecmp.compare import FROM_FILE, USUAL_HASHES
     from topology.ecmp.graph_load import graph_rows, load_fabric, load_graph
     from topology.ecmp.hashing import FIVE_TUPLE
+    from topology.fabric.imported import without_nvlink
     from topology.fabric.wires import flow_table, link_table
-    from topology.traffic.flow_files import read_flows
 
     _refuse(options, params)
-    started, graph = utc_now(), load_fabric(params["fabric_file"])
+    started, (graph, nvswitch_of) = utc_now(), without_nvlink(load_fabric(params["fabric_file"]))
     hashes: Any = params["hashes"] or USUAL_HASHES
     fields = params["fields"] or FIVE_TUPLE
     traffic = FROM_FILE if params["flows_file"] else "permutation"
     flows = (
-        read_flows(params["flows_file"], graph)
+        read_network_flows(params["flows_file"], graph, nvswitch_of)
         if params["flows_file"]
         else _permutation(graph, options.seed).over_queue_pairs(params["qps"])
     )
@@ -111,8 +115,10 @@ def _permutation(graph: Any, seed: int) -> Any:
 
     from topology.traffic.job import Flows, Kind
 
-    hosts = np.random.default_rng(seed).permutation(graph.hosts)
+    bps = np.bincount(graph.link_src, weights=graph.link_bps, minlength=graph.num_nodes)
+    hosts = np.random.default_rng(seed).permutation(graph.hosts[bps[graph.hosts] > 0])
     if len(hosts) < 2:
-        raise ConfigError("--fabric", None, f"has {len(hosts)} hosts", "no flow crosses it: give a larger one")
-    rate = np.bincount(graph.link_src, weights=graph.link_bps, minlength=graph.num_nodes)[hosts]
+        rule = f"has {len(hosts)} hosts with a cable"
+        raise ConfigError("--fabric", None, rule, "no flow crosses it: give a larger one")
+    rate = bps[hosts]
     return Flows(hosts, np.roll(hosts, -1), rate / 8, np.full(len(hosts), Kind.PERMUTATION, np.int8))

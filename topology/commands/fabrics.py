@@ -11,8 +11,11 @@ import click
 from netlayer.errors import ConfigError
 
 if TYPE_CHECKING:  # `--help` needs neither numpy nor pydantic
+    from collections.abc import Mapping
+
     from netlayer.command import RunOptions
     from netlayer.config.tree import Config
+    from topology.fabric.graph import Graph
     from topology.fabric.imported import ImportedFabric
     from topology.fabric.interface import Fabric
     from topology.sweep import Subject
@@ -78,21 +81,48 @@ def read_file_flows(path: Path, fabric: Fabric) -> Flows:
     """The flows of a file between the NICs of an imported fabric.
 
     Raises:
-        ConfigError: see `flow_files.read_flows`; a host is no NIC of a server.
+        ConfigError: see `read_network_flows`.
     """
     from topology.fabric.imported import ImportedFabric
-    from topology.traffic.flow_files import read_flows
 
     assert isinstance(fabric, ImportedFabric)
-    flows = read_flows(path, fabric.graph)
+    flows = read_network_flows(path, fabric.graph, fabric.nvswitch_of)
     if flows.start_s is not None:
         click.echo(f"{path}: starts have no effect here, all flows run together", err=True)
-    ends = [fabric.nic_of_node[node] for node in (flows.src_nic, flows.dst_nic)]
-    for nodes, nics in zip((flows.src_nic, flows.dst_nic), ends, strict=True):
-        if (nics < 0).any():
-            host = fabric.graph.names[int(nodes[nics < 0][0])]
-            raise ConfigError("--flows", path, f"host {host} has no cable but to an NVSwitch", "skip its flows")
-    return dataclasses.replace(flows, src_nic=ends[0], dst_nic=ends[1], start_s=None)
+    src, dst = (fabric.nic_of_node[node] for node in (flows.src_nic, flows.dst_nic))
+    return dataclasses.replace(flows, src_nic=src, dst_nic=dst, start_s=None)
+
+
+def read_network_flows(path: Path, graph: Graph, nvswitch_of: Mapping[int, int]) -> Flows:
+    """The flows of a file that cross the network, between nodes of a graph; those inside an NVSwitch are omitted.
+
+    Args:
+        path: the file.
+        graph: the fabric without cables to NVSwitches, and `nvswitch_of` each host's, as `without_nvlink` gives them.
+
+    Raises:
+        ConfigError: see `flow_files.read_flows`; a host has no other cable; no flow is left.
+    """
+    import numpy as np
+
+    from topology.traffic.flow_files import read_flows
+
+    flows = read_flows(path, graph)
+    if not nvswitch_of:
+        return flows
+    nvswitch = np.array([nvswitch_of.get(node, -1 - node) for node in range(graph.num_nodes)])
+    inside = nvswitch[flows.src_nic] == nvswitch[flows.dst_nic]
+    if inside.all():
+        raise ConfigError("--flows", path, "has no flow but between GPUs of one NVSwitch", "give flows of the network")
+    if inside.any():
+        click.echo(f"{path}: {int(inside.sum())} flows between GPUs of one NVSwitch omitted: they use NVLink", err=True)
+        flows = flows.where(~inside)
+    cabled = np.bincount(graph.link_src, minlength=graph.num_nodes) > 0
+    for node in np.concatenate([flows.src_nic, flows.dst_nic]).tolist():
+        if not cabled[node]:
+            rule = f"host {graph.names[node]} has no cable but to an NVSwitch"
+            raise ConfigError("--flows", path, rule, "skip its flows")
+    return flows
 
 
 def _open_imported(options: RunOptions, path: Path) -> World:

@@ -112,11 +112,13 @@ def command(options: RunOptions, files: tuple[Path, ...], file_format: str, **pa
 
 def _calibrate(graph: Graph, params: dict[str, Any], seed: int) -> tuple[dict[str, Rows], Rows]:
     """Tables of one source each (the counters, the predictions, how they fit), and the rows that hold all of it."""
+    from topology.commands.fabrics import read_network_flows
     from topology.ecmp import calibrate
-    from topology.traffic.flow_files import read_flows
+    from topology.fabric.imported import without_nvlink
 
+    graph, nvswitch_of = without_nvlink(graph)
     counters = calibrate.read_counters(graph, params["counters"])
-    flows = read_flows(params["flows"], graph)
+    flows = read_network_flows(params["flows"], graph, nvswitch_of)
     even, hashed = calibrate.predict(graph, flows, cast("HashName", params["hash_name"]), seed)
     predictions: dict[str, Floats] = {"even": even, "hashed": hashed}
     rows = calibrate.compare(graph, counters, predictions)
@@ -159,7 +161,11 @@ def _title(files: tuple[Path, ...]) -> str:
 
 def _note(graph: Graph) -> str:
     from topology.fabric.graph import parallel_pairs
+    from topology.fabric.imported import without_nvlink
 
     pairs, widest = parallel_pairs(graph)
     parallel = f", {pairs:,} pairs with up to {widest} parallel cables" if pairs else ""
-    return f"{graph.num_nodes:,} devices, {graph.num_cables:,} cables{parallel}"
+    network, nvswitch_of = without_nvlink(graph)
+    num_nvlinks = graph.num_cables - network.num_cables
+    nvlink = f"; {num_nvlinks:,} of these are NVLink, which no other command counts" if nvswitch_of else ""
+    return f"{graph.num_nodes:,} devices, {graph.num_cables:,} cables{parallel}{nvlink}"

@@ -66,8 +66,7 @@ class ImportedFabric:
         Raises:
             ConfigError: no host has a cable to a switch, or `nics_per_server` does not divide the hosts.
         """
-        nvswitch_of = _nvswitches(graph)
-        fabric = replace(graph, **_columns(graph, ~_on_nvswitch(graph))) if nvswitch_of else graph
+        fabric, nvswitch_of = without_nvlink(graph)
         cabled = np.bincount(fabric.link_src, minlength=graph.num_nodes) > 0
         hosts = [node for node in graph.hosts.tolist() if cabled[node]]
         if not hosts:
@@ -158,6 +157,11 @@ class ImportedFabric:
     @cached_property
     def nics(self) -> Ints:
         return np.flatnonzero(self.node_of_nic != _HOLE)
+
+    @cached_property
+    def nvswitch_of(self) -> dict[int, int]:
+        """NVSwitch of each host that is on one."""
+        return _nvswitches(self.source)
 
     @cached_property
     def nic_of_node(self) -> Ints:
@@ -397,6 +401,12 @@ class ImportedFabric:
             f"{', '.join(switches) or 'no switch'}; inferred: {int(self.tor_set.max()) + 1} ToR sets, {rails} rails, "
             f"{pods} pods" + ("" if self.up_down else "; paths may rise after they fell, as some must")
         )
+
+
+def without_nvlink(graph: Graph) -> tuple[Graph, dict[int, int]]:
+    """Return the graph without cables to NVSwitches, and the NVSwitch of each host that is on one."""
+    nvswitch_of = _nvswitches(graph)
+    return (replace(graph, **_columns(graph, ~_on_nvswitch(graph))) if nvswitch_of else graph), nvswitch_of
 
 
 def _nvswitches(graph: Graph) -> dict[int, int]:
