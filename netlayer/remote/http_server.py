@@ -78,7 +78,7 @@ class BoundedServer(ThreadingHTTPServer):
 
 
 class _TimedReader(socket.SocketIO):
-    """What a connection says, each request within a time: a byte a minute is no silence.
+    """Reader of a connection that ends it where a request takes too long to come: a byte a minute is no silence.
 
     Args:
         limit_s: from the first byte of a request to its last, unless `extend` adds to it.
