@@ -1,9 +1,11 @@
 """What holds for every test."""
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -38,6 +40,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.scheduling import FileScheduling  # which needs pytest-xdist
 
     return FileScheduling(config, log)
+
+
+_PACKAGES = ("netlayer.", "topology.", "congestion.", "collectives.", "trainer.", "bench.")
+_before = set[str]()
+"""Modules that were imported before the test that runs."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    if len(sys.modules) != len(_before):
+        _before.clear()
+        _before.update(sys.modules)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """A module that is first imported while a test replaces what it takes by name keeps that, for every later test."""
+    yield
+    if len(sys.modules) == len(_before):
+        return
+    for name in [name for name in sys.modules if name.startswith(_PACKAGES) and name not in _before]:
+        for key, value in vars(sys.modules[name]).items():
+            owner = str(getattr(value, "__module__", ""))
+            if isinstance(value, mock.NonCallableMock) or owner.startswith("tests."):
+                pytest.fail(f"{name}, first imported in {item.name}, keeps its {key}: import it above", pytrace=False)
 
 
 @pytest.fixture(scope="module", autouse=True)

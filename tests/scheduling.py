@@ -36,6 +36,8 @@ _LONGEST = (
     "tests/collectives/test_dropin.py",
     "tests/trainer/test_peer_copies.py",
     "tests/collectives/test_tensor.py",
+    "tests/integration/test_probe_namespaces.py",
+    "tests/netlayer/test_launch.py",
     "tests/netlayer/test_rendezvous.py",
 )
 
