@@ -105,6 +105,7 @@ class NodeView:
 
     Args:
         newest: rank that has told of the last step; None: there are no ranks.
+        oldest_step: the last step of the rank that is furthest behind; None: there are no ranks.
         is_clean: nothing in the heartbeat can be a finding.
         is_in_phase: a rank is in a phase that takes its time.
         is_blocked: a rank is blocked in the kernel.
@@ -115,6 +116,7 @@ class NodeView:
     heard_s: float
     stopped_since_s: dict[int, float] = field(default_factory=dict)
     newest: RankStatus | None = field(init=False)
+    oldest_step: int | None = field(init=False)
     is_clean: bool = field(init=False)
     is_in_phase: bool = field(init=False)
     is_blocked: bool = field(init=False)
@@ -123,6 +125,7 @@ class NodeView:
     def __post_init__(self) -> None:
         ranks = self.heartbeat.ranks
         self.newest = max(ranks, key=lambda each: each.step, default=None)
+        self.oldest_step = min((each.step for each in ranks), default=None)
         self.are_ended = all(each.state == "ended" for each in ranks)
         self.is_in_phase = any(each.phase and each.state != "ended" for each in ranks)
         self.is_blocked = any(each.state == "blocked" for each in ranks)
@@ -238,8 +241,14 @@ class View:
 
         None: fewer than three ranks tell that, or one has told of no step since the last look.
         """
+        for name in members:  # most looks end here: of thousands of ranks, one is behind as a rule
+            view = self.nodes.get(name)
+            if view is None or view.heartbeat.incarnation != incarnation or view.oldest_step is None:
+                continue
+            if view.oldest_step <= self.looked_step:
+                return None
         ranks = list(self.ranks(members, incarnation))
-        if len(ranks) < 3 or min(rank.step for _, rank in ranks) <= self.looked_step:
+        if len(ranks) < 3:
             return None
         waits = sorted((rank.exposed, rank.rank, node) for node, rank in ranks if rank.exposed is not None)
         self.looked_step = self.step

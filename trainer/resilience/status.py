@@ -72,9 +72,9 @@ def write_status(
     folder: RunFolder, facts: Facts, view: Mapping[str, NodeView | None], now_s: float, seen: Mapping[str, Any]
 ) -> None:
     """Write `status.json`; a disk that is full ends no run."""
-    nodes = []
+    nodes, members = [], set(facts.members)
     for name, known in view.items():
-        role = "evicted" if name in facts.evicted else "member" if name in facts.members else "standby"
+        role = "evicted" if name in facts.evicted else "member" if name in members else "standby"
         row: dict[str, Any] = {"node": name, "role": role, "reason": facts.evicted.get(name, "")}
         if known is not None:
             beat = known.heartbeat
