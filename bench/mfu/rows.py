@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.mfu.gpus import GpuFigures
@@ -82,10 +82,57 @@ class MfuProfile:
         return {"system": self.system, "run": "profile"} | asdict(self)
 
 
+@dataclass(frozen=True)
+class MfuFigures:
+    """Rates of a step; `mfu_*` by three counts of attention's FLOPs, None where the device's peak is not known."""
+
+    step_ms: float
+    tokens_per_s_gpu: float
+    mfu_full: float | None
+    mfu_causal: float | None
+    mfu_done: float | None
+    has_window: bool
+
+
+@dataclass(frozen=True)
+class MfuMedian:
+    """All runs of one system: the median run, and what they have together.
+
+    Args:
+        change: as of `MfuRun`.
+        runs: how many.
+        spread: (max - min) / median of their times of a step.
+        p99_over_median: of the steps of all runs, on rank 0.
+        memory_gib: largest of the runs'.
+        clock_mhz, power_w: medians; None where nothing was read.
+        figures: of the median.
+        over_ours: time of a token over that of ours; None where ours did not run.
+    """
+
+    system: str
+    change: str
+    runs: int
+    micro_batch_size: int
+    compile: bool
+    spread: float
+    p99_over_median: float
+    memory_gib: float | None
+    clock_mhz: float | None
+    power_w: float | None
+    figures: MfuFigures
+    over_ours: float | None = None
+
+    def to_row(self) -> Row:
+        """Return the columns of a record, in which `run` tells what kind of row it is."""
+        columns = {"system": self.system, "run": "median"} | asdict(self)
+        figures, over_ours = columns.pop("figures"), columns.pop("over_ours")
+        return {**columns, **figures, "over_ours": over_ours}
+
+
 def with_figures(run: MfuRun, job: JobConfig, device: str) -> Row:
     """Return a run's columns with tokens/s and MFU; a NaN or infinite loss becomes None, as JSON has neither."""
     losses = [loss if math.isfinite(loss) else None for loss in run.losses]
-    return {**run.to_row(), "losses": losses, **_figures(run.step_ms, job, device)}
+    return {**run.to_row(), "losses": losses, **asdict(_figures(run.step_ms, job, device))}
 
 
 def summarise(runs: Sequence[MfuRun], jobs: Mapping[str, JobConfig], device: str) -> list[Row]:
@@ -94,31 +141,32 @@ def summarise(runs: Sequence[MfuRun], jobs: Mapping[str, JobConfig], device: str
     Args:
         jobs: by name of the system.
     """
-    medians: list[Row] = []
+    medians: list[MfuMedian] = []
     for system in dict.fromkeys(run.system for run in runs):
         own = [run for run in runs if run.system == system]
         times = [run.step_ms for run in own]
         median = statistics.median(times)
         each = sorted(value for run in own for value in run.each_ms)
         medians.append(
-            {
-                "system": system,
-                "run": "median",
-                "change": own[0].change,
-                "runs": len(own),
-                "micro_batch_size": jobs[system].batch.micro_batch_size,
-                "compile": jobs[system].model.compile,
-                "spread": (max(times) - min(times)) / median,
-                "p99_over_median": percentile(each, 99) / statistics.median(each),
-                "memory_gib": max((run.memory_gib for run in own if run.memory_gib is not None), default=None),
-                "clock_mhz": _median([run.gpus.clock_mhz for run in own if run.gpus]),
-                "power_w": _median([run.gpus.power_w for run in own if run.gpus]),
-                **_figures(median, jobs[system], device),
-            }
+            MfuMedian(
+                system,
+                change=own[0].change,
+                runs=len(own),
+                micro_batch_size=jobs[system].batch.micro_batch_size,
+                compile=jobs[system].model.compile,
+                spread=(max(times) - min(times)) / median,
+                p99_over_median=percentile(each, 99) / statistics.median(each),
+                memory_gib=max((run.memory_gib for run in own if run.memory_gib is not None), default=None),
+                clock_mhz=_median([run.gpus.clock_mhz for run in own if run.gpus]),
+                power_w=_median([run.gpus.power_w for run in own if run.gpus]),
+                figures=_figures(median, jobs[system], device),
+            )
         )
     # Compare time per token, not per step: a change may alter the batch.
-    our_rate = next((row["tokens_per_s_gpu"] for row in medians if row["system"] == OURS), None)
-    return [{**row, "over_ours": our_rate / row["tokens_per_s_gpu"] if our_rate else None} for row in medians]
+    our_rate = next((row.figures.tokens_per_s_gpu for row in medians if row.system == OURS), None)
+    if our_rate:
+        medians = [replace(row, over_ours=our_rate / row.figures.tokens_per_s_gpu) for row in medians]
+    return [row.to_row() for row in medians]
 
 
 def check_losses(runs: Sequence[MfuRun], tolerance: float) -> None:
@@ -180,14 +228,14 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _figures(step_ms: float, job: JobConfig, device: str) -> Row:
+def _figures(step_ms: float, job: JobConfig, device: str) -> MfuFigures:
     ranks, seconds = job.parallel.layout.world_size, step_ms / 1e3
     flops, peak = step_flops(job.model, job.batch.global_batch_size), peak_flops(device, job.model.dtype)
-    return {
-        "step_ms": step_ms,
-        "tokens_per_s_gpu": job.batch.global_batch_size * job.model.seq_len / seconds / ranks,
-        "mfu_full": utilisation(flops.full, seconds, peak, ranks),
-        "mfu_causal": utilisation(flops.causal, seconds, peak, ranks),
-        "mfu_done": utilisation(flops.done, seconds, peak, ranks),
-        "has_window": any(job.model.window(layer) for layer in range(job.model.layers)),
-    }
+    return MfuFigures(
+        step_ms=step_ms,
+        tokens_per_s_gpu=job.batch.global_batch_size * job.model.seq_len / seconds / ranks,
+        mfu_full=utilisation(flops.full, seconds, peak, ranks),
+        mfu_causal=utilisation(flops.causal, seconds, peak, ranks),
+        mfu_done=utilisation(flops.done, seconds, peak, ranks),
+        has_window=any(job.model.window(layer) for layer in range(job.model.layers)),
+    )

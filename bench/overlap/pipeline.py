@@ -121,6 +121,57 @@ class Measured:
     message_bytes: int
 
 
+@dataclass(frozen=True)
+class PipelineRow:
+    """One system on one schedule: the figures that the module defines, times in ms, sends hidden by phase.
+
+    Args:
+        max_ctas: NCCL's limit for the communicators; None: its own choice.
+        path: of messages: peer memory, or the group's send and recv.
+        memory_gib: peak of the stage with the most.
+        trace: its path.
+    """
+
+    schedule: str
+    system: System
+    stages: int
+    chunks: int
+    micro_batches: int
+    layers: int
+    tokens: int
+    hidden: int
+    dtype: str
+    message_bytes: int
+    max_ctas: int | None
+    path: str
+    step_ms: float
+    step_p99_ms: float
+    steps_ms: Sequence[float]
+    compute_ms: float
+    transfer_ms: float
+    transfer_bw_gbs: float
+    bubble: float
+    bubble_formula: float
+    formula_ms: float
+    step_over_formula: float
+    expected_ms: float
+    step_over_expected: float
+    speedup_over_coupled: float
+    exposed_comm: float
+    exposed_beyond_bubble: float
+    contention: float
+    sends_hidden: Mapping[Phase, float | None]
+    memory_gib: float
+    trace: str | None = None
+
+    def row(self) -> Row:
+        """Return the columns of a record: a column a phase, a trace only where there is one."""
+        columns = dataclasses.asdict(self)
+        hidden, memory_gib, trace = (columns.pop(name) for name in ("sends_hidden", "memory_gib", "trace"))
+        columns |= {f"sends_hidden_{phase.replace('-', '_')}": share for phase, share in hidden.items()}
+        return {**columns, "memory_gib": memory_gib, **({} if trace is None else {"trace": trace})}
+
+
 def measure(
     *,
     ranks: int,
@@ -159,10 +210,9 @@ def measure(
     rows = []
     for by_stage in zip(*stages, strict=True):
         for system in SYSTEMS:
-            rows.append(make_row(chosen, system, by_stage))
             path = log_dir / f"pipeline_{_title(by_stage[0])}_{system}.json"
             write_trace(path, [one.systems[system].trace for one in by_stage], {"clocks": "same host: one clock"})
-            rows[-1]["trace"] = str(path)
+            rows.append(dataclasses.replace(make_row(chosen, system, by_stage), trace=str(path)).row())
     return rows
 
 
@@ -205,7 +255,7 @@ def make_schedules(settings: Settings, num_stages: int) -> list[Schedule]:
     return schedules
 
 
-def make_row(settings: Settings, system: System, stages: Sequence[Measured]) -> Row:
+def make_row(settings: Settings, system: System, stages: Sequence[Measured]) -> PipelineRow:
     """The figures of one system on one schedule; `stages` in order."""
     schedule = stages[0].schedule
     p, v, m = schedule.num_stages, schedule.num_chunks, schedule.num_micro_batches
@@ -224,38 +274,38 @@ def make_row(settings: Settings, system: System, stages: Sequence[Measured]) -> 
         whole - statistics.median(stage.compute_s) - wait
         for whole, stage, wait in zip(own, stages, exposed, strict=True)
     ]
-    return {
-        "schedule": schedule.name,
-        "system": system,
-        "stages": p,
-        "chunks": v,
-        "micro_batches": m,
-        "layers": settings.layers,
-        "tokens": settings.tokens,
-        "hidden": settings.hidden,
-        "dtype": settings.dtype,
-        "message_bytes": stages[0].message_bytes,
-        "max_ctas": stages[0].max_ctas,
-        "path": "peer" if stages[0].by_peers else "group",
-        "step_ms": step * 1e3,
-        "step_p99_ms": percentile(step_s, 99) * 1e3,
-        "steps_ms": [seconds * 1e3 for seconds in step_s],
-        "compute_ms": compute * 1e3,
-        "transfer_ms": transfer * 1e3,
-        "transfer_bw_gbs": stages[0].message_bytes / transfer / 1e9,
-        "bubble": step / compute - 1,
-        "bubble_formula": formula,
-        "formula_ms": by_formula * 1e3,
-        "step_over_formula": step / by_formula,
-        "expected_ms": expected * 1e3,
-        "step_over_expected": step / expected,
-        "speedup_over_coupled": statistics.median(step_times([one.systems["coupled"].steps for one in stages])) / step,
-        "exposed_comm": statistics.mean(exposed) / step,
-        "exposed_beyond_bubble": (step - compute * (1 + formula)) / step,
-        "contention": statistics.mean(contention) / step,
-        **{f"sends_hidden_{phase.replace('-', '_')}": _hidden(stages, system, phase) for phase in PHASES},
-        "memory_gib": max(stage.systems[system].memory_bytes for stage in stages) / 2**30,
-    }
+    return PipelineRow(
+        schedule=schedule.name,
+        system=system,
+        stages=p,
+        chunks=v,
+        micro_batches=m,
+        layers=settings.layers,
+        tokens=settings.tokens,
+        hidden=settings.hidden,
+        dtype=settings.dtype,
+        message_bytes=stages[0].message_bytes,
+        max_ctas=stages[0].max_ctas,
+        path="peer" if stages[0].by_peers else "group",
+        step_ms=step * 1e3,
+        step_p99_ms=percentile(step_s, 99) * 1e3,
+        steps_ms=[seconds * 1e3 for seconds in step_s],
+        compute_ms=compute * 1e3,
+        transfer_ms=transfer * 1e3,
+        transfer_bw_gbs=stages[0].message_bytes / transfer / 1e9,
+        bubble=step / compute - 1,
+        bubble_formula=formula,
+        formula_ms=by_formula * 1e3,
+        step_over_formula=step / by_formula,
+        expected_ms=expected * 1e3,
+        step_over_expected=step / expected,
+        speedup_over_coupled=statistics.median(step_times([one.systems["coupled"].steps for one in stages])) / step,
+        exposed_comm=statistics.mean(exposed) / step,
+        exposed_beyond_bubble=(step - compute * (1 + formula)) / step,
+        contention=statistics.mean(contention) / step,
+        sends_hidden={phase: _hidden(stages, system, phase) for phase in PHASES},
+        memory_gib=max(stage.systems[system].memory_bytes for stage in stages) / 2**30,
+    )
 
 
 def step_times(stages: Sequence[Sequence[tuple[float, float]]]) -> list[float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bench.overlap.settings import PEERS, DpSettings, System
@@ -71,6 +71,110 @@ class Communication:
         return self.num_bytes * (self.ranks - 1) / self.ranks / seconds
 
 
+@dataclass(frozen=True)
+class CommunicationFigures:
+    """The communication of a step alone; bandwidths in bytes a second, as nccl-tests' busbw."""
+
+    step_ms: float
+    num_bytes: int
+    all_gather_ms: float
+    all_gather_bus_bw: float
+    reduce_scatter_ms: float
+    reduce_scatter_bus_bw: float
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Times of a step; `step_ms` the median of all, `rounds_spread` (max - min) of the rounds' medians over it."""
+
+    step_ms: float
+    step_p99_ms: float
+    step_min_ms: float
+    step_max_ms: float
+    rounds_ms: Sequence[float]
+    rounds_spread: float
+    host_bound: bool
+    iterations_ms: Sequence[float]
+
+
+@dataclass(frozen=True)
+class ExposureFigures:
+    """Exposed communication of a step, and its contention: the rest beyond its own compute; also as shares of it."""
+
+    exposed_ms: float
+    exposed_p99_ms: float
+    exposed_comm: float
+    contention_ms: float
+    contention: float
+    iterations_exposed_ms: Sequence[float]
+
+
+@dataclass(frozen=True)
+class RateFigures:
+    """Tokens/s, FLOPs of a step and MFU of the ranks together, in both conventions; None: no peak is known."""
+
+    tokens_per_s: float
+    flops_full: float
+    flops_causal: float
+    peak_flops: float | None
+    mfu_full: float | None
+    mfu_causal: float | None
+
+
+@dataclass(frozen=True)
+class IdealFigures:
+    """A step beside the ideal one, the larger of compute and communication alone, and beside the faster compute."""
+
+    compute_ms: float
+    communication_ms: float
+    ideal_ms: float
+    ratio_to_ideal: float
+    beyond_compute_ms: float
+    beyond_compute: float
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """All-gathers that are launched ahead."""
+
+    prefetch: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of the rank that allocated most, GiB."""
+
+    memory_gib: float
+
+
+Figures = CommunicationFigures | StepFigures | ExposureFigures | RateFigures | IdealFigures | Prefetch | Memory
+
+
+@dataclass(frozen=True)
+class DpRow:
+    """One row of `--technique dp`.
+
+    Args:
+        channels: NCCL's number of channels; 0: its own choice.
+        system: its name, or what was measured alone.
+        figures: those that this kind of row has, in the order of a record's columns.
+        faster_than: by another system, its step's time over this one's, less 1.
+    """
+
+    channels: int
+    ranks: int
+    system: str
+    figures: Sequence[Figures]
+    faster_than: Mapping[str, float] = field(default_factory=dict)
+
+    def row(self) -> Row:
+        """Return the columns of a record."""
+        columns: Row = {"technique": "dp", "channels": self.channels, "ranks": self.ranks, "system": self.system}
+        for each in self.figures:
+            columns |= asdict(each)
+        return columns | {f"faster_than_{other}": share for other, share in self.faster_than.items()}
+
+
 def check_losses(losses: Mapping[str, Sequence[float]], tolerance: float) -> str | None:
     """Why these losses of the same steps do not show the same work; None where they do.
 
@@ -110,41 +214,34 @@ def dp_rows(
         prefetches: our step times by the number of all-gathers that are launched ahead.
         prefetch: the number that all other steps of ours had.
     """
-    common = {"technique": "dp", "channels": channels, "ranks": communications[False].ranks}
+    ranks = communications[False].ranks
     compute_s = min(timing.median for timing in computes.values())
-    rows: list[Row] = []
+    rows: list[DpRow] = []
     for in_windows, communication in communications.items():
         name = f"communication alone{', in windows' if in_windows else ''}"
-        rows.append({**common, "system": name, **_communication_row(communication)})
+        rows.append(DpRow(channels, ranks, name, [_communication(communication)]))
     for in_backward, timing in computes.items():
         name = f"compute alone, step {'in' if in_backward else 'after'} backward"
-        rows.append({**common, "system": name, **_timing_row(timing)})
+        rows.append(DpRow(channels, ranks, name, [_step(timing)]))
     for depth, timing in (prefetches or {}).items():
-        row = {**common, "system": f"ours, prefetch {depth}", "prefetch": depth, **_timing_row(timing)}
-        rows.append(row | _exposure(timing, computes[True].median))
+        figures: list[Figures] = [Prefetch(depth), _step(timing), *_exposure(timing, computes[True].median)]
+        rows.append(DpRow(channels, ranks, f"ours, prefetch {depth}", figures))
     for system, timing in timings.items():
         communication = communications[system == "ours_windows"]
-        ideal_s = max(compute_s, communication.seconds)
-        row = {
-            **common,
-            "system": system,
-            **_timing_row(timing),
-            **_rates(settings, timing, communication, device_name),
-        }
-        row["compute_ms"], row["communication_ms"] = compute_s * 1e3, communication.seconds * 1e3
-        row["ideal_ms"], row["ratio_to_ideal"] = ideal_s * 1e3, timing.median / ideal_s
-        row["beyond_compute_ms"] = (timing.median - compute_s) * 1e3
-        row["beyond_compute"] = 1 - compute_s / timing.median
-        if system not in PEERS and prefetch is not None:
-            row["prefetch"] = prefetch
-        row |= _exposure(timing, computes[system in ("ours", "ours_windows")].median)
-        row["memory_gib"] = timing.memory_bytes / 2**30
-        rows.append(row)
-    for row in rows:
-        for other in (*PEERS, "ours_overlap_off"):
-            if other in timings and row["system"] in timings:
-                row[f"faster_than_{other}"] = timings[other].median * 1e3 / row["step_ms"] - 1
-    return rows
+        ahead = [] if system in PEERS or prefetch is None else [Prefetch(prefetch)]
+        figures = [
+            _step(timing),
+            _rates(settings, timing, communication, device_name),
+            _ideal(timing, compute_s, communication),
+            *ahead,
+            *_exposure(timing, computes[system in ("ours", "ours_windows")].median),
+            Memory(timing.memory_bytes / 2**30),
+        ]
+        step_ms = timing.median * 1e3
+        others = [other for other in (*PEERS, "ours_overlap_off") if other in timings]
+        faster_than = {other: timings[other].median * 1e3 / step_ms - 1 for other in others}
+        rows.append(DpRow(channels, ranks, system, figures, faster_than))
+    return [row.row() for row in rows]
 
 
 def dp_line(row: Row) -> str:
@@ -173,58 +270,71 @@ def dp_line(row: Row) -> str:
     return line
 
 
-def _communication_row(communication: Communication) -> Row:
-    return {
-        "step_ms": communication.seconds * 1e3,
-        "num_bytes": communication.num_bytes,
-        "all_gather_ms": communication.all_gather_s * 1e3,
-        "all_gather_bus_bw": communication.bus_bw(communication.all_gather_s),
-        "reduce_scatter_ms": communication.reduce_scatter_s * 1e3,
-        "reduce_scatter_bus_bw": communication.bus_bw(communication.reduce_scatter_s),
-    }
+def _communication(communication: Communication) -> CommunicationFigures:
+    return CommunicationFigures(
+        step_ms=communication.seconds * 1e3,
+        num_bytes=communication.num_bytes,
+        all_gather_ms=communication.all_gather_s * 1e3,
+        all_gather_bus_bw=communication.bus_bw(communication.all_gather_s),
+        reduce_scatter_ms=communication.reduce_scatter_s * 1e3,
+        reduce_scatter_bus_bw=communication.bus_bw(communication.reduce_scatter_s),
+    )
 
 
-def _timing_row(timing: Timing) -> Row:
+def _step(timing: Timing) -> StepFigures:
     medians = [statistics.median(each) for each in timing.rounds]
-    return {
-        "step_ms": timing.median * 1e3,
-        "step_p99_ms": percentile(timing.iterations, 99) * 1e3,
-        "step_min_ms": min(timing.iterations) * 1e3,
-        "step_max_ms": max(timing.iterations) * 1e3,
-        "rounds_ms": [round(median * 1e3, 1) for median in medians],
-        "rounds_spread": (max(medians) - min(medians)) / timing.median,
-        "host_bound": timing.host_bound,
-        "iterations_ms": [seconds * 1e3 for seconds in timing.iterations],
-    }
+    return StepFigures(
+        step_ms=timing.median * 1e3,
+        step_p99_ms=percentile(timing.iterations, 99) * 1e3,
+        step_min_ms=min(timing.iterations) * 1e3,
+        step_max_ms=max(timing.iterations) * 1e3,
+        rounds_ms=[round(median * 1e3, 1) for median in medians],
+        rounds_spread=(max(medians) - min(medians)) / timing.median,
+        host_bound=timing.host_bound,
+        iterations_ms=[seconds * 1e3 for seconds in timing.iterations],
+    )
 
 
-def _exposure(timing: Timing, own_s: float) -> Row:
-    """Compute a step's exposed communication, and its contention: the rest beyond compute `own_s`; {} if unknown."""
+def _exposure(timing: Timing, own_s: float) -> list[ExposureFigures]:
+    """Compute a step's exposed communication, and its contention beyond compute `own_s`; none where it is unknown."""
     if not timing.exposed:
-        return {}
+        return []
     exposed_s, step_s = statistics.mean(timing.exposed), statistics.mean(timing.iterations)
     contention_s = step_s - own_s - exposed_s
     iterations_ms = [seconds * 1e3 for seconds in timing.exposed]
-    return {
-        "exposed_ms": exposed_s * 1e3,
-        "exposed_p99_ms": percentile(iterations_ms, 99),
-        "exposed_comm": exposed_s / step_s,
-        "contention_ms": contention_s * 1e3,
-        "contention": contention_s / step_s,
-        "iterations_exposed_ms": iterations_ms,
-    }
+    return [
+        ExposureFigures(
+            exposed_ms=exposed_s * 1e3,
+            exposed_p99_ms=percentile(iterations_ms, 99),
+            exposed_comm=exposed_s / step_s,
+            contention_ms=contention_s * 1e3,
+            contention=contention_s / step_s,
+            iterations_exposed_ms=iterations_ms,
+        )
+    ]
 
 
-def _rates(settings: DpSettings, timing: Timing, communication: Communication, device_name: str) -> Row:
-    """Return tokens/s, FLOPs of a step and MFU of the ranks together, in both conventions."""
+def _ideal(timing: Timing, compute_s: float, communication: Communication) -> IdealFigures:
+    ideal_s = max(compute_s, communication.seconds)
+    return IdealFigures(
+        compute_ms=compute_s * 1e3,
+        communication_ms=communication.seconds * 1e3,
+        ideal_ms=ideal_s * 1e3,
+        ratio_to_ideal=timing.median / ideal_s,
+        beyond_compute_ms=(timing.median - compute_s) * 1e3,
+        beyond_compute=1 - compute_s / timing.median,
+    )
+
+
+def _rates(settings: DpSettings, timing: Timing, communication: Communication, device_name: str) -> RateFigures:
     ranks = communication.ranks
     flops = step_flops(settings.model, settings.micro * ranks)
     peak = peak_flops(device_name, settings.model.dtype)
-    return {
-        "tokens_per_s": settings.micro * ranks * settings.model.seq_len / timing.median,
-        "flops_full": flops.full,
-        "flops_causal": flops.causal,
-        "peak_flops": peak,
-        "mfu_full": utilisation(flops.full, timing.median, peak, ranks),
-        "mfu_causal": utilisation(flops.causal, timing.median, peak, ranks),
-    }
+    return RateFigures(
+        tokens_per_s=settings.micro * ranks * settings.model.seq_len / timing.median,
+        flops_full=flops.full,
+        flops_causal=flops.causal,
+        peak_flops=peak,
+        mfu_full=utilisation(flops.full, timing.median, peak, ranks),
+        mfu_causal=utilisation(flops.causal, timing.median, peak, ranks),
+    )

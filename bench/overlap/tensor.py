@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import torch
@@ -53,15 +54,7 @@ def measure(
     torch.manual_seed(seed + dist.get_rank(group))
     exchanges = open_exchanges(group, device)
     world_size = dist.get_world_size(group)
-    common = {
-        "technique": "tp",
-        "ranks": world_size,
-        "rows": sizes.rows,
-        "hidden": sizes.hidden,
-        "features": sizes.features,
-        "dtype": str(sizes.dtype).removeprefix("torch."),
-    }
-    rows: list[Row] = []
+    rows: list[TensorRow] = []
     layers: tuple[LayerName, ...] = get_args(LayerName)
     for layer in layers:
         for direction, systems in build_systems(layer, group, exchanges, device, sizes).items():
@@ -70,15 +63,71 @@ def measure(
             calls = {name: system.call for name, system in systems.items()}
             times = time_in_turn(calls, group, device, 1, repeats, rounds)
             alone = statistics.median(times["gemm_alone"].each_us)
-            limits = _limits(layer, direction, sizes, world_size, device)
+            work = _work(layer, direction, sizes, world_size, device)
             for name, call in calls.items():
-                own = {"layer": layer, "direction": direction, "system": name}
                 eager_us = _time_eager(call, group, device, repeats)
-                figures = _figures(times[name], alone)
-                rows.append(
-                    {**common, **own, **figures, "eager_us": eager_us, "error": max(errors[name].values()), **limits}
-                )
-    return rows
+                error = max(errors[name].values())
+                timed = _times(times[name], alone)
+                rows.append(TensorRow(world_size, sizes, layer, direction, name, timed, eager_us, error, work))
+    return [row.row() for row in rows]
+
+
+@dataclass(frozen=True)
+class TensorTimes:
+    """Times of one call on the device, microseconds: of all calls, and the least and largest median of a round.
+
+    Args:
+        ratio: over the GEMM's alone.
+        host_bound: the host launched a call later than the device was ready for it.
+    """
+
+    device_us: float
+    device_p99_us: float
+    device_us_min: float
+    device_us_max: float
+    ratio: float
+    host_bound: bool
+
+
+@dataclass(frozen=True)
+class TensorWork:
+    """Work of one call: FLOPs, bytes sent over the links, waves of tiles of the whole GEMM and of a part; on GPUs."""
+
+    flops: int
+    bytes_sent: int
+    waves: float | None = None
+    waves_of_a_part: float | None = None
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One system on one layer and direction; `eager_us` launched as fast as the host can, `error` relative."""
+
+    ranks: int
+    sizes: Sizes
+    layer: LayerName
+    direction: str
+    system: str
+    times: TensorTimes
+    eager_us: float
+    error: float
+    work: TensorWork
+
+    def row(self) -> Row:
+        """Return the columns of a record; waves only where they are known."""
+        columns = {
+            "technique": "tp",
+            "ranks": self.ranks,
+            "rows": self.sizes.rows,
+            "hidden": self.sizes.hidden,
+            "features": self.sizes.features,
+            "dtype": str(self.sizes.dtype).removeprefix("torch."),
+            "layer": self.layer,
+            "direction": self.direction,
+            "system": self.system,
+        }
+        work = {name: value for name, value in asdict(self.work).items() if value is not None}
+        return {**columns, **asdict(self.times), "eager_us": self.eager_us, "error": self.error, **work}
 
 
 def refuse_wrong(
@@ -100,17 +149,17 @@ def refuse_wrong(
     return agreed
 
 
-def _figures(times: Times, alone_us: float) -> Row:
+def _times(times: Times, alone_us: float) -> TensorTimes:
     medians = [statistics.median(samples) for samples in times.rounds_us]
     device_us = statistics.median(times.each_us)
-    return {
-        "device_us": device_us,
-        "device_p99_us": percentile(times.each_us, 99),
-        "device_us_min": min(medians),
-        "device_us_max": max(medians),
-        "ratio": device_us / alone_us,
-        "host_bound": times.host_bound,
-    }
+    return TensorTimes(
+        device_us=device_us,
+        device_p99_us=percentile(times.each_us, 99),
+        device_us_min=min(medians),
+        device_us_max=max(medians),
+        ratio=device_us / alone_us,
+        host_bound=times.host_bound,
+    )
 
 
 def _time_eager(call: Call, group: dist.ProcessGroup, device: torch.device, repeats: int) -> float:
@@ -124,18 +173,18 @@ def _time_eager(call: Call, group: dist.ProcessGroup, device: torch.device, repe
     return greatest([(time.perf_counter() - start) / repeats * 1e6], group, device)[0]
 
 
-def _limits(layer: LayerName, direction: str, sizes: Sizes, world_size: int, device: torch.device) -> Row:
-    """Return the work: FLOPs, bytes sent over the links, and the waves of tiles of the whole GEMM and of one part."""
+def _work(layer: LayerName, direction: str, sizes: Sizes, world_size: int, device: torch.device) -> TensorWork:
     products = 1 if direction == "forward" else 3
     columns = sizes.features if layer == "column" else sizes.hidden
     sent = sizes.rows * sizes.hidden * sizes.dtype.itemsize // world_size * (world_size - 1)
-    limits: Row = {
-        "flops": 2 * products * sizes.rows * sizes.hidden * sizes.features,
-        # Forward one collective; backward another, and the column's rows are gathered once more.
-        "bytes_sent": sent * (1 if direction == "forward" else (3 if layer == "column" else 2)),
-    }
-    if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        for name, rows in (("waves", sizes.rows), ("waves_of_a_part", sizes.rows // world_size)):
-            limits[name] = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1]) / multiprocessors
-    return limits
+    flops = 2 * products * sizes.rows * sizes.hidden * sizes.features
+    # Forward one collective; backward another, and the column's rows are gathered once more.
+    bytes_sent = sent * (1 if direction == "forward" else (3 if layer == "column" else 2))
+    if device.type != "cuda":
+        return TensorWork(flops, bytes_sent)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    waves, waves_of_a_part = (
+        math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1]) / multiprocessors
+        for rows in (sizes.rows, sizes.rows // world_size)
+    )
+    return TensorWork(flops, bytes_sent, waves, waves_of_a_part)

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from bench.backends import DISTRIBUTED, meet
 from bench.perf.driver import load_collective
 from bench.small_messages.command import Outcome, Settings
-from bench.small_messages.rows import LARGE_BYTES, Row
+from bench.small_messages.rows import LARGE_BYTES, Row, SkippedRow, TimeFigures, TimeRow
 from bench.small_messages.systems import DTYPE, System, open_systems
 from bench.small_messages.windows import windows_rows
 from collectives.small.path import KINDS, Kind
@@ -79,21 +79,21 @@ def measure(
 
     systems, skipped = open_systems(group, device, settings, table)
     for name, reason in skipped.items():
-        report({"table": "skipped", "system": name, "reason": reason})
+        report(SkippedRow(name, reason).row())
     done: list[tuple[Kind, int]] = []
     for num_bytes, kind in itertools.product(settings.sizes, KINDS):
         if time_is_out():
             what = f"{kind} of {format_size(num_bytes)}"
             reason = f"not begun within {settings.within_s:g} s"
-            report({"table": "skipped", "system": what, "reason": reason, "out_of_time": True})
+            report(SkippedRow(what, reason, out_of_time=True).row())
             continue
         for row in _measure_one(kind, num_bytes, systems, group, device, settings):
-            report(row)
+            report(row.row())
         done.append((kind, num_bytes))
     # Last, for a profiler that was once on may slow launches down.
     if "nccl_windows" in systems and not time_is_out():
-        for row in windows_rows(systems["nccl_windows"], done, device):
-            report(row)
+        for kernel in windows_rows(systems["nccl_windows"], done, device):
+            report(kernel.row())
 
 
 def _measure_one(
@@ -103,46 +103,50 @@ def _measure_one(
     group: dist.ProcessGroup,
     device: torch.device,
     settings: Settings,
-) -> list[Row]:
+) -> list[TimeRow | SkippedRow]:
     """All systems of one collective and size; a time only of what was right."""
     launches = settings.launches if num_bytes < LARGE_BYTES else -(-settings.launches // 5)
-    rows: dict[tuple[str, str], Row] = {}
+    rows: dict[tuple[str, str], TimeRow | SkippedRow] = {}
+    dtype = str(DTYPE).removeprefix("torch.")
     replays = {}
     for system, maker in systems.items():
         for variant, trial in maker.trials(kind, num_bytes).items():
-            row = {"table": "time", "kind": kind, "num_bytes": num_bytes, "system": system, "variant": variant}
             replay = checked_replay(trial, launches, group)
+            if isinstance(replay, str) and replay != WRONG_DATA:
+                reason = f"{kind} of {format_size(num_bytes)} {replay}"
+                rows[system, variant] = SkippedRow(f"{system} {variant}".strip(), reason, wrong=False, dtype=dtype)
+                continue
+            rows[system, variant] = TimeRow(kind, num_bytes, system, variant, replay == WRONG_DATA, dtype)
             if not isinstance(replay, str):
                 replays[system, variant] = replay
-            elif replay != WRONG_DATA:
-                reason = f"{kind} of {format_size(num_bytes)} {replay}"
-                row = {"table": "skipped", "system": f"{system} {variant}".strip(), "reason": reason}
-            rows[system, variant] = row | {"wrong": replay == WRONG_DATA, "dtype": str(DTYPE).removeprefix("torch.")}
     times = time_in_turn(replays, group, device, launches, settings.replays, settings.rounds)
     num_ranks = dist.get_world_size(group)
     return [
-        row | (_figures(kind, num_bytes, times[key], num_ranks) if key in times else {}) for key, row in rows.items()
+        replace(row, figures=_figures(kind, num_bytes, times[key], num_ranks))
+        if isinstance(row, TimeRow) and key in times
+        else row
+        for key, row in rows.items()
     ]
 
 
-def _figures(kind: Kind, num_bytes: int, times: Times, num_ranks: int) -> dict[str, Any]:
+def _figures(kind: Kind, num_bytes: int, times: Times, num_ranks: int) -> TimeFigures:
     """Statistics of all replays, per launch."""
     each = times.each_us
     median_us = statistics.median(each)
     whole_bytes = max(buffer_sizes(kind, num_bytes, num_ranks))
     alg_bw, bus_bw = load_collective(kind).bandwidth_gbs(whole_bytes, median_us / 1e6, num_ranks)
-    return {
-        "median_us": median_us,
-        "p99_us": percentile(each, 99),
-        "min_us": min(each),
-        "max_us": max(each),
-        "round_medians_us": [statistics.median(samples) for samples in times.rounds_us],
-        "alg_bw_gbs": alg_bw,
-        "bus_bw_gbs": bus_bw,
-        "num_replays": len(each),
-        "replays_us": times.rounds_us,
-        "host_bound": times.host_bound,
-    }
+    return TimeFigures(
+        median_us=median_us,
+        p99_us=percentile(each, 99),
+        min_us=min(each),
+        max_us=max(each),
+        round_medians_us=[statistics.median(samples) for samples in times.rounds_us],
+        alg_bw_gbs=alg_bw,
+        bus_bw_gbs=bus_bw,
+        num_replays=len(each),
+        replays_us=times.rounds_us,
+        host_bound=times.host_bound,
+    )
 
 
 def _versions(device: torch.device) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from netlayer.errors import CheckFailed
@@ -19,6 +20,106 @@ LARGE_BYTES = 64 << 20
 OURS, NCCL = "ours", "nccl"
 
 Row = dict[str, Any]
+"""Columns of a record, as a rank reports them and a record keeps them."""
+
+
+@dataclass(frozen=True)
+class TimeFigures:
+    """Statistics of all replays of one system, of a launch; times in microseconds, bandwidths in GB/s.
+
+    Args:
+        round_medians_us: of each round; `replays_us` its replays.
+        num_replays: of all rounds together.
+        host_bound: the host launched a replay later than the device was ready for it.
+    """
+
+    median_us: float
+    p99_us: float
+    min_us: float
+    max_us: float
+    round_medians_us: Sequence[float]
+    alg_bw_gbs: float
+    bus_bw_gbs: float
+    num_replays: int
+    replays_us: Sequence[Sequence[float]]
+    host_bound: bool
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """One system on one collective and size; without figures where its data was wrong."""
+
+    kind: str
+    num_bytes: int
+    system: str
+    variant: str
+    wrong: bool
+    dtype: str
+    figures: TimeFigures | None = None
+
+    def row(self) -> Row:
+        """Return the columns of a record."""
+        columns = {"table": "time", **asdict(self)}
+        return columns | (columns.pop("figures") or {})
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """A system, or a collective and size, that was not measured, and why; `wrong` and `dtype` of a system's variant."""
+
+    system: str
+    reason: str
+    out_of_time: bool | None = None
+    wrong: bool | None = None
+    dtype: str | None = None
+
+    def row(self) -> Row:
+        """Return the columns of a record, without those that are None."""
+        return {"table": "skipped", **{name: value for name, value in asdict(self).items() if value is not None}}
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """NCCL's kernel on registered windows; both None where the profiler did not see it."""
+
+    kind: str
+    num_bytes: int
+    kernel: str | None
+    on_windows: bool | None
+
+    def row(self) -> Row:
+        """Return the columns of a record."""
+        return {"table": "kernel", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class SpeedUpRow:
+    """Ours beside the best of the others on one collective and size; `bus_bw_of_nccl`: None for small ones."""
+
+    kind: str
+    num_bytes: int
+    ours_us: float
+    best_other: str
+    best_other_us: float
+    speed_up: float
+    bus_bw_of_nccl: float | None
+
+    def row(self) -> Row:
+        """Return the columns of a record."""
+        return {"table": "speed_up", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class MeanRow:
+    """Geometric mean of the speed-ups of one collective, or of `all`, up to 256 KiB."""
+
+    kind: str
+    num_sizes: int
+    speed_up: float
+
+    def row(self) -> Row:
+        """Return the columns of a record."""
+        return {"table": "geometric_mean", **asdict(self)}
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
@@ -27,13 +128,13 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
     No rows where there was nothing to compare, or no right data.
     """
     timed = [row for row in rows if row["table"] == "time" and not row["wrong"]]
-    compared: list[Row] = []
+    compared: list[SpeedUpRow] = []
     for kind in KINDS:
         for num_bytes in sorted({row["num_bytes"] for row in timed if row["kind"] == kind}):
             compared += _compare([row for row in timed if (row["kind"], row["num_bytes"]) == (kind, num_bytes)])
-    small = [row for row in compared if row["num_bytes"] <= SMALL_BYTES[-1]]
-    means = [_mean(kind, [row for row in small if row["kind"] == kind]) for kind in KINDS]
-    return [*compared, *filter(None, means), *filter(None, [_mean("all", small)])]
+    small = [row for row in compared if row.num_bytes <= SMALL_BYTES[-1]]
+    means = [_mean(kind, [row for row in small if row.kind == kind]) for kind in KINDS]
+    return [row.row() for row in (*compared, *means, _mean("all", small)) if row is not None]
 
 
 def judge(rows: Sequence[Row], min_speed_up: float | None) -> None:
@@ -95,34 +196,31 @@ def format_summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _compare(rows: Sequence[Row]) -> list[Row]:
-    """The row of one kind and size."""
+def _compare(rows: Sequence[Row]) -> list[SpeedUpRow]:
+    """The row of one kind and size; none where there is nothing to compare."""
     ours = next((row for row in rows if row["system"] == OURS), None)
     best = min((row for row in rows if row["system"] != OURS), key=lambda row: float(row["median_us"]), default=None)
     if ours is None or best is None:
         return []
     nccl = next((row for row in rows if row["system"] == NCCL), None)
+    is_large = ours["num_bytes"] >= LARGE_BYTES
     return [
-        {
-            "table": "speed_up",
-            "kind": ours["kind"],
-            "num_bytes": ours["num_bytes"],
-            "ours_us": ours["median_us"],
-            "best_other": _name(best),
-            "best_other_us": best["median_us"],
-            "speed_up": best["median_us"] / ours["median_us"],
-            "bus_bw_of_nccl": ours["bus_bw_gbs"] / nccl["bus_bw_gbs"]
-            if nccl is not None and ours["num_bytes"] >= LARGE_BYTES
-            else None,
-        }
+        SpeedUpRow(
+            ours["kind"],
+            ours["num_bytes"],
+            ours_us=ours["median_us"],
+            best_other=_name(best),
+            best_other_us=best["median_us"],
+            speed_up=best["median_us"] / ours["median_us"],
+            bus_bw_of_nccl=ours["bus_bw_gbs"] / nccl["bus_bw_gbs"] if nccl and is_large else None,
+        )
     ]
 
 
-def _mean(kind: str, compared: Sequence[Row]) -> Row | None:
+def _mean(kind: str, compared: Sequence[SpeedUpRow]) -> MeanRow | None:
     if not compared:
         return None
-    mean = statistics.geometric_mean(row["speed_up"] for row in compared)
-    return {"table": "geometric_mean", "kind": kind, "num_sizes": len(compared), "speed_up": mean}
+    return MeanRow(kind, len(compared), statistics.geometric_mean(row.speed_up for row in compared))
 
 
 def _name(row: Row) -> str:

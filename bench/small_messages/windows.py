@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.small_messages.rows import Row
+from bench.small_messages.rows import KernelRow
 from bench.small_messages.systems import System
 from collectives.small.path import Kind
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _PREFIXES = ("ncclSym", "ncclDev")
 
 
-def windows_rows(system: System, done: Sequence[tuple[Kind, int]], device: torch.device) -> list[Row]:
+def windows_rows(system: System, done: Sequence[tuple[Kind, int]], device: torch.device) -> list[KernelRow]:
     """A row of each collective and size: `on_windows`, None where the profiler did not see it. Every rank calls it."""
     calls = [trial.launch for kind, num_bytes in done for trial in system.trials(kind, num_bytes).values()]
     seen = kernel_names(calls, device)
@@ -32,9 +32,7 @@ def windows_rows(system: System, done: Sequence[tuple[Kind, int]], device: torch
     for index, (kind, num_bytes) in enumerate(done):
         kernel = None if seen is None else seen[index]
         on_windows = None if kernel is None else kernel.startswith("ncclSym")
-        rows.append(
-            {"table": "kernel", "kind": kind, "num_bytes": num_bytes, "kernel": kernel, "on_windows": on_windows}
-        )
+        rows.append(KernelRow(kind, num_bytes, kernel, on_windows))
     return rows
 
 
