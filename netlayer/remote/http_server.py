@@ -78,7 +78,7 @@ class BoundedServer(ThreadingHTTPServer):
 
 
 class _TimedReader(socket.SocketIO):
-    """Reader of a connection that ends it where a request takes too long to come: a byte a minute is no silence.
+    """Socket reader with a deadline for a whole request: a client that sends a byte a minute is never silent.
 
     Args:
         limit_s: from the first byte of a request to its last, unless `extend` adds to it.

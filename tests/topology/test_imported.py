@@ -247,7 +247,9 @@ def test_servers_of_a_simai_topology_share_an_nvswitch(tmp_path: Path) -> None:
     assert fabric.unreachable_pairs(alive_links(fabric, single_failures(fabric, "peer-link", None, 0))) == (4, 8)
 
 
-def test_ecmp_of_a_simai_topology_keeps_nvlink_out_of_the_network(tmp_path: Path) -> None:
+def test_ecmp_of_a_simai_topology_keeps_nvlink_out_of_the_network(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     topo = str(write(tmp_path / "topo", SIMAI))
     words = ["ecmp", "--fabric", topo, "--hash", "crc16", "--seeds", "2", "--json", "-", "--out", str(tmp_path / "out")]
     rows = [row for row in json.loads(_run(*words).stdout)["rows"] if row["table"] == "collisions"]
@@ -259,6 +261,11 @@ def test_ecmp_of_a_simai_topology_keeps_nvlink_out_of_the_network(tmp_path: Path
     rows = [row for row in json.loads(result.stdout)["rows"] if row["table"] == "collisions"]
     assert {row["flows"] for row in rows if "host" in row["tier"]} == {1}
     write(tmp_path / "flows.csv", "src,dst,bytes\nhost0,host1,1e9\n")
+    counters = str(write(tmp_path / "counters.csv", "device,port,bytes\nhost0,nvswitch4,9e9\nhost0,switch6,1e9\n"))
+    flows_of_all = str(write(tmp_path / "all.csv", "src,dst,bytes\nhost0,host1,1e9\nhost0,host2,1e9\n"))
+    result = _run("import", topo, "--flows", flows_of_all, "--counters", counters, "--out", str(tmp_path / "imported"))
+    assert "1 counters of NVLink ports are left out" in result.stderr + caplog.text
+    assert "nvswitch4" not in (tmp_path / "imported" / "calibration.csv").read_text()
     with pytest.raises(ConfigError, match="no flow but between GPUs of one NVSwitch"):
         _run("whatif", "--fabric", topo, "--flows", flows, "--out", str(tmp_path / "out"))
 

@@ -116,8 +116,9 @@ def _calibrate(graph: Graph, params: dict[str, Any], seed: int) -> tuple[dict[st
     from topology.ecmp import calibrate
     from topology.fabric.imported import without_nvlink
 
-    graph, nvswitch_of = without_nvlink(graph)
-    counters = calibrate.read_counters(graph, params["counters"])
+    whole = graph
+    graph, nvswitch_of = without_nvlink(whole)
+    counters = calibrate.read_counters(graph, params["counters"], whole)
     flows = read_network_flows(params["flows"], graph, nvswitch_of)
     even, hashed = calibrate.predict(graph, flows, cast("HashName", params["hash_name"]), seed)
     predictions: dict[str, Floats] = {"even": even, "hashed": hashed}
