@@ -379,7 +379,8 @@ def _expected(kind: str, first: str, second: str) -> list[str]:
 def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Random, sleep_s: float) -> None:
     """Bring about one fault, on the first node, and where the kind has two, on the second."""
     simple: dict[str, Callable[[], None]] = {
-        "kill": lambda: job.kill_rank(first),
+        "kill": lambda: job.kill_ranks(first),
+        "two": lambda: job.kill_ranks(first, second),
         "stop": lambda: job.stop_rank(first),
         "exception": lambda: job.fault_inside(first, "exception"),
         "nan": lambda: job.fault_inside(first, "nan"),
@@ -399,7 +400,7 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Ran
         simple[kind]()
         return
     last = _last_number(job.facts)
-    job.kill_rank(first)
+    job.kill_ranks(first)
     if kind == "checkpoint":
         # Once no rank is left that could save another one, and before the next ones look for the newest.
         job.wait(lambda facts: facts["state"] in ("diagnose", "gather", "verify"), _LIMIT_S, "the suspension")
@@ -412,15 +413,13 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Ran
 
         job.wait(is_there, _LIMIT_S, f"the state {state}", poll_s=0.002)
         job.kill_driver()
-    if kind == "two":
-        job.kill_rank(second)
     if kind == "in_recovery":
 
         def is_starting(facts: Row) -> bool:
             return _last_number(facts) > last and facts["state"] == "start" and bool(job.ranks(second))
 
         job.wait(is_starting, _LIMIT_S, "the first repair")
-        job.kill_rank(second)
+        job.kill_ranks(second)
 
 
 def _rows(out: Path) -> list[Row]:
