@@ -239,6 +239,8 @@ def _healthy(out: Path, config: Any, network: Network | None, until: int) -> dic
     folder = out / "healthy"
     while folder.exists():
         folder = folder.with_name(folder.name + "-again")
+    if network is not None:
+        network.restore_all()  # of faults before
     job = FaultyJob(folder, config, network=network)
     try:
         job.start()
@@ -277,9 +279,8 @@ def _run(
     """
     while folder.exists() and not before:
         folder = folder.with_name(folder.name + "-again")
-    for link in range(len(network.hosts) if network else 0):
-        assert network is not None
-        network.restore(link)
+    if network is not None:
+        network.restore_all()
     job = FaultyJob(folder, config, network=network, own_disk="disk" in kinds)
     rows = list(before)
     job.start()
