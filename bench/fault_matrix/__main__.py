@@ -239,6 +239,8 @@ def _healthy(out: Path, config: Any, network: Network | None, until: int) -> dic
     folder = out / "healthy"
     while folder.exists():
         folder = folder.with_name(folder.name + "-again")
+    if network is not None:
+        network.restore_all()  # of faults before
     job = FaultyJob(folder, config, network=network)
     try:
         job.start()
@@ -277,9 +279,8 @@ def _run(
     """
     while folder.exists() and not before:
         folder = folder.with_name(folder.name + "-again")
-    for link in range(len(network.hosts) if network else 0):
-        assert network is not None
-        network.restore(link)
+    if network is not None:
+        network.restore_all()
     job = FaultyJob(folder, config, network=network, own_disk="disk" in kinds)
     rows = list(before)
     job.start()
@@ -379,7 +380,8 @@ def _expected(kind: str, first: str, second: str) -> list[str]:
 def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Random, sleep_s: float) -> None:
     """Bring about one fault, on the first node, and where the kind has two, on the second."""
     simple: dict[str, Callable[[], None]] = {
-        "kill": lambda: job.kill_rank(first),
+        "kill": lambda: job.kill_ranks(first),
+        "two": lambda: job.kill_ranks(first, second),
         "stop": lambda: job.stop_rank(first),
         "exception": lambda: job.fault_inside(first, "exception"),
         "nan": lambda: job.fault_inside(first, "nan"),
@@ -399,7 +401,7 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Ran
         simple[kind]()
         return
     last = _last_number(job.facts)
-    job.kill_rank(first)
+    job.kill_ranks(first)
     if kind == "checkpoint":
         # Once no rank is left that could save another one, and before the next ones look for the newest.
         job.wait(lambda facts: facts["state"] in ("diagnose", "gather", "verify"), _LIMIT_S, "the suspension")
@@ -412,15 +414,13 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Ran
 
         job.wait(is_there, _LIMIT_S, f"the state {state}", poll_s=0.002)
         job.kill_driver()
-    if kind == "two":
-        job.kill_rank(second)
     if kind == "in_recovery":
 
         def is_starting(facts: Row) -> bool:
             return _last_number(facts) > last and facts["state"] == "start" and bool(job.ranks(second))
 
         job.wait(is_starting, _LIMIT_S, "the first repair")
-        job.kill_rank(second)
+        job.kill_ranks(second)
 
 
 def _rows(out: Path) -> list[Row]:

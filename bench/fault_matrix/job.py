@@ -285,9 +285,11 @@ class FaultyJob:
                     time.sleep(0.05)
         file.unlink()
 
-    def kill_rank(self, node: str) -> None:
-        for rank in self.ranks(node):
-            rank.send_signal(signal.SIGKILL)
+    def kill_ranks(self, *nodes: str) -> None:
+        """Kill the ranks of all these nodes at once: who looks for the second's meanwhile comes after the driver."""
+        for rank in [rank for node in nodes for rank in self.ranks(node)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGKILL)
 
     def stop_rank(self, node: str) -> None:
         for rank in self.ranks(node):

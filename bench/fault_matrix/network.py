@@ -92,6 +92,11 @@ class Network:
         """Bring a host's link up."""
         _ip("link", "set", f"nl-{number}", "up")
 
+    def restore_all(self) -> None:
+        """Bring every host's link up."""
+        for number in range(len(self.hosts)):
+            self.restore(number)
+
     def flap(self, number: int, *, times: int = 4, down_s: float = 0.6, up_s: float = 2.0) -> None:
         """Take a host's link down and up, several times."""
         for _ in range(times):
