@@ -145,8 +145,8 @@ def _fit(base: Plan, tp: int, pp: int, vpp: int, cp: int, micro: int) -> tuple[P
         if base.zero == 3 and pp > 1:
             return None, "--zero 3 with stages", 0
         # Of stages the first holds most micro-batches, the last the head.
-        held = (memory_of(plan, stage) for stage in {0, pp - 1})
-        num_bytes = max(memory.total + memory.exchanges for memory in held)
+        estimates = (memory_of(plan, stage) for stage in {0, pp - 1})
+        num_bytes = max(memory.total + memory.exchanges for memory in estimates)
         if num_bytes <= room:
             return plan, "", num_bytes
     return None, "memory", num_bytes
