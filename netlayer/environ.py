@@ -238,6 +238,9 @@ def code_digest(packages: Sequence[str] = PACKAGES) -> str:
     """Return a digest of the Python files of our packages as they are on the disk now, 16 hex digits.
 
     Two processes that imported them under one digest run the same code of ours; other distributions are not in it.
+
+    Raises:
+        OSError: a file or folder cannot be read; of a file that has just gone, nothing is taken.
     """
     whole = hashlib.sha256()
     for package in packages:

@@ -105,7 +105,7 @@ class NodeView:
 
     Args:
         newest: rank that has told of the last step; None: there are no ranks.
-        oldest_step: the last step of the rank that is furthest behind; None: there are no ranks.
+        lowest_step: the last step of the rank that is furthest behind; None: there are no ranks.
         is_clean: nothing in the heartbeat can be a finding.
         is_in_phase: a rank is in a phase that takes its time.
         is_blocked: a rank is blocked in the kernel.
@@ -116,7 +116,7 @@ class NodeView:
     heard_s: float
     stopped_since_s: dict[int, float] = field(default_factory=dict)
     newest: RankStatus | None = field(init=False)
-    oldest_step: int | None = field(init=False)
+    lowest_step: int | None = field(init=False)
     is_clean: bool = field(init=False)
     is_in_phase: bool = field(init=False)
     is_blocked: bool = field(init=False)
@@ -125,7 +125,7 @@ class NodeView:
     def __post_init__(self) -> None:
         ranks = self.heartbeat.ranks
         self.newest = max(ranks, key=lambda each: each.step, default=None)
-        self.oldest_step = min((each.step for each in ranks), default=None)
+        self.lowest_step = min((each.step for each in ranks), default=None)
         self.are_ended = all(each.state == "ended" for each in ranks)
         self.is_in_phase = any(each.phase and each.state != "ended" for each in ranks)
         self.is_blocked = any(each.state == "blocked" for each in ranks)
@@ -243,9 +243,9 @@ class View:
         """
         for name in members:  # most looks end here: of thousands of ranks, one is behind as a rule
             view = self.nodes.get(name)
-            if view is None or view.heartbeat.incarnation != incarnation or view.oldest_step is None:
+            if view is None or view.heartbeat.incarnation != incarnation or view.lowest_step is None:
                 continue
-            if view.oldest_step <= self.looked_step:
+            if view.lowest_step <= self.looked_step:
                 return None
         ranks = list(self.ranks(members, incarnation))
         if len(ranks) < 3:
@@ -345,9 +345,9 @@ def find(
 
 
 def loaded_code(view: View, members: Sequence[str], incarnation: int) -> dict[str, list[str]] | None:
-    """Return the members that have loaded each digest of our packages' files; None: not all have told yet.
+    """Return names of members by the digest of our packages' files that they have loaded; None: not all are known.
 
-    Executors that tell none are in no list.
+    Executors that send no digest are in no list.
     """
     views = [view.nodes.get(name) for name in members]
     beats = [known.heartbeat for known in views if known and known.heartbeat.incarnation == incarnation]

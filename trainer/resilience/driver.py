@@ -88,8 +88,6 @@ class Driver:
         self._retry_s = -1e9
         self._disk_error = ""
         self._noted: set[tuple[str, str]] = set()
-        self._compared_code = 0  # incarnation of which all members have loaded the same, or it is said that not
-        self._known_codes: set[frozenset[str]] = set()
         self._status_s = -1e9
         self._marks = status.Marks(folder.out / "events", self.spec.name)
         self.roster = Roster(folder, self.spec, self.journal, self.view, backend, self._note_eviction)
@@ -606,17 +604,18 @@ class Driver:
         A restart has all of them load anew. Where they differ as before it, their installations do: a note.
         """
         facts = self.facts
-        if self._compared_code == facts.incarnation:
+        if facts.compared_code == facts.incarnation:
             return []
         nodes = detect.loaded_code(self.view, facts.members, facts.incarnation)
         if nodes is None:
             return []
-        self._compared_code, codes = facts.incarnation, frozenset(nodes)
+        facts.compared_code, codes = facts.incarnation, sorted(nodes)
         if len(codes) > 1:
-            is_known = codes in self._known_codes
-            self._known_codes.add(codes)
+            is_known = codes in facts.known_codes
+            if not is_known:
+                facts.known_codes.append(codes)
             return [detect.of_code(nodes, int(self._wall() * 1e9), is_known=is_known)]
-        for code in codes - {facts.code}:
+        for code in {*codes} - {facts.code}:
             before, facts.code = facts.code, code
             if before:
                 self.journal.note("code changed", before=before, now=code)

@@ -253,7 +253,7 @@ class Executor:
         if processes is not None and not (assignment.action in ("train", "drain") and is_same):
             self._end_processes()
         is_new = assignment.action == "train" and not is_same and assignment.incarnation > self._last_incarnation()
-        if is_new and (self._warm.is_loading or self._has_other_code(assignment.incarnation)):
+        if is_new and (self._warm.is_loading or self._reload_if_changed(assignment.incarnation)):
             return  # a start now would import the same once more in each rank, and be later
         self._followed = (assignment.epoch, assignment.seq)
         if processes is not None and assignment.action == "drain" and is_same:
@@ -268,16 +268,16 @@ class Executor:
         if assignment.action == "leave":
             self._is_leaving = True
 
-    def _has_other_code(self, incarnation: int) -> bool:
-        """Whether files have changed since they were imported, which is done anew then; of files that never rest: no.
+    def _reload_if_changed(self, incarnation: int) -> bool:
+        """Import our packages anew if their files have changed since; True: they have, and are being imported.
 
-        At most so often before a start: peers wait, and the driver compares what all have loaded.
+        At most three times before a start: its peers wait, and the driver compares what all have loaded.
         """
-        of, times = self._reloads
-        times = times if of == incarnation else 0
-        if times >= _MOST_RELOADS or not self._warm.reload_if_changed():
+        reloaded_for, count = self._reloads
+        count = count if reloaded_for == incarnation else 0
+        if count >= _MOST_RELOADS or not self._warm.reload_if_changed():
             return False
-        self._reloads = incarnation, times + 1
+        self._reloads = incarnation, count + 1
         return True
 
     def _follow_check(self, number: int) -> None:

@@ -143,6 +143,8 @@ class Facts:
         incident: the fault that is being handled: `policy.Incident` as JSON; empty in none.
         incidents: those that were handled, oldest first, without their findings; the last 100.
         code: digest of our packages' files that the last incarnation has loaded; empty: not known.
+        compared_code: incarnation whose nodes' digests have been compared.
+        known_codes: sets of digests in which nodes have differed at a start, and were restarted for it.
         reason: why the run is where it is, for a person.
     """
 
@@ -166,6 +168,8 @@ class Facts:
     incident: dict[str, Any] = field(default_factory=dict)
     incidents: list[dict[str, Any]] = field(default_factory=list)
     code: str = ""
+    compared_code: int = 0
+    known_codes: list[list[str]] = field(default_factory=list)
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:

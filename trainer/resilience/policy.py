@@ -42,7 +42,7 @@ from trainer.resilience.messages import plain
 Action = Literal["retry", "evict", "give_up"]
 
 _BY_SIGNAL: tuple[Kind, ...] = ("killed", "stopped", "memory")
-_OF_NODES = ("asked", "self_check", "hardware", "node_lost", "slow")  # never of a program or its data
+_OF_NODES = ("asked", "self_check", "hardware", "node_lost", "slow")  # not of a program or its data
 _MAX_FINDINGS = 40
 _MAX_REASON = 600  # characters: it stands in every later entry of the journal
 _REMEMBERED_S = 24 * 3600.0
@@ -344,8 +344,8 @@ def _steps_of_ranks(incident: Incident, facts: Facts, nodes: Sequence[str]) -> l
         one, other = decision["swap"]
         ranks = places.get(one)  # the place that it has left; journals of before do not tell
         for at, later, now in rows[number + 1 :]:
-            blamed = () if later.get("kind") in _OF_NODES else later.get("nodes", ())
-            is_there = other in blamed if ranks is None else ranks in now.values()
+            blamed = () if later.get("kind") in (*_OF_NODES, "corrupt") else later.get("nodes", ())
+            is_there = other in blamed if ranks is None else bool(blamed) and ranks in now.values()
             if _is_near(at, [step]) and is_there and one not in blamed:
                 steps.append(step)
                 break

@@ -141,12 +141,12 @@ class Warm:
         self._sessions = set[int]()  # of what was forked: it goes on when a server is lost
         self._num_started = 0
         self.code = ""
-        """Digest of the files that it has loaded, or a fresh interpreter would load (`environ.code_digest`)."""
+        """Digest of the files that it has loaded, or a fresh interpreter would load; empty: they cannot be read."""
         self._start()
 
     def _start(self) -> None:
         self._server = None
-        self.code = code_digest()  # before the imports: what changes during them is seen at the next look
+        self.code = _code_digest()  # before the imports: what changes during them is seen at the next look
         self._loading_s = time.monotonic()
         if self._modules and self._num_started < _MOST_SERVERS:
             self._num_started += 1
@@ -202,8 +202,8 @@ class Warm:
 
         A fork that loads a module of its own else mixes the two, and a node that comes later has the new ones alone.
         """
-        code = code_digest()
-        if code == self.code:
+        code = _code_digest()
+        if code in ("", self.code):
             return False
         logger.warning("files of our packages have changed (%s, before %s): they are loaded anew", code, self.code)
         self.code = code
@@ -382,6 +382,15 @@ class TrainingProcesses:
         now_s = time.monotonic()
         process.blocked_since_s = process.blocked_since_s or now_s
         return "blocked" if now_s - process.blocked_since_s > _BLOCKED_S else "running"
+
+
+def _code_digest() -> str:
+    """Return the digest of our packages' files; empty where they cannot be read now: an executor goes on without."""
+    try:
+        return code_digest()
+    except OSError as exc:
+        logger.warning("our packages' files cannot be read: %s", exc)
+        return ""
 
 
 def wait_until(is_so: Callable[[], bool], meanwhile: Callable[[], None]) -> None:

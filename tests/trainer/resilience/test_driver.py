@@ -278,6 +278,22 @@ def test_a_fault_that_went_with_the_rank_to_a_third_node_is_not_held_against_the
     assert list(fleet.driver.facts.evicted) == [second]
 
 
+def test_a_node_that_is_lost_where_another_failed_does_not_acquit_that_one(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=2)
+    for _ in range(2):
+        fleet.until_step(12)
+        raise_(fleet.node(1))
+        fleet.until_not(State.RUN)
+    fleet.until_step(12)
+    [first, _] = [name for _, _, [name] in fleet.decisions]
+    fleet.node(1).is_dead = True  # it has changed places with the first
+    fleet.until_not(State.RUN)
+    fleet.until_step(12)
+    raise_(fleet.nodes[first])
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions[3:] == [("evict", "exited", [first])]
+
+
 def test_a_fault_that_goes_with_the_rank_does_not_evict_a_node_that_had_one_before(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, nodes=2, spares=1)
     fleet.until_step(6)
@@ -593,6 +609,16 @@ def test_nodes_whose_installations_differ_for_good_train_and_it_is_noted(tmp_pat
     notes = [entry["evidence"]["finding"] for entry in entries(fleet.folder.journal) if entry["event"] == "noted"]
     assert [each["kind"] for each in notes] == ["code"]
     assert "installations differ" in notes[0]["text"]
+
+
+def test_a_driver_that_takes_over_knows_which_installations_differ(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_state(State.VERIFY)
+    fleet.node(0).code = "fedcba9876543210"
+    fleet.until_step(12)
+    fleet.driver = fleet.new_driver()
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "code", [])]
 
 
 def test_files_that_change_between_two_starts_are_told_of(tmp_path: Path) -> None:
