@@ -207,8 +207,16 @@ COMMANDS: tuple[Command, ...] = (
         ".venv/bin/netlayer train examples/laptop.toml --set model.recompute=selective "
         "--set 'model.recompute_modules=mlp_act layernorm'"
     ),
-    Command(".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/a"),
-    Command(".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/c"),
+    Command(
+        ".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/a",
+        instead=".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/a --set optimizer.steps=310",
+        why="runs/a was not stopped: it has taken all of its steps",
+    ),
+    Command(
+        ".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/c",
+        instead=".venv/bin/netlayer train examples/laptop.toml --resume runs/a --out runs/c --set optimizer.steps=320",
+        why="runs/a was not stopped: it has taken all of its steps",
+    ),
     Command(".venv/bin/netlayer train examples/laptop.toml --set model.parallel_block=true --set optimizer.name=lamb"),
     Command(
         ".venv/bin/netlayer train examples/laptop.toml --set data.folder=my-text --set 'data.pattern=*.md' "

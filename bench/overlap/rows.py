@@ -239,7 +239,7 @@ def dp_rows(
         ]
         step_ms = timing.median * 1e3
         others = [other for other in (*PEERS, "ours_overlap_off") if other in timings]
-        faster_than = {other: timings[other].median * 1e3 / step_ms - 1 for other in others}
+        faster_than: dict[str, float] = {other: timings[other].median * 1e3 / step_ms - 1 for other in others}
         rows.append(DpRow(channels, ranks, system, figures, faster_than))
     return [row.row() for row in rows]
 
