@@ -150,7 +150,7 @@ class Plan:
                     elements=stage_elements(job, stage),
                     gathered_bytes=total_bytes(collectives, "dp", "all_gather", "parameters"),
                     reduced_bytes=total_bytes(collectives, "dp", "reduce_scatter", "gradients"),
-                    num_buckets=next((each.times for each in collectives if each.carries == "parameters"), 1),
+                    num_buckets=sum(each.times for each in collectives if each.carries == "parameters") or 1,
                     replicated_bytes=total_bytes(collectives, "dp_replicate", "all_reduce", "gradients"),
                 )
             )

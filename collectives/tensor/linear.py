@@ -75,7 +75,10 @@ class Computes(Protocol):
 class Products(Protocol):
     """The products of a linear, all of them without autograd."""
 
-    def factor(self, weight_NK: Tensor, *, is_transposed: bool) -> Any:
+    def hold(self, weight_NK: Tensor) -> Any:
+        """Return what `factor` takes in place of the weight, in this pass and its backward one; None: the weight."""
+
+    def factor(self, weight_NK: Any, *, is_transposed: bool) -> Any:
         """Return the weight as `multiply` takes it, [K, N] transposed or [N, K] as it is; it has a `shape`."""
 
     def multiply(
@@ -98,6 +101,9 @@ class Products(Protocol):
 
 class PlainProducts:
     """Products in the dtype of the factors."""
+
+    def hold(self, weight_NK: Tensor) -> None:  # noqa: ARG002
+        return None
 
     def factor(self, weight_NK: Tensor, *, is_transposed: bool) -> Tensor:
         return weight_NK.t() if is_transposed else weight_NK
@@ -329,13 +335,14 @@ class _Column(torch.autograd.Function):
         exchange = linear.exchange
         ctx.linear, ctx.has_bias, ctx.keeps, ctx.again = linear, bias_N is not None, keeps, again
         ctx.early, ctx.is_done = None, False
-        ctx.source = _source(weight_NK)
+        ctx.source, ctx.held = _source(weight_NK), linear.products.hold(weight_NK)
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
-        gathering, factor_KN = exchange.gather(x_mK), linear.products.factor(weight_NK, is_transposed=True)
+        gathering = exchange.gather(x_mK)
+        factor_KN = linear.products.factor(ctx.held or weight_NK, is_transposed=True)
         for rows, part in gathering.parts():
             _multiply(linear, part, factor_KN, _view(y_MN, exchange)[rows], bias_N)
         own_mK = x_mK if again is None else None
-        ctx.save_for_backward(gathering.kept() if keeps else own_mK, weight_NK)
+        ctx.save_for_backward(gathering.kept() if keeps else own_mK, None if ctx.held else weight_NK)
         gathering.close()
         if len(linear.splits) == 1:  # no view of itself: the gradient of a cut into one would be a copy
             return (y_MN,)
@@ -356,7 +363,7 @@ class _Column(torch.autograd.Function):
         dy_MN, dbias_N = linear.join(dys, needs_bias and ctx.has_bias)
         dy_MN = dy_MN.contiguous()
         if scattering is not None:
-            factor_NK = linear.products.factor(weight_NK, is_transposed=False)
+            factor_NK = linear.products.factor(ctx.held or weight_NK, is_transposed=False)
             for rows, part in scattering.parts():
                 _multiply(linear, _view(dy_MN, exchange)[rows], factor_NK, part, of_gradient=True)
         exchange.compute_deferred()
@@ -385,10 +392,13 @@ class _Row(torch.autograd.Function):
         ctx.before = None if last_column is None else last_column()
         ctx.sources = [_source(weight_NK) for weight_NK in weights]
         kept = [x_MK if each is None else None for x_MK, each in zip(inputs, again, strict=True)]
-        ctx.save_for_backward(*kept, *weights)
+        ctx.held = [linear.products.hold(weight_NK) for weight_NK in weights]
+        saved = [None if held else weight_NK for weight_NK, held in zip(weights, ctx.held, strict=True)]
+        ctx.save_for_backward(*kept, *saved)
         num_rows = inputs[0].shape[0] // exchange.world_size
         scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
-        factors = [linear.products.factor(weight_NK, is_transposed=True) for weight_NK in weights]
+        held = zip(ctx.held, weights, strict=True)
+        factors = [linear.products.factor(each or weight_NK, is_transposed=True) for each, weight_NK in held]
         for rows, part in scattering.parts():
             for index, (x_MK, factor_KN) in enumerate(zip(inputs, factors, strict=True)):
                 _multiply(linear, _view(x_MK, exchange)[rows], factor_KN, part, adds=index > 0)
@@ -409,7 +419,8 @@ class _Row(torch.autograd.Function):
             before.early = _unpacked(before, gathers=True)
         exchange.compute_deferred()
         dinputs = [dy_mN.new_empty(shape) if need else None for shape, need in zip(ctx.shapes, needs, strict=False)]
-        factors = [linear.products.factor(weight_NK, is_transposed=False) for weight_NK in weights]
+        held = zip(ctx.held, weights, strict=True)
+        factors = [linear.products.factor(each or weight_NK, is_transposed=False) for each, weight_NK in held]
         for rows, part in gathering.parts():
             for dx_MK, factor_NK in zip(dinputs, factors, strict=True):
                 if dx_MK is not None:
@@ -434,7 +445,7 @@ class _Row(torch.autograd.Function):
         return None, None, dbias_N, *dinputs, *dweights
 
 
-def _unpacked(ctx: Any, gathers: bool) -> tuple[tuple[Tensor, Tensor], Gathering | None]:
+def _unpacked(ctx: Any, gathers: bool) -> tuple[tuple[Tensor, Tensor | None], Gathering | None]:
     """Return what a column-parallel linear saved, which may be unpacked once, and the gather of its input's rows."""
     x, weight_NK = ctx.saved_tensors
     if x is None:

@@ -189,6 +189,16 @@ def parts(module: nn.Module) -> dict[str, Part]:
     return shardings
 
 
+def float8_weights(module: nn.Module) -> frozenset[str]:
+    """Return the names of the weights that products read in 8 bits."""
+    names: set[str] = set()
+    for prefix, child in module.named_modules():
+        is_scaled = isinstance(child, JoinedLinear | SummedLinear) and child.fp8 is not None
+        if is_scaled or isinstance(getattr(child, "products", None), ScaledProducts):
+            names |= {f"{prefix}.{name}" for name, _ in child.named_parameters() if not name.endswith("bias")}
+    return frozenset(names)
+
+
 class TokenTable(nn.Module):
     """One row of the hidden width for each token, cut by tokens over the ranks; a call gives this rank's rows.
 
