@@ -271,19 +271,21 @@ class Operators:
         width = DTYPE_BYTES[model.dtype]
         rows = plan.tokens * model.hidden
         gather = self.network.tp(rows * (1 if plan.narrow_exchanges else width))
+        narrow = plan.narrow_share if model.fp8_tp_gather else 0.0  # of the blocks, whose inputs travel in 8 bits
+        of_input = self.network.tp(rows * (narrow + (1 - narrow) * width)) if narrow else gather
         scatter = self.network.tp(rows * width)
         if not plan.job.overlap.tp:
             # Each of the latter two has one of the linear's two other GEMMs to lie under.
-            late = max(0.0, gather - gemm / 2) + max(0.0, scatter - gemm / 2)
-            return (gather + scatter, gather + late), (0.0, gather + scatter - late)
+            late = max(0.0, of_input - gemm / 2) + max(0.0, scatter - gemm / 2)
+            return (of_input + scatter, gather + late), (0.0, of_input + scatter - late)
         # Of the two linears each hides one exchange forward; backward, the first gather has one input gradient to hide
         # under, the others have the three GEMMs that are left.
         under = gemm / 2 * (1 - 1 / tp)
-        late_gather = max(0.0, gather - under)
+        late_input, late_gradient = (max(0.0, each - under) for each in (of_input, gather))
         tail = scatter / PARTS
         late_scatter = tail + max(0.0, scatter - tail - under)
-        exposed = late_gather + late_scatter, late_gather + max(0.0, gather + scatter - 1.5 * gemm)
-        all_of_it = gather + scatter, 2 * gather + scatter
+        exposed = late_input + late_scatter, late_gradient + max(0.0, of_input + scatter - 1.5 * gemm)
+        all_of_it = of_input + scatter, gather + of_input + scatter
         return exposed, (all_of_it[0] - exposed[0], all_of_it[1] - exposed[1])
 
     def _keys_exchange(self, attention: float) -> tuple[float, float]:

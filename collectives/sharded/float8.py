@@ -114,9 +114,9 @@ class Float8Bucket(Bucket):
         self.num_scales = [torch.Size(shape).numel() for shape in shapes]
         # Kept in one place: whoever is handed a scale reads that of the last gather.
         self._scales_K = torch.zeros(sum(self.num_scales), dtype=torch.float32, device=flat_N.device)
-        views = self._scales_K.split(self.num_scales)
+        views = torch.split(self._scales_K, self.num_scales)
         self._scales = [view.view(shape) for view, shape in zip(views, shapes, strict=True)]
-        self._wait = None
+        self._wait: weakref.WeakMethod[Any] | None = None
         self.is_readable = True
         self.forget_readable()
         for position, parameter in enumerate(self.parameters):
@@ -131,7 +131,7 @@ class Float8Bucket(Bucket):
 
     def wait_by(self, wait: Callable[[int], None]) -> None:
         """Have `wait`, a method, called with the bucket's index before weights are read in 8 bits; held weakly."""
-        self._wait: weakref.WeakMethod[Any] | None = weakref.WeakMethod(wait)
+        self._wait = weakref.WeakMethod(wait)
 
     def own_pieces(self) -> list[PieceOfWeight]:
         """This rank's part of each weight that it has any of."""
@@ -270,5 +270,6 @@ def share_scales(buckets: Sequence[Float8Bucket], comm: Communicator) -> None:
     # A maximum may drop a NaN; by an infinite scale the weight is as little finite.
     all_K.nan_to_num_(nan=float("inf"), posinf=float("inf"))
     comm.all_reduce(all_K, dist.ReduceOp.MAX)
-    for bucket, largest_K in zip(buckets, all_K.split([len(each) for each in largest]), strict=True):
+    parts = torch.split(all_K, [len(each) for each in largest])
+    for bucket, largest_K in zip(buckets, parts, strict=True):
         bucket.set_scales(largest_K)

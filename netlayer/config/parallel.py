@@ -103,7 +103,7 @@ def check_fp8(job: JobConfig) -> None:
     """Refuse shapes that tensor cores do not take in 8 bits, and what else cannot be had with them."""
     model, parallel = job.model, job.parallel
     kept = model.fp8_first + model.fp8_last
-    for key in ("fp8_first", "fp8_last", "fp8_param_gather"):
+    for key in ("fp8_first", "fp8_last", "fp8_param_gather", "fp8_tp_gather"):
         if model.fp8 == "off" and getattr(model, key):
             rule = "has no effect: no linear is in 8 bits, for job.model.fp8 = off"
             raise ConfigError(f"job.model.{key}", getattr(model, key), rule, "omit it, or set job.model.fp8")
@@ -128,7 +128,14 @@ def check_fp8(job: JobConfig) -> None:
 
 
 def _check_fp8_gathers(job: JobConfig) -> None:
-    """Refuse what does not go with weights that travel in 8 bits."""
+    """Refuse what does not go with weights, or with activations, that travel in 8 bits."""
+    model, key = job.model, "job.model.fp8_tp_gather"
+    if model.fp8_tp_gather and job.parallel.tp == 1:
+        rule = "has no effect: tensor-parallel ranks gather activations, and job.parallel.tp = 1"
+        raise ConfigError(key, True, rule, "omit it, or raise tp")
+    if model.fp8_tp_gather and model.fp8 != "tensorwise":
+        rule = f"needs one scale for all rows, and job.model.fp8 = {model.fp8} has one for each tile"
+        raise ConfigError(key, True, rule, "omit it, or set fp8 to tensorwise")
     for name, is_in_the_way in (
         ("job.loop.cuda_graph", job.loop.cuda_graph),
         ("job.overlap.step_in_backward", job.overlap.step_in_backward),

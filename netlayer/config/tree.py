@@ -151,6 +151,11 @@ class ModelConfig(Section):
         description="weights of linears in fp8 travel so between data-parallel ranks, and lie so on each: half the "
         "bytes of bfloat16, the same numbers; ranks first share the largest magnitudes, once a step",
     )
+    fp8_tp_gather: bool = Field(
+        False,
+        description="inputs of linears in fp8 are quantised before tensor-parallel ranks gather them: half the bytes "
+        "of bfloat16; one scale for all ranks' rows, shared ahead of each gather; needs fp8 = tensorwise",
+    )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
         description="what backward computes again: none, selective (recompute_modules), full (blocks); auto: none, and "

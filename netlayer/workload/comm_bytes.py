@@ -13,7 +13,8 @@ all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it lea
   gathers its input and scatters its output; backward gathers the output's gradient, scatters the input's, and gathers
   the input once more unless `overlap.save_gathered_input`. A parallel block is one such pair. Recomputation repeats
   what lies in it: a linear and its reduce-scatter are one operation. Beside blocks: the lookup, the head, and two
-  numbers a row of its softmax. Once a step: gradients of what all ranks hold whole (norms, positions, biases after
+  numbers a row of its softmax. With `model.fp8_tp_gather` inputs of linears in 8 bits travel so, after an all-reduce of
+  their largest magnitude. Once a step: gradients of what all ranks hold whole (norms, positions, biases after
   sums).
 - Context parallel: keys and values of every attention are gathered in the forward pass, and again in the backward one
   where there is neither a window nor packed documents; their gradients are scattered as sums.
@@ -30,12 +31,13 @@ float32 between replicas too; evaluation, checkpoints, what ranks agree upon at 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from netlayer.config.tree import JobConfig
-from netlayer.workload.bucket_units import BucketUnit, bucket_units
+from netlayer.workload.bucket_units import BucketUnit, bucket_units, is_float8
 from netlayer.workload.buckets import shard_elements
 from netlayer.workload.dtypes import DTYPE_BYTES, Dtype, gradient_dtype, master_dtype
 from netlayer.workload.memory import LOGITS_ROWS, frees_parameters
@@ -51,6 +53,7 @@ Carries = Literal[
     "weight scales",
     "gradients",
     "activations",
+    "activation scales",
     "lookup",
     "head",
     "softmax",
@@ -221,10 +224,20 @@ def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     """Yield the collectives of tensor parallelism of one stage in a step: activations, softmax and shared gradients."""
     tp, count, dtype = job.parallel.tp, micro_batches(job), job.model.dtype
     activation = _activation_bytes(job)
-    gathers, scatters = 0, 0
+    tokens_bytes = activation / DTYPE_BYTES[dtype] * DTYPE_BYTES["float8"]
+    gathers, scatters, narrow, scales = 0, 0, 0, 0
     for part, number in _stage_parts(job, stage).items():
         each = _block_gathers_and_scatters(job, part)
         gathers, scatters = gathers + number * each[0], scatters + number * each[1]
+    for part, number in _stage_parts(job, stage, in_8_bits=True).items() if job.model.fp8_tp_gather else ():
+        pairs = num_branches(job.model, part)
+        forwards = pairs * (1 + (job.model.recompute == "full"))
+        narrow += number * (forwards + pairs * (not job.overlap.save_gathered_input))
+        scales += number * forwards
+    yield Collective("tp", "all_gather", "activations", "float8", tp, count * narrow, count * narrow * tokens_bytes)
+    num_bytes = count * scales * DTYPE_BYTES["float32"]
+    yield Collective("tp", "all_reduce", "activation scales", "float32", tp, count * scales, num_bytes)
+    gathers -= narrow
     of_blocks: Mapping[Kind, int] = {"all_gather": count * gathers, "reduce_scatter": count * scatters}
     for kind, times in of_blocks.items():
         yield Collective("tp", kind, "activations", dtype, tp, times, times * activation)
@@ -301,11 +314,13 @@ def _units(job: JobConfig, stage: int) -> list[Unit]:
     return [unit for chunk in range(job.parallel.vpp) for unit in chunk_units(job, stage, chunk)]
 
 
-def _stage_parts(job: JobConfig, stage: int) -> dict[BlockPart, int]:
-    """Count the blocks and halves of them on a stage."""
+def _stage_parts(job: JobConfig, stage: int, *, in_8_bits: bool = False) -> dict[BlockPart, int]:
+    """Count the blocks and halves of them on a stage: all, or those whose linears are in 8 bits."""
     counts: dict[BlockPart, int] = {}
     for chunk in range(job.parallel.vpp):
-        for part, number in count_parts(run_of(job, stage, chunk)).items():
+        run = run_of(job, stage, chunk)
+        parts = Counter(part for layer, part in parts_of(run).items() if is_float8(job, layer)) if in_8_bits else {}
+        for part, number in (parts if in_8_bits else count_parts(run)).items():
             counts[part] = counts.get(part, 0) + number
     return counts
 

@@ -346,7 +346,9 @@ def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
     saved = sum(saved_tensors(model, tp, part).values())
     if job.overlap.save_gathered_input and model.recompute != "full":
         own = 0 if model.recomputes("layernorm") else 1 / tp  # which is in there
-        saved += num_branches(model, part) * stream * (1 - own)
+        is_narrow = model.fp8_tp_gather and not model.fp8_first + model.fp8_last  # else some are kept whole
+        gathered = model.hidden if is_narrow else stream
+        saved += num_branches(model, part) * (gathered - stream * own)
     return max(saved, _deferred_bytes(job, part)) if has_zero_bubble(job) else saved
 
 

@@ -218,6 +218,32 @@ def test_weights_that_travel_in_8_bits_can_be_read_and_written(work: Work, by_ra
     assert narrow.held[2] == 0  # given back when the shards changed
 
 
+INPUTS = [
+    job_of(
+        {"tp": 2},
+        {**LLAMA, **FP8, "layers": 2, "fp8_tp_gather": gathers},
+        {"tp": overlaps, "save_gathered_input": keeps},
+        sequences=4,
+    )
+    for gathers, overlaps, keeps in (
+        (False, False, False),
+        (True, False, False),
+        (True, False, True),
+        (True, True, False),
+    )
+]
+
+
+@on_ranks(2, layout_ranks.run_rank, INPUTS, 2)
+def test_inputs_that_travel_in_8_bits_are_quantised_as_all_rows_together(work: Work, by_rank: ByRank) -> None:
+    """To the bit as what was gathered whole before. In parts gradients have scales of their own, to their rounding."""
+    whole, narrow, kept, in_parts = by_rank(work)[0]
+    _assert_same(narrow, whole)
+    _assert_same(kept, whole)
+    assert in_parts.losses == pytest.approx(whole.losses, abs=2e-3)
+    assert in_parts.norms == pytest.approx(whole.norms, rel=2e-2)
+
+
 @pytest.mark.slow(minutes=4)
 @pytest.mark.parametrize(
     ("degrees", "model"),
@@ -270,6 +296,7 @@ def test_training_in_8_bits_stays_by_that_in_float32(recipe: str, sizes: dict[st
         ({"fp8_first": 2, "fp8_last": 2}, "fp8_first 2 + fp8_last 2 of 4 layers"),
         ({"fp8": "off", "fp8_last": 1}, "job.model.fp8_last = 1: has no effect"),
         ({"fp8": "off", "fp8_param_gather": True}, "job.model.fp8_param_gather = True: has no effect"),
+        ({"fp8_tp_gather": True}, "job.model.fp8_tp_gather = True: has no effect"),
     ],
 )
 def test_what_cannot_be_in_8_bits_is_refused_in_one_line(model: dict[str, Any], expected: str) -> None:

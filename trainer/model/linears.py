@@ -122,12 +122,14 @@ def column(
     adds_bias: bool = True,
     operators: Operators = "auto",
     fp8: Recipe | None = None,
+    gathers_fp8: bool = False,
 ) -> JoinedLinear | ColumnParallelLinear:
     """A linear with one output for each of `splits`; its parameters are still to be initialised.
 
     Args:
         adds_bias: False: the bias is there, and left to what reads the output.
         operators, fp8: as in `JoinedLinear`.
+        gathers_fp8: the exchange carries the input in 8 bits.
     """
     if exchange is None:
         return JoinedLinear(in_features, splits, bias, adds_bias, operators, fp8)
@@ -139,7 +141,7 @@ def column(
         adds_bias=adds_bias,
         join=functools.partial(join_gradients, operators=operators),
         tuned=autotunes_gemms(operators),
-        products=None if fp8 is None else ScaledProducts(fp8, operators),
+        products=None if fp8 is None else ScaledProducts(fp8, operators, gathers_fp8),
     )
 
 

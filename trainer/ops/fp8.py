@@ -25,16 +25,19 @@ Shapes: M rows, K features in, N features out; [R, C] any matrix, C summed over.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from collectives.sharded.float8 import HeldWeight, hold
 from collectives.sharded.slot import GradientSlot, Promise, SlotSource, slot_source
+from collectives.tensor.exchange import TensorExchange
 from collectives.triton_support import HAS_TRITON
 from netlayer.errors import HardwareMissing
 from trainer.ops.backend import Operators, uses_triton
@@ -89,16 +92,23 @@ def quantise(x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "a
     """
     dtype = E5M2 if kind == "gradient" and recipe == "tensorwise" else E4M3
     if recipe == "tensorwise":
-        if uses_triton(operators, x_RC):
-            scale = scale_of(largest_magnitude(x_RC), dtype, recipe)
-            return Scaled(cast(x_RC, scale, dtype), scale)
-        scale = scale_of(x_RC.abs().amax().float(), dtype, recipe)
-        return Scaled(cast_plain(x_RC.float() / scale, dtype), scale)
+        scale = scale_of(_largest(x_RC, operators), dtype, recipe)
+        return Scaled(_cast_by(x_RC, scale, dtype, operators), scale)
     rows, columns = x_RC.shape
     height = BLOCK if kind == "weight" else 1
     tiles = x_RC.float().view(rows // height, height, columns // BLOCK, BLOCK)
     scale = scale_of(tiles.abs().amax((1, 3)), dtype, recipe)
     return Scaled(cast_plain((tiles / scale[:, None, :, None]).view(rows, columns), dtype), scale)
+
+
+def _largest(x_RC: Tensor, operators: Operators) -> Tensor:
+    """Return the largest magnitude of a matrix, float32, []."""
+    return largest_magnitude(x_RC) if uses_triton(operators, x_RC) else x_RC.abs().amax().float()
+
+
+def _cast_by(x_RC: Tensor, scale: Tensor, dtype: torch.dtype, operators: Operators) -> Tensor:
+    """Return x / scale, rounded to `dtype`."""
+    return cast(x_RC, scale, dtype) if uses_triton(operators, x_RC) else cast_plain(x_RC.float() / scale, dtype)
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
@@ -319,15 +329,30 @@ class ScaledWeightGradient:
 class ScaledProducts:
     """Products of tensor-parallel linears in 8 bits (`collectives.tensor.linear.Products`).
 
-    Rows that arrive together are scaled together, and what is exchanged is in the dtype of the computation.
+    Rows that arrive together are scaled together; a column-parallel linear's input, where it travels in 8 bits, by one
+    scale for the rows of all ranks. Gradients, and sums over ranks, travel in the dtype of the computation.
 
     Args:
         recipe: of the scales.
         operators: for quantising.
+        gathers: inputs travel in 8 bits, with tensorwise scales.
     """
 
-    def __init__(self, recipe: Recipe, operators: Operators = "auto") -> None:
-        self.recipe, self.operators = recipe, operators
+    def __init__(self, recipe: Recipe, operators: Operators = "auto", gathers: bool = False) -> None:
+        self.recipe, self.operators, self.gathers = recipe, operators, gathers
+
+    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange) -> Tensor | None:
+        if not self.gathers:
+            return None
+        largest = _largest(x_mK, self.operators)
+        # A maximum may drop a NaN; by an infinite scale the rows are as little finite.
+        largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
+        exchange.comm.all_reduce(largest, dist.ReduceOp.MAX)
+        return scale_of(largest, E4M3, self.recipe)
+
+    def narrow(self, x_mK: Tensor, scale: Tensor) -> Tensor:
+        """[m, K / 2]: two values of 8 bits are seen as one of a dtype that every exchange carries."""
+        return _cast_by(x_mK, scale, E4M3, self.operators).contiguous().view(torch.bfloat16)
 
     def hold(self, weight_NK: Tensor) -> HeldWeight | None:
         return hold(weight_NK)
@@ -348,9 +373,13 @@ class ScaledProducts:
         tuned: bool = False,  # noqa: ARG002  (cublasLt's own choice)
         spared: int = 0,  # noqa: ARG002
         of_gradient: bool = False,
+        scale: Tensor | None = None,
     ) -> Tensor:
-        a = quantise(a_MK, "gradient" if of_gradient else "input", self.recipe, self.operators)
-        y_MN = product(a, factor, a_MK.dtype, fast=not of_gradient)
+        if scale is None:
+            a = quantise(a_MK, "gradient" if of_gradient else "input", self.recipe, self.operators)
+        else:
+            a = Scaled(a_MK.contiguous().view(E4M3), scale)
+        y_MN = product(a, factor, a_MK.dtype if out_MN is None else out_MN.dtype, fast=not of_gradient)
         if bias_N is not None:
             y_MN += bias_N
         if out_MN is None:
@@ -363,24 +392,30 @@ class ScaledProducts:
         x: Callable[[], Tensor],
         tuned: bool,  # noqa: ARG002
         spared: int,  # noqa: ARG002
+        scale: Tensor | None = None,
     ) -> WideWeightGradient:
-        return WideWeightGradient(dy, x, self.recipe, self.operators)
+        return WideWeightGradient(dy, x, self.recipe, self.operators, scale)
 
 
 @dataclass(frozen=True)
 class WideWeightGradient:
-    """dy^T x in 8 bits of factors that are still to be quantised, when they are read."""
+    """dy^T x in 8 bits of factors that are still to be quantised, when they are read.
+
+    Args:
+        scale: of `x`, which has travelled in 8 bits (`ScaledProducts.narrow`); None: it has not.
+    """
 
     dy: Callable[[], Tensor]
     x: Callable[[], Tensor]
     recipe: Recipe
     operators: Operators
+    scale: Tensor | None = None
 
     def into(self, source: SlotSource | None, accumulator: object) -> Tensor | None:
         """Compute into the slot of a linear's weight and return None; else return the gradient, for autograd."""
         if source is not None and source.write(accumulator, self._write):
             return None
-        return self._quantised()._compute(self.x().dtype)
+        return self._quantised()._compute(self.dy().dtype)
 
     def promised(self, source: SlotSource, accumulator: object) -> Promise | None:
         """There, later in this backward pass; None: it cannot be."""
@@ -391,7 +426,10 @@ class WideWeightGradient:
 
     def _quantised(self) -> ScaledWeightGradient:
         dy_MN, x_MK = self.dy(), self.x()
-        x = quantise(x_MK, "input", self.recipe, self.operators)
+        if self.scale is None:
+            x = quantise(x_MK, "input", self.recipe, self.operators)
+        else:
+            x = Scaled(x_MK.contiguous().view(E4M3), self.scale)
         dy = quantise(dy_MN, "gradient", self.recipe, self.operators)
         of_rows = functools.partial(over_rows, dy, dy_MN, self.recipe, self.operators)
-        return ScaledWeightGradient(of_rows, x, self.recipe, x_MK.dtype, self.operators)
+        return ScaledWeightGradient(of_rows, x, self.recipe, dy_MN.dtype, self.operators)
