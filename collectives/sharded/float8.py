@@ -9,7 +9,8 @@ as they are for a gather in that, so a product reads the same bits either way. P
 [Note: other readers] A bucket that travels in 8 bits has no memory for its parameters in the dtype of the computation.
 Whoever reads or writes one past `hold` (a state_dict, `.data`) gathers its bucket in that dtype, on every rank at the
 same place as in ZeRO stage 3. It then stays until the shards change, and products read that, as without 8 bits; so what
-was written there counts. Where somebody holds a view of it, it is gathered in both forms from then on.
+was written there counts. Where somebody holds a view of it, it is gathered in both forms from then on. The wrapper's
+`close()` leaves it as it is then.
 
 Not covered: steps inside the backward pass, CUDA graphs; parameters that no product reads in 8 bits, which have buckets
 of their own (`collectives.sharded.prepare.plan_module`).

@@ -49,7 +49,7 @@ class PieceQuantiser:
             return []
         if self.recipe == "tensorwise":
             norms = torch._foreach_norm([piece.values for piece in pieces], math.inf)
-            return list(torch.stack(norms).to(dtype).float().split(1))
+            return list(torch.split(torch.stack(norms).to(dtype).float(), 1))
         return [self._largest_of_blocks(piece).to(dtype).float() for piece in pieces]
 
     def scales(self, largest_K: Tensor) -> Tensor:
