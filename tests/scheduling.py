@@ -19,7 +19,7 @@ _KERNELS = "kernels"
 _COMPILING = ("tests/congestion/nic/test_switch_settings.py", "tests/bench/test_sim_speed.py")
 """Files that compile kernels, beside all in tests/congestion itself."""
 
-# Of 15 seconds and more on an idle machine: begun last, one of these would keep one worker busy while the others have none.
+# Of 15 seconds and more on an idle machine: begun last, one of these would keep a worker busy alone.
 _LONGEST = (
     _KERNELS,
     "tests/trainer/test_layouts.py",

@@ -30,6 +30,7 @@ from collectives.context import ContextExchange
 from collectives.pipeline.channel import PipelineChannel
 from collectives.pipeline.links import Path, PipelineLinks, open_link_groups
 from collectives.sharded.data_parallel import DataCommunicators, ShardedDataParallel
+from collectives.sharded.float8 import Float8Weights
 from collectives.sharded.gradient import each_norm, total_norm
 from collectives.sharded.policies import MixedPrecision, Overlap, Reshard
 from collectives.sharded.prepare import open_communicators, open_groups, open_replicas
@@ -52,10 +53,11 @@ from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import of_job
 from trainer.model.context import Context
 from trainer.model.gpt import GPT, build_model, initialiser
-from trainer.model.linears import parts
+from trainer.model.linears import float8_weights, parts
 from trainer.model.packed import Packed
 from trainer.ops.backend import check_operators
 from trainer.ops.fp8 import check_fp8
+from trainer.ops.fp8_gather import PieceQuantiser
 from trainer.pipeline import StageModel, run_schedule
 
 logger = logging.getLogger(__name__)
@@ -383,7 +385,7 @@ class ParallelModel:
             comms=self._data_comms,
             # The last one stays between its passes, in stage 3: a block, for tables stay as they are handed out.
             units=sorted(module.units, key=blocks.__contains__),
-            precision=MixedPrecision(dtype, getattr(torch, gradient_dtype(self.job))),
+            precision=MixedPrecision(dtype, getattr(torch, gradient_dtype(self.job)), self._float8(module)),
             overlap=Overlap(
                 enabled=overlap.dp,
                 prefetch=overlap.prefetch,
@@ -400,6 +402,14 @@ class ParallelModel:
             broadcast_buffers=False,  # constants
             mean=False,
         )
+
+    def _float8(self, module: GPT) -> Float8Weights | None:
+        """Say which weights products read in 8 bits, and whether they travel so."""
+        model, names = self.job.model, float8_weights(module)
+        if model.fp8 == "off" or not names:
+            return None
+        quantiser = PieceQuantiser(model.fp8, model.operators) if model.fp8_param_gather else None
+        return Float8Weights(lambda name, _shape: name in names, quantiser)
 
     def _slots(self, chunk: ShardedDataParallel) -> Iterator[Slot]:
         cut, spread = parts(chunk.module), self.layout.tp > 1

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from netlayer.errors import CheckFailed
 from netlayer.layout import ParallelLayout, describe_ranks
+from netlayer.workload.memory import frees_parameters
 from netlayer.workload.schedule import micro_batches
 from trainer.data.batches import cut_windows, own_chunks, split_windows
 from trainer.parallel import ParallelModel
@@ -89,9 +90,9 @@ class ReplicaCheck:
         """Sum of the words of all gathered parameters; 0 where each rank keeps its shard alone."""
         self._model.wait_parameters()
         buckets = list(itertools.chain.from_iterable(chunk.buckets for chunk in self._model.chunks))
-        if any(bucket.reshards for bucket in buckets):
+        if frees_parameters(self._model.job):
             return 0
-        return sum(digest(bucket.unsharded_N) for bucket in buckets)
+        return sum(digest(bucket.gathered_N) for bucket in buckets)
 
     def _loss(self, step: int) -> int:
         """Word of this rank's loss, of its part of sequences, of a batch from the seed: the same on every replica."""

@@ -276,18 +276,22 @@ class Operators:
         rows = plan.tokens * model.hidden
         in_parts = PARTS if plan.job.overlap.tp and plan.tp_under == "parts" else 1
         gather = self.network.tp(rows * (1 if plan.narrow_exchanges else width), in_parts)
+        narrow = plan.narrow_share if model.fp8_tp_gather else 0.0  # of the blocks, whose inputs travel in 8 bits
+        of_input = self.network.tp(rows * (narrow + (1 - narrow) * width), in_parts) if narrow else gather
         scatter = self.network.tp(rows * width, in_parts)
         if not plan.job.overlap.tp or plan.waits_for_nccl:
-            return (gather + scatter, 2 * gather + scatter), (0.0, 0.0)
+            return (of_input + scatter, gather + of_input + scatter), (0.0, 0.0)
         # Of the two linears each hides one exchange forward; backward, the first gather has one input gradient to hide
         # under, the others have the three GEMMs that are left.
         under = gemm / 2 * (1 - 1 / (in_parts if in_parts > 1 else tp))
-        first = gather / PARTS if in_parts > 1 else 0.0
-        late_gather = first + max(0.0, gather - first - under)
+        first_part = 1 / PARTS if in_parts > 1 else 0.0
+        late_input, late_gradient = (
+            each * first_part + max(0.0, each * (1 - first_part) - under) for each in (of_input, gather)
+        )
         tail = scatter / PARTS
         late_scatter = tail + max(0.0, scatter - tail - under)
-        exposed = late_gather + late_scatter, late_gather + max(0.0, gather + scatter - 1.5 * gemm)
-        all_of_it = gather + scatter, 2 * gather + scatter
+        exposed = late_input + late_scatter, late_gradient + max(0.0, of_input + scatter - 1.5 * gemm)
+        all_of_it = of_input + scatter, gather + of_input + scatter
         return exposed, (all_of_it[0] - exposed[0], all_of_it[1] - exposed[1])
 
     def _keys_exchange(self, attention: float) -> tuple[float, float]:

@@ -176,7 +176,8 @@ class Plan:
                     gathered_bytes=total_bytes(collectives, "dp", "all_gather", "parameters"),
                     reduced_bytes=total_bytes(collectives, "dp", "reduce_scatter", "gradients"),
                     num_buckets=self.dp_buckets
-                    or next((each.times for each in collectives if each.carries == "parameters"), 1),
+                    or sum(each.times for each in collectives if each.carries == "parameters")
+                    or 1,
                     replicated_bytes=total_bytes(collectives, "dp_replicate", "all_reduce", "gradients"),
                 )
             )

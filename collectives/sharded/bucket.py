@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 
-from collectives.sharded.gradient import ReducedPieces, ShardedGradient
+from collectives.sharded.gradient import CopyIn, ReducedPieces, ShardedGradient
 from collectives.sharded.slot import GradientSlot
 from collectives.triton_support import HAS_TRITON, IS_INTERPRETED
 from netlayer.workload.buckets import cut, shard_elements
@@ -55,6 +55,7 @@ class BucketPlan:
         align: a shard is a multiple of so many elements.
         whole_shard: elements of a shard where no parameter is cut: each lies in the shard of one rank, with padding
             after the last of every rank; None: parameters are cut where shards end.
+        is_float8: parameters travel in 8 bits (`collectives.sharded.float8`).
     """
 
     index: int
@@ -63,6 +64,7 @@ class BucketPlan:
     world_size: int
     align: int = 1
     whole_shard: int | None = None
+    is_float8: bool = False
 
     @property
     def numel(self) -> int:
@@ -113,6 +115,7 @@ def plan_buckets(
     units: Sequence[int] = (),
     align: int = 1,
     whole: Sequence[bool] = (),
+    float8: Sequence[bool] = (),
 ) -> list[BucketPlan]:
     """Cut parameters, in the order given, into buckets of at most `bucket_bytes`.
 
@@ -127,12 +130,14 @@ def plan_buckets(
         align: every shard is a multiple of so many elements.
         whole: for each parameter, whether it must lie in the shard of one rank; these have buckets of their own. Empty:
             none.
+        float8: for each parameter, whether it travels in 8 bits: in buckets of their own. Empty: none does.
     """
     if (bucket_bytes is not None and bucket_bytes < 1) or world_size < 1:
         raise ValueError(f"bucket_bytes and world_size must be at least 1, got {bucket_bytes} and {world_size}")
     sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in parameters]
-    of_parts = zip(parameters, units or [0] * len(parameters), whole or [False] * len(parameters), strict=True)
-    kinds = [(dtype, unit, is_whole) for (_, _, dtype), unit, is_whole in of_parts]
+    none = [False] * len(parameters)
+    of_parts = zip(parameters, units or [0] * len(parameters), whole or none, float8 or none, strict=True)
+    kinds = [(dtype, unit, is_whole, is_float8) for (_, _, dtype), unit, is_whole, is_float8 in of_parts]
     plans = []
     # By the same function as the estimators of memory and traffic: both must see the same buckets.
     for index, run in enumerate(cut(sizes, kinds, bucket_bytes)):
@@ -144,7 +149,8 @@ def plan_buckets(
         slots: list[Slot] = []
         for name, shape, _ in parameters[run.start : run.stop]:
             slots.append(Slot(name, shape, slots[-1].end if slots else 0))
-        plans.append(BucketPlan(index, kinds[run.start][0], tuple(slots), world_size, align))
+        is_float8 = kinds[run.start][3]
+        plans.append(BucketPlan(index, kinds[run.start][0], tuple(slots), world_size, align, is_float8=is_float8))
     return plans
 
 
@@ -231,21 +237,6 @@ class Piece:
     @property
     def grad(self) -> Tensor:
         return self.gradient.pieces[self.number]
-
-
-@dataclass(frozen=True)
-class CopyIn:
-    """Gradients of one bucket on their way to the other ranks.
-
-    Args:
-        buffer: what will travel, shape [N]; holds the gradients once `fill` has run.
-        fill: copies them there, on the stream of whoever calls it.
-        read: the tensors that `fill` reads: to be kept until it has run.
-    """
-
-    buffer: Tensor
-    fill: Callable[[], None]
-    read: Sequence[Tensor]
 
 
 def _kernel_syncs(master_S: Tensor, shard_S: Tensor) -> bool:
@@ -339,6 +330,14 @@ class Bucket:
         self._stand_ins: list[ShardedGradient] = []
         self._stand_in_at: set[int] = set()
         """Positions of the parameters that a stand-in was put on, as their `.grad`."""
+
+    @property
+    def gathered_N(self) -> Tensor:  # noqa: N802  (by its shape)
+        """Memory that an all-gather of the parameters fills."""
+        return self.unsharded_N
+
+    is_readable = True
+    """Whether there is memory for the parameters as the module has them, once they are gathered."""
 
     def note_holders(self) -> None:
         """Note who holds the memory of the parameters, when all that does has a right to: others are aliases later."""

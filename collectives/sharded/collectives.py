@@ -45,7 +45,8 @@ import torch
 from torch import Tensor
 
 from collectives.alike import spread
-from collectives.sharded.bucket import Bucket, BucketPlan, CopyIn
+from collectives.sharded.bucket import Bucket, BucketPlan
+from collectives.sharded.gradient import CopyIn
 from collectives.sharded.policies import MOST_OF_FREE, Choice
 from collectives.transport.communicator import Communicator, Work
 from collectives.transport.peer_reduce import DTYPES, PeerReduce
@@ -67,12 +68,12 @@ class AllGather:
         self.comm, self._windows = comm, None
         # One rank alone exchanges nothing: windows would only cost memory.
         if plans and comm.group is not None:
-            room = sum(Windows.room(plan.padded_numel, plan.dtype) for plan in plans)
+            room = sum(Windows.room(plan.padded_numel, _dtype_of(plan)) for plan in plans)
             self._windows = Windows(comm.group, comm.device, room)
 
     def allocate(self, plan: BucketPlan) -> Tensor | None:
-        """Return the memory for a bucket's unsharded parameters, [N]; None: any memory will do."""
-        return None if self._windows is None else self._windows.take(plan.padded_numel, plan.dtype)
+        """Return the memory for a bucket's unsharded parameters, [N], as they travel; None: any memory will do."""
+        return None if self._windows is None else self._windows.take(plan.padded_numel, _dtype_of(plan))
 
     def __call__(
         self,
@@ -87,6 +88,10 @@ class AllGather:
         """Give the windows back, once the device has come here. Every rank does so at the same point; twice is once."""
         if self._windows is not None:
             self._windows.close()
+
+
+def _dtype_of(plan: BucketPlan) -> torch.dtype:
+    return torch.uint8 if plan.is_float8 else plan.dtype
 
 
 @dataclass(frozen=True)

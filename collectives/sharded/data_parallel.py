@@ -199,7 +199,8 @@ class ShardedDataParallel(StandIn):
                 "communicators have their groups, timeout, recorder and watch: give these where they are opened"
             )
         world_size = shard_ranks(group, groups, comms)
-        cut = functools.partial(plan_module, module, bucket_bytes, world_size, param_dtype, order, parts, whole=whole)
+        cut = functools.partial(plan_module, module, bucket_bytes, world_size, param_dtype, order, parts)
+        cut = functools.partial(cut, whole=whole, float8=precision.float8)
         plans = cut()
         in_flight = overlap.most_in_flight(usual_bytes(plans, reduce_dtype))
         buffer_bytes = sum(buffer_sizes([plan.padded_numel for plan in plans], in_flight + 1)) * reduce_dtype.itemsize
@@ -238,7 +239,7 @@ class ShardedDataParallel(StandIn):
             peers=overlap.peer_reduce,
         )
         # In stages 1 and 2 parameters stay whole between steps: there is nothing to free.
-        reshards = find_resharding(module, plans, parts) if stage == 3 else frozenset()
+        reshards = find_resharding(module, plans, parts, precision.float8) if stage == 3 else frozenset()
         self.buckets: list[Bucket] = build_buckets(
             module,
             plans,
@@ -248,6 +249,7 @@ class ShardedDataParallel(StandIn):
             reshards,
             init,
             self.replicas,
+            None if precision.float8 is None else precision.float8.quantiser,
         )
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
@@ -518,8 +520,9 @@ class ShardedDataParallel(StandIn):
             ValueError: `gather_in_backward` has no effect, or is not in 0..1; or `kind` needs what is cut here; or
                 `only` picks nothing, or goes with `step_in_backward`.
         """
-        if step_in_backward and self._gather.reshards:
-            raise ValueError("step_in_backward = True: goes without stage 3, which frees parameters; wrap without it")
+        if step_in_backward and (self._gather.reshards or any(plan.is_float8 for plan in self.plans)):
+            reason = "goes without stage 3, which frees parameters, and without gathers in 8 bits; wrap without them"
+            raise ValueError(f"step_in_backward = True: {reason}")
         if gather_in_backward is not None and not step_in_backward:
             raise ValueError(f"gather_in_backward = {gather_in_backward}: has no effect without step_in_backward=True")
         if only is not None and step_in_backward:
@@ -582,6 +585,7 @@ class ShardedDataParallel(StandIn):
         """
         self.start_step()
         self._gather.wait_all()
+        self._gather.make_readable()
 
     def wait_for_gathers(self) -> None:
         """Let no gather be under way: as `wait_parameters`, but for those that stage 3 frees, which it frees."""

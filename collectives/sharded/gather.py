@@ -48,6 +48,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.collectives import AllGather
+from collectives.sharded.float8 import Float8Bucket, share_scales
 from collectives.transport.communicator import Work
 from collectives.transport.current_stream import current_stream
 
@@ -121,10 +122,22 @@ class ParameterGather:
         """Passes that no backward pass has followed yet."""
         self._staying: frozenset[int] = frozenset()
         """`last_unit` in a forward pass with gradients."""
+        self._float8 = {index: bucket for index, bucket in enumerate(buckets) if isinstance(bucket, Float8Bucket)}
         for index, bucket in enumerate(buckets):
             watch_access(bucket.parameters, self, index)
-            if index in self._freed:
+            if index in self._freed or not bucket.is_readable:
                 mark_pending(bucket.parameters)
+        self._start_float8()
+
+    def _start_float8(self) -> None:
+        """Gather what travels in 8 bits and stays: their parameters have no values yet."""
+        for bucket in self._float8.values():
+            bucket.wait_by(self.before_product)
+        if self._float8:
+            share_scales(list(self._float8.values()), self.comm)
+        for index in self._float8.keys() - self.reshards:
+            self._launch(index)
+            self.wait_for((index,))
 
     @property
     def needs_unshard(self) -> bool:
@@ -163,11 +176,38 @@ class ParameterGather:
                 self.needs_unshard and self.shards_have_changed
             ):  # else gradients are finished, and nobody has stepped yet
                 self._start_step()
+            if index in self._float8:
+                self.wait_for((index,))  # what is written now must not be taken for written in its midst
+                self._make_readable(self._float8[index])
+                return
             if index in self.reshards:
                 self._read.add(index)
                 if torch.is_grad_enabled():  # a backward pass may read it again, without a hook before
                     self._kept.add(index)
             self.wait_for((index,))
+
+    def before_product(self, index: int) -> None:
+        """Make bucket `index` current in 8 bits, since a product is about to read it so."""
+        if self.is_unsharded:
+            return
+        with self._lock:
+            if self.needs_unshard and self.shards_have_changed:
+                self._start_step()
+            self.wait_for((index,))
+
+    def make_readable(self) -> None:
+        """Gather what travels in 8 bits in the dtype of the computation too, on every rank."""
+        for bucket in self._float8.values():
+            self._make_readable(bucket)
+
+    def _make_readable(self, bucket: Float8Bucket) -> None:
+        if bucket.is_readable:
+            return
+        bucket.open_readable()
+        # Waited for at once: whoever reads it stands here.
+        self._all_gather(bucket.unsharded_N, bucket.copy_in_readable).wait()
+        bucket.is_readable = True
+        mark_current(bucket.parameters)
 
     @property
     def is_unsharded(self) -> bool:
@@ -186,12 +226,18 @@ class ParameterGather:
             self._settle()
         else:
             self.wait_all()
+        stays_readable = [bucket for bucket in self._float8.values() if not bucket.forget_readable()]
+        if self._float8:
+            share_scales(list(self._float8.values()), self.comm)
         # Gathers start from here, whenever they are launched: not behind the computation queued up by then.
         now = self.comm.mark()
         self._home = None if now is None or self.comm.is_capturing else current_stream(self.comm.device)
         self._after = {} if now is None else dict.fromkeys(range(len(self.buckets)), now)
         self.needs_unshard = False
         self._start(range(len(self.buckets)))
+        for bucket in stays_readable:  # whoever holds a view of it shall see the new values: see [Note: aliases]
+            bucket.is_readable = False
+            self._make_readable(bucket)
 
     def stepping(self, index: int) -> None:
         """Mark a bucket that is stepped inside the backward pass: nothing else of the pass may read its parameters."""
@@ -254,7 +300,7 @@ class ParameterGather:
                 self._home.wait_stream(here)
         del self._works[index]
         # A bucket whose shard has changed again stays marked: its parameters are outdated.
-        if not self.needs_unshard and index not in self._stepped:
+        if not self.needs_unshard and index not in self._stepped and self.buckets[index].is_readable:
             mark_current(self.buckets[index].parameters)
 
     @property
@@ -362,6 +408,10 @@ class ParameterGather:
             if work is not None:
                 work.wait()
                 self._note_current(index)
+            if index in self._float8:  # nobody writes there, or reads it past products
+                self._freed.add(index)
+                bucket.free()
+                continue
             # What was written is in no master yet; where a master has changed since, it is the newer one.
             may_be_written = self._is_written(index) or (index in self._read and self.compares_each_step)
             is_newer = not self._changed_unseen and bucket.master_S._version == self._versions[index]
@@ -421,7 +471,8 @@ class ParameterGather:
         self._refuse_writes(index for index in written if index in self._works or index in self._to_launch)
         for index in range(len(self.buckets)) if unseen else written:
             bucket = self.buckets[index]
-            if index not in self._works and index not in self._to_launch and index not in self._freed:
+            is_there = index in self._float8 or index not in self._freed
+            if index not in self._works and index not in self._to_launch and is_there:
                 bucket.sync_masters()
                 # The adoption has raised the version itself, and leaves nothing to unshard.
                 self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
@@ -430,7 +481,7 @@ class ParameterGather:
         """Note that shards and full parameters were changed alike on every rank: there is nothing to unshard."""
         self.needs_unshard = False
         for index, bucket in enumerate(self.buckets):
-            if index not in self._freed:
+            if index not in self._freed and bucket.is_readable:
                 mark_current(bucket.parameters)
         self._versions = [bucket.master_S._version for bucket in self.buckets]
         self._writes = [bucket.num_writes for bucket in self.buckets]
@@ -438,8 +489,8 @@ class ParameterGather:
     def note_masters_loaded(self, differ: bool) -> None:
         """Note that masters were loaded, and parameters with the same values, unless they `differ` on any rank."""
         self.note_changed()
-        # What could not be freed holds the values of before.
-        if differ or self.reshards - self._freed:
+        # What could not be freed holds the values of before, and so does what travelled in 8 bits.
+        if differ or self.reshards - self._freed or self._float8:
             self.note_changed_unseen()
 
     def _is_written(self, index: int) -> bool:
@@ -487,7 +538,7 @@ class ParameterGather:
         if index in self._freed:
             bucket.allocate()
             self._freed.discard(index)
-        work = self._all_gather(bucket.unsharded_N, prepare, after)
+        work = self._all_gather(bucket.gathered_N, prepare, after)
         self._in_place.discard(index)
         # The version that travels: a later one was changed too late, see `check_unchanged`.
         self._versions[index] = bucket.master_S._version

@@ -16,10 +16,26 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class CopyIn:
+    """Gradients of one bucket on their way to the other ranks.
+
+    Args:
+        buffer: what will travel, shape [N]; holds the gradients once `fill` has run.
+        fill: copies them there, on the stream of whoever calls it.
+        read: the tensors that `fill` reads: to be kept until it has run.
+    """
+
+    buffer: Tensor
+    fill: Callable[[], None]
+    read: Sequence[Tensor]
 
 
 class ReducedPieces(Protocol):

@@ -12,11 +12,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
 
 from netlayer.workload.buckets import reductions_in_flight
+
+if TYPE_CHECKING:
+    from collectives.sharded.float8 import Float8Weights
 
 Choice = bool | Literal["auto"]
 MOST_OF_FREE = 0.1
@@ -32,10 +35,13 @@ class MixedPrecision:
             business.
         reduce_dtype: of gradients on the wire, or its name (`"bfloat16"`); None: float32, or float64 where a parameter
             is. Gradients accumulate locally in float32 or wider; one rank alone rounds none.
+        float8: which weights products read in 8 bits, and whether they travel so (`collectives.sharded.float8`); None:
+            none.
     """
 
     param_dtype: torch.dtype | str | None = None
     reduce_dtype: torch.dtype | str | None = None
+    float8: Float8Weights | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Not covered: modules on several devices, and parameters that do not exist yet.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -25,6 +26,7 @@ from collectives.alike import first_difference
 from collectives.arguments import as_device, as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
 from collectives.sharded.collectives import AllGather, free_bytes
+from collectives.sharded.float8 import Float8Bucket, Float8Weights, Quantiser
 from collectives.sharded.policies import MOST_OF_FREE
 from collectives.transport.communicator import Communicator
 from collectives.transport.nccl_options import nccl_options
@@ -251,11 +253,16 @@ def plan_module(
     units: Sequence[nn.Module] = (),
     align: int = 1,
     whole: Callable[[str, torch.Size], bool] | None = None,
+    float8: Float8Weights | None = None,
 ) -> list[BucketPlan]:
     """Buckets of the trainable parameters, in `order` or else in order of registration; none spans two units.
 
+    What lies beside weights in 8 bits in their units comes first, of all these units together: it is little, and stays
+    in ZeRO stage 3. That is so whether weights travel in 8 bits or not, so that sums over ranks are the same.
+
     Args:
         align: shards are multiples of so many elements; the others as in `ShardedDataParallel`.
+        float8: the weights that products read in 8 bits.
 
     Raises:
         ValueError: `order` names other parameters, or a unit is not a part of the module, or lies in another one.
@@ -266,10 +273,30 @@ def plan_module(
     if sorted(names) != sorted(parameters):
         odd = sorted(set(names) ^ set(parameters)) or "a name comes twice"
         raise ValueError(f"order must name every trainable parameter once: {odd}")
+    beside = beside_float8(module, units, float8)
+    names = sorted(names, key=lambda name: name not in beside)
     layout = [(name, parameters[name].shape, param_dtype or parameters[name].dtype) for name in names]
-    units_of = [unit_of.get(id(parameters[name]), -1) for name in names]
+    units_of = [-2 if name in beside else unit_of.get(id(parameters[name]), -1) for name in names]
     is_whole = [] if whole is None else [bool(whole(name, shape)) for name, shape, _ in layout]
-    return plan_buckets(layout, bucket_bytes, world_size, units_of, align, is_whole)
+    is_float8 = [] if float8 is None else [float8.picks(name, shape) for name, shape, _ in layout]
+    plans = plan_buckets(layout, bucket_bytes, world_size, units_of, align, is_whole, is_float8)
+    travels = float8 is not None and float8.quantiser is not None and world_size > 1
+    return [dataclasses.replace(plan, is_float8=plan.is_float8 and travels) for plan in plans]
+
+
+def beside_float8(module: nn.Module, units: Sequence[nn.Module], float8: Float8Weights | None) -> frozenset[str]:
+    """Return the names of the parameters that are not in 8 bits in products, of units that have some that are."""
+    if float8 is None:
+        return frozenset()
+    unit_of = _units_of_parameters(module, units)
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    picked = {name for name, parameter in parameters.items() if float8.picks(name, parameter.shape)}
+    with_some = {unit_of.get(id(parameters[name])) for name in picked}
+    return frozenset(
+        name
+        for name, parameter in parameters.items()
+        if name not in picked and id(parameter) in unit_of and unit_of[id(parameter)] in with_some
+    )
 
 
 def check_communication(
@@ -366,7 +393,7 @@ def check_same(
     described = {name: str(value) for name, value in settings.items()}
     for plan in plans:
         for slot in plan.slots:
-            cut = "" if plan.whole_shard is None else ", whole"
+            cut = ("" if plan.whole_shard is None else ", whole") + ", gathered in 8 bits" * plan.is_float8
             described[f"parameter {slot.name}"] = f"{list(slot.shape)} {plan.dtype} in bucket {plan.index}{cut}"
     for name, tensor in _replicated(module):
         described[f"frozen parameter or buffer {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
@@ -392,6 +419,7 @@ def build_buckets(
     reshards: Set[int] = frozenset(),
     init: Init | None = None,
     replicas: Communicator | None = None,
+    quantiser: Quantiser | None = None,
 ) -> list[Bucket]:
     """Move the trainable parameters into buckets that hold rank 0's values.
 
@@ -402,6 +430,7 @@ def build_buckets(
         reshards: indices of the buckets whose parameters come and go; they are freed as soon as they are built.
         init: fills a parameter that is on the meta device, by its name.
         replicas: of the ranks that hold the same shard, of which the first one has the values of all.
+        quantiser: of the weights that travel in 8 bits.
     """
     parameters, buckets = dict(module.named_parameters()), list[Bucket]()
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -413,12 +442,17 @@ def build_buckets(
             swap(parameter, nn.Parameter(torch.empty_like(parameter, device=comm.device)))
             if init is not None and comm.rank == 0:
                 init(names[id(parameter)], parameter.detach())
-        bucket = _build(
-            plan, own, comm, all_gather.allocate(plan), gradients.get(plan.index), plan.index in reshards, replicas
-        )
+        flat_N = _values(plan, own, comm, replicas)
+        memory, frees = (all_gather.allocate(plan), gradients.get(plan.index)), plan.index in reshards
+        if plan.is_float8:
+            assert quantiser is not None
+            bucket: Bucket = Float8Bucket(plan, flat_N, own, comm.rank, quantiser, *memory, frees)
+        else:
+            bucket = Bucket(plan, flat_N, own, comm.rank, *memory, frees)
+        del flat_N
         # Views of the functions that have built it are gone now: counted with them, they would hide as many aliases.
         bucket.note_holders()
-        if bucket.reshards:
+        if frees:
             bucket.free()
         buckets.append(bucket)
     return buckets
@@ -503,10 +537,19 @@ def _has_nccl(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     return device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(group)
 
 
-def find_resharding(module: nn.Module, plans: Sequence[BucketPlan], units: Sequence[nn.Module]) -> frozenset[int]:
-    """Return the indices of the buckets that hold parameters of units: in ZeRO stage 3 these come and go."""
+def find_resharding(
+    module: nn.Module,
+    plans: Sequence[BucketPlan],
+    units: Sequence[nn.Module],
+    float8: Float8Weights | None = None,
+) -> frozenset[int]:
+    """Return the indices of the buckets that hold parameters of units: in ZeRO stage 3 these come and go.
+
+    Not what lies beside weights in 8 bits (`plan_module`).
+    """
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     names = {name for name, parameter in module.named_parameters() if id(parameter) in inside}
+    names -= beside_float8(module, units, float8)
     # A bucket ends where a unit does, so that its first parameter stands for all.
     return frozenset(plan.index for plan in plans if plan.slots[0].name in names)
 
@@ -621,23 +664,17 @@ def _master_dtype(parameter: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def _build(
-    plan: BucketPlan,
-    parameters: Sequence[nn.Parameter],
-    comm: Communicator,
-    unsharded_N: Tensor | None,
-    grad_S: Tensor | None,
-    reshards: bool,
-    replicas: Communicator | None,
-) -> Bucket:
-    """Build one bucket of its parameters, with the values of rank 0 on all ranks."""
+def _values(
+    plan: BucketPlan, parameters: Sequence[nn.Parameter], comm: Communicator, replicas: Communicator | None
+) -> Tensor:
+    """Return the values of one bucket's parameters, [N], those of rank 0 on all ranks."""
     flat_N = torch.zeros(plan.padded_numel, dtype=_master_dtype(parameters[0]), device=comm.device)
     for view, parameter in zip(plan.views(flat_N), parameters, strict=True):
         view.copy_(parameter)
     if replicas is not None:
         replicas.broadcast(flat_N)
     comm.broadcast(flat_N)
-    return Bucket(plan, flat_N, parameters, comm.rank, unsharded_N, grad_S, reshards)
+    return flat_N
 
 
 def _backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

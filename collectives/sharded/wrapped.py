@@ -244,7 +244,8 @@ class ReshardHooks:
     ) -> None:
         self._buckets, self._gather = buckets, gather
         self._units = [unit for unit in units if unit in owners]
-        gather.unit_of = {index: number for number, unit in enumerate(self._units) for index in owners[unit]}
+        of_units = ((number, index) for number, unit in enumerate(self._units) for index in owners[unit])
+        gather.unit_of = {index: number for number, index in of_units if index in gather.reshards}
         gather.last_unit = frozenset(owners[self._units[-1]])
         self._owners = owners
         self._pass = -1

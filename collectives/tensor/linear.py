@@ -20,8 +20,10 @@ nobody waits for. A row-parallel linear gathers its output's gradient, and after
 linear before it has to gather again, whose backward pass comes next; weights' gradients are promised
 (`collectives.sharded.slot`), and computed when the next gather or scatter is under way.
 
-Products are `collectives.tensor.gemm`'s, or others that have its interface (`Products`), such as in 8-bit floats; what
-is exchanged stays in the dtype of the computation. Not covered: autocast (cast the module).
+Products are `collectives.tensor.gemm`'s, or others that have its interface (`Products`), such as in 8-bit floats. What
+is exchanged is in the dtype of the computation, but for a column-parallel linear's input where its products can read
+that in 8 bits: with a scale that all ranks share, rows are quantised before they travel. Not covered: autocast (cast
+the module).
 
 Shapes: W ranks, m rows of a rank, M = W * m, K features in, N features out. Leading dimensions are rows: the first of
 them is spread over the ranks.
@@ -75,7 +77,10 @@ class Computes(Protocol):
 class Products(Protocol):
     """The products of a linear, all of them without autograd."""
 
-    def factor(self, weight_NK: Tensor, *, is_transposed: bool) -> Any:
+    def hold(self, weight_NK: Tensor) -> Any:
+        """Return what `factor` takes in place of the weight, in this pass and its backward one; None: the weight."""
+
+    def factor(self, weight_NK: Any, *, is_transposed: bool) -> Any:
         """Return the weight as `multiply` takes it, [K, N] transposed or [N, K] as it is; it has a `shape`."""
 
     def multiply(
@@ -89,15 +94,41 @@ class Products(Protocol):
         tuned: bool = False,
         spared: int = 0,
         of_gradient: bool = False,
+        scale: Tensor | None = None,
     ) -> Tensor:
-        """Return the product; arguments as of `collectives.tensor.gemm.multiply`, and whether `a` is a gradient."""
+        """Return the product; arguments as of `collectives.tensor.gemm.multiply`.
 
-    def weight_gradient(self, dy: Callable[[], Tensor], x: Callable[[], Tensor], tuned: bool, spared: int) -> Computes:
-        """Return dy^T x, still to be computed; arguments as of `collectives.tensor.gemm.WeightGradient`."""
+        Args:
+            of_gradient: `a` is one.
+            scale: of `a`, which `narrow` gave; None: it is in the dtype of the computation.
+        """
+
+    def weight_gradient(
+        self,
+        dy: Callable[[], Tensor],
+        x: Callable[[], Tensor],
+        tuned: bool,
+        spared: int,
+        scale: Tensor | None = None,
+    ) -> Computes:
+        """Return dy^T x, still to be computed; arguments as of `collectives.tensor.gemm.WeightGradient`.
+
+        Args:
+            scale: of `x`, as in `multiply`.
+        """
+
+    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange) -> Tensor | None:
+        """Return the scale of all ranks' rows, by which they are to travel; None: they travel as they are."""
+
+    def narrow(self, x_mK: Tensor, scale: Tensor) -> Tensor:
+        """Return rows as they travel by a scale, [m, .], of a dtype that an exchange carries."""
 
 
 class PlainProducts:
     """Products in the dtype of the factors."""
+
+    def hold(self, weight_NK: Tensor) -> None:  # noqa: ARG002
+        return None
 
     def factor(self, weight_NK: Tensor, *, is_transposed: bool) -> Tensor:
         return weight_NK.t() if is_transposed else weight_NK
@@ -113,13 +144,25 @@ class PlainProducts:
         tuned: bool = False,
         spared: int = 0,
         of_gradient: bool = False,  # noqa: ARG002  (all factors are alike here)
+        scale: Tensor | None = None,  # noqa: ARG002  (nothing travels narrow)
     ) -> Tensor:
         return multiply(a_MK, factor, bias_N, out_MN=out_MN, adds=adds, tuned=tuned, spared=spared)
 
     def weight_gradient(
-        self, dy: Callable[[], Tensor], x: Callable[[], Tensor], tuned: bool, spared: int
+        self,
+        dy: Callable[[], Tensor],
+        x: Callable[[], Tensor],
+        tuned: bool,
+        spared: int,
+        scale: Tensor | None = None,  # noqa: ARG002
     ) -> WeightGradient:
         return WeightGradient(dy, x, tuned, spared)
+
+    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange) -> None:  # noqa: ARG002
+        return None
+
+    def narrow(self, x_mK: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
+        return x_mK
 
 
 class ColumnParallelLinear(nn.Module):
@@ -329,13 +372,17 @@ class _Column(torch.autograd.Function):
         exchange = linear.exchange
         ctx.linear, ctx.has_bias, ctx.keeps, ctx.again = linear, bias_N is not None, keeps, again
         ctx.early, ctx.is_done = None, False
-        ctx.source = _source(weight_NK)
+        ctx.source, ctx.held = _source(weight_NK), linear.products.hold(weight_NK)
+        ctx.features_in = weight_NK.shape[1]
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
-        gathering, factor_KN = exchange.gather(x_mK), linear.products.factor(weight_NK, is_transposed=True)
+        # Kept for the backward pass, which quantises the same rows; it is of all ranks', so they have one order.
+        ctx.scale = linear.products.shared_scale(x_mK, exchange)
+        gathering = exchange.gather(_as_sent(ctx, x_mK))
+        factor_KN = linear.products.factor(ctx.held or weight_NK, is_transposed=True)
         for rows, part in gathering.parts():
-            _multiply(linear, part, factor_KN, _view(y_MN, exchange)[rows], bias_N)
+            _multiply(linear, part, factor_KN, _view(y_MN, exchange)[rows], bias_N, scale=ctx.scale)
         own_mK = x_mK if again is None else None
-        ctx.save_for_backward(gathering.kept() if keeps else own_mK, weight_NK)
+        ctx.save_for_backward(gathering.kept() if keeps else own_mK, None if ctx.held else weight_NK)
         gathering.close()
         if len(linear.splits) == 1:  # no view of itself: the gradient of a cut into one would be a copy
             return (y_MN,)
@@ -352,11 +399,11 @@ class _Column(torch.autograd.Function):
         early, ctx.early, ctx.is_done = ctx.early, None, True
         (x, weight_NK), gathering = early or _unpacked(ctx, gathers=needs_weight and not ctx.keeps)
         num_rows = len(x) // exchange.world_size if ctx.keeps else len(x)
-        scattering = exchange.scatter(num_rows, x.shape[1], x) if needs_x else None
+        scattering = exchange.scatter(num_rows, ctx.features_in, dys[0]) if needs_x else None
         dy_MN, dbias_N = linear.join(dys, needs_bias and ctx.has_bias)
         dy_MN = dy_MN.contiguous()
         if scattering is not None:
-            factor_NK = linear.products.factor(weight_NK, is_transposed=False)
+            factor_NK = linear.products.factor(ctx.held or weight_NK, is_transposed=False)
             for rows, part in scattering.parts():
                 _multiply(linear, _view(dy_MN, exchange)[rows], factor_NK, part, of_gradient=True)
         exchange.compute_deferred()
@@ -366,7 +413,8 @@ class _Column(torch.autograd.Function):
             whole = functools.partial(_same, x)
             if gathering is not None:
                 whole = functools.partial(_whole, gathering, [ctx.source])
-            dweight_NK = _weight_gradient(linear, functools.partial(_same, dy_MN), whole, ctx.source, accumulator)
+            dy = functools.partial(_same, dy_MN)
+            dweight_NK = _weight_gradient(linear, dy, whole, ctx.source, accumulator, ctx.scale)
         if gathering is not None and not exchange.defers:
             gathering.close()
         dx_mK = None if scattering is None else scattering.result()
@@ -385,10 +433,13 @@ class _Row(torch.autograd.Function):
         ctx.before = None if last_column is None else last_column()
         ctx.sources = [_source(weight_NK) for weight_NK in weights]
         kept = [x_MK if each is None else None for x_MK, each in zip(inputs, again, strict=True)]
-        ctx.save_for_backward(*kept, *weights)
+        ctx.held = [linear.products.hold(weight_NK) for weight_NK in weights]
+        saved = [None if held else weight_NK for weight_NK, held in zip(weights, ctx.held, strict=True)]
+        ctx.save_for_backward(*kept, *saved)
         num_rows = inputs[0].shape[0] // exchange.world_size
         scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
-        factors = [linear.products.factor(weight_NK, is_transposed=True) for weight_NK in weights]
+        held = zip(ctx.held, weights, strict=True)
+        factors = [linear.products.factor(each or weight_NK, is_transposed=True) for each, weight_NK in held]
         for rows, part in scattering.parts():
             for index, (x_MK, factor_KN) in enumerate(zip(inputs, factors, strict=True)):
                 _multiply(linear, _view(x_MK, exchange)[rows], factor_KN, part, adds=index > 0)
@@ -409,7 +460,8 @@ class _Row(torch.autograd.Function):
             before.early = _unpacked(before, gathers=True)
         exchange.compute_deferred()
         dinputs = [dy_mN.new_empty(shape) if need else None for shape, need in zip(ctx.shapes, needs, strict=False)]
-        factors = [linear.products.factor(weight_NK, is_transposed=False) for weight_NK in weights]
+        held = zip(ctx.held, weights, strict=True)
+        factors = [linear.products.factor(each or weight_NK, is_transposed=False) for each, weight_NK in held]
         for rows, part in gathering.parts():
             for dx_MK, factor_NK in zip(dinputs, factors, strict=True):
                 if dx_MK is not None:
@@ -434,13 +486,21 @@ class _Row(torch.autograd.Function):
         return None, None, dbias_N, *dinputs, *dweights
 
 
-def _unpacked(ctx: Any, gathers: bool) -> tuple[tuple[Tensor, Tensor], Gathering | None]:
+def _unpacked(ctx: Any, gathers: bool) -> tuple[tuple[Tensor, Tensor | None], Gathering | None]:
     """Return what a column-parallel linear saved, which may be unpacked once, and the gather of its input's rows."""
     x, weight_NK = ctx.saved_tensors
     if x is None:
         again_mK = ctx.again(None)
         x = again_mK.view(-1, again_mK.shape[-1])
-    return (x, weight_NK), ctx.linear.exchange.gather(x, in_parts=False) if gathers else None
+    if not gathers:
+        return (x, weight_NK), None
+    return (x, weight_NK), ctx.linear.exchange.gather(_as_sent(ctx, x), in_parts=False)
+
+
+def _as_sent(ctx: Any, x_mK: Tensor) -> Tensor:
+    """Return a rank's rows as they travel."""
+    products: Products = ctx.linear.products
+    return x_mK if ctx.scale is None else products.narrow(x_mK, ctx.scale)
 
 
 def _weight_gradient(
@@ -449,12 +509,13 @@ def _weight_gradient(
     x: Callable[[], Tensor],
     source: SlotSource | None,
     accumulator: object,
+    scale: Tensor | None = None,
 ) -> Tensor | None:
     """dy^T x, as `WeightGradient.into` has it: where the exchange defers, its factors are not read before they must."""
     exchange = linear.exchange
     if not exchange.defers:
         dy, x = (functools.partial(_same, give()) for give in (dy, x))
-    gradient = linear.products.weight_gradient(dy, x, linear.tuned, exchange.spared)
+    gradient = linear.products.weight_gradient(dy, x, linear.tuned, exchange.spared, scale)
     promise = gradient.promised(source, accumulator) if exchange.defers and source is not None else None
     if promise is None:
         return gradient.into(source, accumulator)
@@ -474,6 +535,7 @@ def _multiply(
     bias_N: Tensor | None = None,
     adds: bool = False,
     of_gradient: bool = False,
+    scale: Tensor | None = None,
 ) -> None:
     """`out` [w, i, N] (+)= `a` [w, i, K] @ b (+ bias), in place.
 
@@ -482,6 +544,7 @@ def _multiply(
     Args:
         b_KN: a factor of the linear's products.
         of_gradient: `a` is one.
+        scale: of `a`, where it has travelled in 8 bits.
     """
     multiply_by = functools.partial(
         linear.products.multiply,
@@ -489,6 +552,7 @@ def _multiply(
         tuned=linear.tuned,
         spared=linear.exchange.spared,
         of_gradient=of_gradient,
+        scale=scale,
     )
     if not (_lies_together(a) and _lies_together(out)) and is_large(a[0], b_KN):
         for a_iK, out_iN in zip(a, out, strict=True):

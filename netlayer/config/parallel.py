@@ -103,7 +103,7 @@ def check_fp8(job: JobConfig) -> None:
     """Refuse shapes that tensor cores do not take in 8 bits, and what else cannot be had with them."""
     model, parallel = job.model, job.parallel
     kept = model.fp8_first + model.fp8_last
-    for key in ("fp8_first", "fp8_last"):
+    for key in ("fp8_first", "fp8_last", "fp8_param_gather", "fp8_tp_gather"):
         if model.fp8 == "off" and getattr(model, key):
             rule = "has no effect: no linear is in 8 bits, for job.model.fp8 = off"
             raise ConfigError(f"job.model.{key}", getattr(model, key), rule, "omit it, or set job.model.fp8")
@@ -115,6 +115,7 @@ def check_fp8(job: JobConfig) -> None:
     for name, is_in_the_way in (("compile = true", model.compile), ("dtype = float64", model.dtype == "float64")):
         if is_in_the_way:
             raise ConfigError("job.model.fp8", model.fp8, f"cannot be had with job.model.{name}", "change one of them")
+    _check_fp8_gathers(job)
     unit = 128 if model.fp8 == "blockwise" else 16
     widths = {"hidden": model.hidden, "ffn_hidden / tp": model.ffn_hidden // parallel.tp}
     widths |= {"heads x head width / tp": model.attention_width // parallel.tp}
@@ -124,3 +125,21 @@ def check_fp8(job: JobConfig) -> None:
         if value % unit:
             rule = f"needs multiples of {unit}, and {name} = {value}"
             raise ConfigError("job.model.fp8", model.fp8, rule, "change that, or set it to off")
+
+
+def _check_fp8_gathers(job: JobConfig) -> None:
+    """Refuse what does not go with weights, or with activations, that travel in 8 bits."""
+    model, key = job.model, "job.model.fp8_tp_gather"
+    if model.fp8_tp_gather and job.parallel.tp == 1:
+        rule = "has no effect: tensor-parallel ranks gather activations, and job.parallel.tp = 1"
+        raise ConfigError(key, True, rule, "omit it, or raise tp")
+    if model.fp8_tp_gather and model.fp8 != "tensorwise":
+        rule = f"needs one scale for all rows, and job.model.fp8 = {model.fp8} has one for each tile"
+        raise ConfigError(key, True, rule, "omit it, or set fp8 to tensorwise")
+    for name, is_in_the_way in (
+        ("job.loop.cuda_graph", job.loop.cuda_graph),
+        ("job.overlap.step_in_backward", job.overlap.step_in_backward),
+    ):
+        if job.model.fp8_param_gather and is_in_the_way:
+            rule = f"cannot be had with {name} = true: scales are shared between a step's end and its gathers"
+            raise ConfigError("job.model.fp8_param_gather", True, rule, "omit one of them")

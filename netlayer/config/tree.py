@@ -22,6 +22,7 @@ from netlayer.config.parallel import check_context, check_fp8
 from netlayer.config.recompute import RecomputeModule, RecomputeModules, settle_recompute
 from netlayer.config.renamed import with_new_keys
 from netlayer.config.resilience import ResilienceConfig
+from netlayer.config.rope import RopeScalingConfig as RopeScalingConfig
 from netlayer.config.section import Section as Section
 from netlayer.errors import ConfigError
 from netlayer.units import parse_rate, parse_size
@@ -99,41 +100,6 @@ class ClusterConfig(Section):
         return self
 
 
-class RopeScalingConfig(Section):
-    """Scaling of rotary frequencies, so that a model reads more tokens than it was first trained on.
-
-    Keys and values are those of `rope_scaling` in a model's config.json on Hugging Face.
-    """
-
-    rope_type: Literal["default", "linear", "llama3"] = Field(
-        "default", description="default: not at all; linear: all by the factor; llama3: low ones by it, high ones not"
-    )
-    factor: float = Field(1.0, ge=1, description="by which frequencies are divided")
-    low_freq_factor: float = Field(
-        1.0, gt=0, description="llama3: wavelengths above the original length over this are divided by the whole factor"
-    )
-    high_freq_factor: float = Field(
-        4.0, gt=0, description="llama3: wavelengths below the original length over this stay as they are"
-    )
-    original_max_position_embeddings: Count = Field(
-        8192, description="llama3: tokens that the model was first trained on"
-    )
-
-    @model_validator(mode="after")
-    def _rules(self) -> Self:
-        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            _fail(
-                "job.model.rope_scaling.low_freq_factor",
-                self.low_freq_factor,
-                f"must be below high_freq_factor = {self.high_freq_factor:g}",
-                "take both from the model's config.json",
-            )
-        if self.rope_type == "default" and self.factor != 1:
-            rule = "has no effect with rope_type = default"
-            _fail("job.model.rope_scaling.factor", self.factor, rule, "set rope_type to linear or llama3")
-        return self
-
-
 class ModelConfig(Section):
     """A GPT: its shape."""
 
@@ -180,6 +146,16 @@ class ModelConfig(Section):
     )
     fp8_first: int = Field(0, ge=0, description="blocks at the start whose linears stay in dtype, where others are fp8")
     fp8_last: int = Field(0, ge=0, description="blocks at the end whose linears stay in dtype, where others are fp8")
+    fp8_param_gather: bool = Field(
+        False,
+        description="weights of linears in fp8 travel so between data-parallel ranks, and lie so on each: half the "
+        "bytes of bfloat16, the same numbers; ranks first share the largest magnitudes, once a step",
+    )
+    fp8_tp_gather: bool = Field(
+        False,
+        description="inputs of linears in fp8 are quantised before tensor-parallel ranks gather them: half the bytes "
+        "of bfloat16; one scale for all ranks' rows, shared ahead of each gather; needs fp8 = tensorwise",
+    )
     recompute: Literal["auto", "none", "selective", "full"] = Field(
         "auto",
         description="what backward computes again: none, selective (recompute_modules), full (blocks); auto: none, and "

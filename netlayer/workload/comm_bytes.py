@@ -7,12 +7,14 @@ all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it lea
   gradients in `dtypes.gradient_dtype`, padding of buckets included. ZeRO stage 1: one gather and one
   reduction of every bucket a step, however many micro-batches add up; from stage 2 on a reduction in every micro-batch;
   in stage 3 gathers of blocks in every forward and backward pass, but for the last block of a chunk where that stays
-  between the two.
+  between the two. With `model.fp8_param_gather` weights of linears in 8 bits travel so, and once a step a chunk's
+  ranks share the largest magnitudes of these.
 - Tensor parallel, with sequence parallelism (Korthikanti et al., arXiv 2205.05198, 4.2.2): an attention or an MLP
   gathers its input and scatters its output; backward gathers the output's gradient, scatters the input's, and gathers
   the input once more unless `overlap.save_gathered_input`. A parallel block is one such pair. Recomputation repeats
   what lies in it: a linear and its reduce-scatter are one operation. Beside blocks: the lookup, the head, and two
-  numbers a row of its softmax. Once a step: gradients of what all ranks hold whole (norms, positions, biases after
+  numbers a row of its softmax. With `model.fp8_tp_gather` inputs of linears in 8 bits travel so, after an all-reduce of
+  their largest magnitude. Once a step: gradients of what all ranks hold whole (norms, positions, biases after
   sums).
 - Context parallel: keys and values of every attention are gathered in the forward pass, and again in the backward one
   where there is neither a window nor packed documents; their gradients are scattered as sums.
@@ -29,25 +31,29 @@ float32 between replicas too; evaluation, checkpoints, what ranks agree upon at 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from netlayer.config.tree import JobConfig
-from netlayer.workload.buckets import cut, shard_elements
+from netlayer.workload.bucket_units import BucketUnit, bucket_units, is_float8
+from netlayer.workload.buckets import shard_elements
 from netlayer.workload.dtypes import DTYPE_BYTES, Dtype, gradient_dtype, master_dtype
 from netlayer.workload.memory import LOGITS_ROWS, frees_parameters
 from netlayer.workload.model_size import Unit, chunk_units, num_branches, table_elements
 from netlayer.workload.schedule import micro_batches, of_layout
-from netlayer.workload.stages import BLOCK_PARTS, BlockPart, count_parts, halves_in, parts_of, run_of
+from netlayer.workload.stages import BlockPart, count_parts, halves_in, parts_of, run_of
 
 Group = Literal["tp", "cp", "dp", "dp_replicate", "pp", "tied", "world"]
 """`tied`: the first and the last stage; `world`: all ranks."""
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "send"]
 Carries = Literal[
     "parameters",
+    "weight scales",
     "gradients",
     "activations",
+    "activation scales",
     "lookup",
     "head",
     "softmax",
@@ -136,8 +142,8 @@ def stage_buckets(job: JobConfig, stage: int) -> list[tuple[int, int]]:
     """
     buckets = []
     for chunk in range(job.parallel.vpp):
-        for unit in chunk_units(job, stage, chunk):
-            buckets += [(numel, unit.count) for numel in _unit_buckets(job, unit)]
+        for unit in bucket_units(job, stage, chunk):
+            buckets += [(numel, unit.count) for numel in _padded_buckets(job, unit)]
     return buckets
 
 
@@ -152,13 +158,17 @@ def _rows(job: JobConfig) -> int:
 
 
 def _data_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
-    dp, computed, reduced = job.parallel.dp_cp, job.model.dtype, gradient_dtype(job)
+    dp, reduced = job.parallel.dp_cp, gradient_dtype(job)
     buckets = stage_buckets(job, stage)
     times, elements = sum(count for _, count in buckets), sum(numel * count for numel, count in buckets)
-    gathered = [(sizes, number) for chunk in range(job.parallel.vpp) for sizes, number in _gathers(job, stage, chunk)]
-    num_gathers = sum(len(sizes) * number for sizes, number in gathered)
-    num_bytes = sum(sum(sizes) * number for sizes, number in gathered) * DTYPE_BYTES[computed]
-    yield Collective("dp", "all_gather", "parameters", computed, dp, num_gathers, num_bytes)
+    units = [(unit, number) for chunk in range(job.parallel.vpp) for unit, number in _gathers(job, stage, chunk)]
+    dtypes: tuple[Dtype, ...] = job.model.dtype, "float8"
+    for dtype in dtypes:
+        gathered = [(_padded_buckets(job, unit), number) for unit, number in units if unit.dtype == dtype]
+        num_gathers = sum(len(sizes) * number for sizes, number in gathered)
+        num_bytes = sum(sum(sizes) * number for sizes, number in gathered) * DTYPE_BYTES[dtype]
+        yield Collective("dp", "all_gather", "parameters", dtype, dp, num_gathers, num_bytes)
+    yield _weight_scales(job, stage)
     rounds = micro_batches(job) if job.parallel.stage > 1 else 1
     num_bytes = rounds * elements * DTYPE_BYTES[reduced]
     yield Collective("dp", "reduce_scatter", "gradients", reduced, dp, rounds * times, num_bytes)
@@ -169,17 +179,22 @@ def _data_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     yield from _lamb_norms(job, stage, "dp", dp)
 
 
-def _gathers(job: JobConfig, stage: int, chunk: int) -> Iterator[tuple[list[int], int]]:
-    """Yield the elements of the buckets of a chunk's units, with padding, and how often a step gathers these."""
-    last = list(parts_of(run_of(job, stage, chunk)).values())[-1:]
-    for unit in chunk_units(job, stage, chunk):
-        sizes = _unit_buckets(job, unit)
-        if unit.name in BLOCK_PARTS and frees_parameters(job):
-            num_stays = int([unit.name] == last)
-            yield sizes, (unit.count - num_stays) * 2 * micro_batches(job)
-            yield sizes, num_stays * _gathers_of_last(job, stage, chunk)
+def _weight_scales(job: JobConfig, stage: int) -> Collective:
+    """Return the all-reduces of the largest magnitudes of weights in 8 bits, one a chunk that has any."""
+    chunks = (bucket_units(job, stage, chunk) for chunk in range(job.parallel.vpp))
+    numbers = [sum(unit.num_scales * unit.count for unit in units) for units in chunks]
+    times, num_bytes = sum(number > 0 for number in numbers), sum(numbers) * DTYPE_BYTES["float32"]
+    return Collective("dp", "all_reduce", "weight scales", "float32", job.parallel.dp_cp, times, num_bytes)
+
+
+def _gathers(job: JobConfig, stage: int, chunk: int) -> Iterator[tuple[BucketUnit, int]]:
+    """Yield the units of a chunk, and how often a step gathers all buckets of each."""
+    for unit in bucket_units(job, stage, chunk):
+        if unit.is_block and frees_parameters(job):
+            yield unit, (unit.count - unit.has_last) * 2 * micro_batches(job)
+            yield unit, unit.has_last * _gathers_of_last(job, stage, chunk)
         else:
-            yield sizes, unit.count
+            yield unit, unit.count
 
 
 def _gathers_of_last(job: JobConfig, stage: int, chunk: int) -> int:
@@ -192,12 +207,10 @@ def _gathers_of_last(job: JobConfig, stage: int, chunk: int) -> int:
     return number
 
 
-def _unit_buckets(job: JobConfig, unit: Unit) -> list[int]:
+def _padded_buckets(job: JobConfig, unit: BucketUnit) -> list[int]:
     """Elements of each bucket of one unit, with padding."""
-    width, dp = DTYPE_BYTES[job.model.dtype], job.parallel.dp_cp
-    sizes = [parameter.numel for parameter in unit.parameters]
-    runs = cut([size * width for size in sizes], [unit.name] * len(sizes), bucket_limit(job))
-    return [shard_elements(sum(sizes[run.start : run.stop]), dp) * dp for run in runs]
+    dp = job.parallel.dp_cp
+    return [shard_elements(numel, dp) * dp for numel in unit.buckets(job)]
 
 
 def _lamb_norms(job: JobConfig, stage: int, group: Group, ranks: int) -> Iterator[Collective]:
@@ -211,10 +224,20 @@ def _tensor_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     """Yield the collectives of tensor parallelism of one stage in a step: activations, softmax and shared gradients."""
     tp, count, dtype = job.parallel.tp, micro_batches(job), job.model.dtype
     activation = _activation_bytes(job)
-    gathers, scatters = 0, 0
+    tokens_bytes = activation / DTYPE_BYTES[dtype] * DTYPE_BYTES["float8"]
+    gathers, scatters, narrow, scales = 0, 0, 0, 0
     for part, number in _stage_parts(job, stage).items():
         each = _block_gathers_and_scatters(job, part)
         gathers, scatters = gathers + number * each[0], scatters + number * each[1]
+    for part, number in _stage_parts(job, stage, in_8_bits=True).items() if job.model.fp8_tp_gather else ():
+        pairs = num_branches(job.model, part)
+        forwards = pairs * (1 + (job.model.recompute == "full"))
+        narrow += number * (forwards + pairs * (not job.overlap.save_gathered_input))
+        scales += number * forwards
+    yield Collective("tp", "all_gather", "activations", "float8", tp, count * narrow, count * narrow * tokens_bytes)
+    num_bytes = count * scales * DTYPE_BYTES["float32"]
+    yield Collective("tp", "all_reduce", "activation scales", "float32", tp, count * scales, num_bytes)
+    gathers -= narrow
     of_blocks: Mapping[Kind, int] = {"all_gather": count * gathers, "reduce_scatter": count * scatters}
     for kind, times in of_blocks.items():
         yield Collective("tp", kind, "activations", dtype, tp, times, times * activation)
@@ -291,11 +314,13 @@ def _units(job: JobConfig, stage: int) -> list[Unit]:
     return [unit for chunk in range(job.parallel.vpp) for unit in chunk_units(job, stage, chunk)]
 
 
-def _stage_parts(job: JobConfig, stage: int) -> dict[BlockPart, int]:
-    """Count the blocks and halves of them on a stage."""
+def _stage_parts(job: JobConfig, stage: int, *, in_8_bits: bool = False) -> dict[BlockPart, int]:
+    """Count the blocks and halves of them on a stage: all, or those whose linears are in 8 bits."""
     counts: dict[BlockPart, int] = {}
     for chunk in range(job.parallel.vpp):
-        for part, number in count_parts(run_of(job, stage, chunk)).items():
+        run = run_of(job, stage, chunk)
+        parts = Counter(part for layer, part in parts_of(run).items() if is_float8(job, layer)) if in_8_bits else {}
+        for part, number in (parts if in_8_bits else count_parts(run)).items():
             counts[part] = counts.get(part, 0) + number
     return counts
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 from netlayer.config.tree import JobConfig
 
-Dtype = Literal["float64", "float32", "bfloat16"]
-DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
+Dtype = Literal["float64", "float32", "bfloat16", "float8"]
+DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float8": 1}
 
 
 def master_dtype(job: JobConfig) -> Dtype:

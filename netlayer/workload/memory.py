@@ -23,11 +23,11 @@ from dataclasses import dataclass
 
 from netlayer.config.recompute import RecomputeModule
 from netlayer.config.tree import JobConfig, ModelConfig
+from netlayer.workload.bucket_units import BucketUnit, bucket_units
 from netlayer.workload.buckets import (
     COPIES_AT_ONCE,
     MOST_COPYING_RANKS,
     buffer_sizes,
-    cut,
     reductions_in_flight,
     slot_bytes,
 )
@@ -43,7 +43,7 @@ from netlayer.workload.model_size import (
     up_width,
 )
 from netlayer.workload.schedule import micro_batches
-from netlayer.workload.stages import BLOCK_PARTS, BlockPart, count_parts, halves_in, run_of
+from netlayer.workload.stages import BlockPart, count_parts, halves_in, run_of
 from netlayer.workload.zero_bubble import has_zero_bubble
 
 RESERVED_BYTES = 5 * 2**29
@@ -65,7 +65,8 @@ class Estimate:
     """Bytes that one rank holds.
 
     Args:
-        parameters: whole, in the dtype of the computation; in ZeRO stage 3 those that stay, outside the blocks.
+        parameters: whole, in the dtype of the computation, or in 8 bits where they travel so; in ZeRO stage 3 those
+            that stay, outside the blocks.
         masters: this rank's share in float32; none where the computation has that dtype already.
         gradients: this rank's share of the reduced ones, and among ranks whole ones where several micro-batches add up.
         optimizer: moments of this rank's share.
@@ -158,7 +159,8 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     frees = frees_parameters(job)
     travels = parallel.gradient_ranks > 1
     adds_up = travels and parallel.stage == 1 and (micro_batches(job) > 1 or has_zero_bubble(job))
-    blocks = _block_sizes(job, stage)
+    units = [unit for chunk in range(parallel.vpp) for unit in bucket_units(job, stage, chunk)]
+    blocks = [unit.num_bytes for unit in units for _ in range(unit.count) if unit.is_block]
     tokens = _tokens(job)
     rows, table = min(LOGITS_ROWS, tokens), table_elements(job)
     has_head = stage == parallel.pp - 1
@@ -166,7 +168,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
     last_parts = count_parts(run_of(job, stage, parallel.vpp - 1))
     freed = round(tokens * min((_saved_bytes(job, part) for part in last_parts), default=0))
     return Estimate(
-        parameters=(elements - sum(blocks)) * width if frees else elements * width,
+        parameters=sum(unit.num_bytes * unit.count for unit in units if not (frees and unit.is_block)),
         masters=-(-_mastered_elements(job, stage, elements) // parallel.dp_cp) * wide,
         gradients=share * wide + (elements * wide if adds_up else 0),
         optimizer=2 * share * wide,
@@ -176,7 +178,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         work=_block_work_bytes(job),
         step=share * wide if job.optimizer.name == "lamb" else 0,
         construction=3 * wide * max(table_elements(job), block_elements(model, parallel.tp)),
-        gathered=_gathered_elements(job, blocks) * width if frees else 0,
+        gathered=_gathered_bytes(job, blocks, units) if frees else 0,
         windows=windows,
         copies=copies,
         exchanges=_exchange_bytes(job),
@@ -223,11 +225,11 @@ def _mastered_elements(job: JobConfig, stage: int, elements: int) -> int:
     """Return the elements whose masters lie apart: all of another dtype, and what is freed; else none."""
     if DTYPE_BYTES[job.model.dtype] < DTYPE_BYTES[master_dtype(job)]:
         return elements
-    if not frees_parameters(job):
-        return 0
-    chunks = range(job.parallel.vpp)
-    units = (unit for chunk in chunks for unit in chunk_units(job, stage, chunk))
-    return sum(unit.numel * unit.count for unit in units if unit.name in (*BLOCK_PARTS, "tokens"))
+    chunks, frees = range(job.parallel.vpp), frees_parameters(job)
+    of_buckets = (unit for chunk in chunks for unit in bucket_units(job, stage, chunk) if unit.is_block)
+    apart = sum(unit.numel * unit.count for unit in of_buckets if frees or unit.dtype == "float8")
+    tables = (unit for chunk in chunks for unit in chunk_units(job, stage, chunk) if unit.name == "tokens")
+    return apart + sum(unit.numel * unit.count for unit in tables if frees)
 
 
 def frees_parameters(job: JobConfig) -> bool:
@@ -235,24 +237,15 @@ def frees_parameters(job: JobConfig) -> bool:
     return job.parallel.stage == 3
 
 
-def _block_sizes(job: JobConfig, stage: int) -> list[int]:
-    """Return the elements of each block, or half of one, on a stage."""
-    model, parallel = job.model, job.parallel
-    runs = (run_of(job, stage, chunk) for chunk in range(parallel.vpp))
-    sizes: list[int] = []
-    for run in runs:
-        for part, number in count_parts(run).items():
-            sizes += [block_elements(model, parallel.tp, part)] * number
-    return sizes
-
-
-def _gathered_elements(job: JobConfig, blocks: Sequence[int]) -> int:
-    """Return the elements of blocks that are there at a time: one in use, those gathered ahead, the last of a chunk.
+def _gathered_bytes(job: JobConfig, blocks: Sequence[int], units: Sequence[BucketUnit]) -> int:
+    """Return the bytes of blocks that are there at a time: one in use, those gathered ahead, the last of a chunk.
 
     Args:
-        blocks: elements of each block on the stage.
+        blocks: bytes of each block on the stage, or of each half of one.
+        units: of the stage.
     """
-    ahead = job.overlap.prefetch * _block_bucket_elements(job) if job.overlap.dp else 0
+    width = max((DTYPE_BYTES[unit.dtype] for unit in units if unit.is_block), default=0)
+    ahead = job.overlap.prefetch * _block_bucket_elements(job) * width if job.overlap.dp else 0
     return min((1 + job.parallel.vpp) * max(blocks, default=0) + ahead, sum(blocks))
 
 
@@ -364,7 +357,9 @@ def _saved_bytes(job: JobConfig, part: BlockPart) -> float:
     saved = sum(saved_tensors(model, tp, part).values())
     if job.overlap.save_gathered_input and model.recompute != "full":
         own = 0 if model.recomputes("layernorm") else 1 / tp  # which is in there
-        saved += num_branches(model, part) * stream * (1 - own)
+        is_narrow = model.fp8_tp_gather and not model.fp8_first + model.fp8_last  # else some are kept whole
+        gathered = model.hidden if is_narrow else stream
+        saved += num_branches(model, part) * (gathered - stream * own)
     return max(saved, _deferred_bytes(job, part)) if has_zero_bubble(job) else saved
 
 
@@ -476,13 +471,8 @@ def in_flight_reductions(job: JobConfig) -> int:
 
 def _sizes_of_buckets(job: JobConfig, stage: int, chunk: int) -> list[int]:
     """Return the elements of every bucket of a chunk, without padding."""
-    width, limit = DTYPE_BYTES[job.model.dtype], round(job.overlap.bucket_mib * 2**20) or None
-    of_chunk: list[int] = []
-    for unit in chunk_units(job, stage, chunk):
-        sizes = [parameter.numel for parameter in unit.parameters]
-        runs = cut([size * width for size in sizes], [unit.name] * len(sizes), limit)
-        of_chunk += [sum(sizes[run.start : run.stop]) for run in runs] * unit.count
-    return of_chunk
+    units = bucket_units(job, stage, chunk)
+    return [numel for unit in units for _ in range(unit.count) for numel in unit.buckets(job)]
 
 
 def _block_bucket_elements(job: JobConfig, part: BlockPart = "whole") -> int:

@@ -110,6 +110,26 @@ def step_in_backward() -> JobConfig:
     return build_config({"cluster": {"gpus_per_server": RANKS}, "job": {**tree, **more}}).job
 
 
+def float8() -> list[JobConfig]:
+    """Weights that travel in 8 bits, of all blocks but the first, in both recipes and all stages; inputs too."""
+    shape = {**MODEL, "hidden": 128, "ffn_hidden": 128, "seq_len": 128, "vocab_size": 300, "qk_norm": True}
+    narrow = {"fp8_first": 1, "fp8_param_gather": True, "dtype": "bfloat16"}
+    jobs = []
+    for recipe, zero, degrees, bucket_mib in (
+        ("tensorwise", 1, {"dp": 4}, 0.05),
+        ("blockwise", 3, {"dp": 2, "pp": 2}, 0.0),
+        ("tensorwise", 2, {"tp": 2, "dp": 2}, 0.0),
+    ):
+        tree = {
+            "model": {**shape, **narrow, "fp8": recipe, "fp8_tp_gather": "tp" in degrees},
+            "parallel": {"dp": 1, "zero": zero, **degrees},
+            "batch": {"global_batch_size": 8, "micro_batch_size": 1},
+            "overlap": {"bucket_mib": bucket_mib},
+        }
+        jobs.append(build_config({"cluster": {"gpus_per_server": RANKS}, "job": tree}).job)
+    return jobs
+
+
 def _pairs(choice: Choice) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     return itertools.combinations(enumerate(choice), 2)
 

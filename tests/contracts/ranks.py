@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.sharded.bucket import Bucket
+from collectives.sharded.float8 import Float8Bucket
 from collectives.watch.recorder import Recorder, StepComm
 from netlayer.config.tree import JobConfig
 from netlayer.launch.rank import RankContext
@@ -88,7 +89,7 @@ def _seen(job: JobConfig, rank: int) -> Seen:
         stage=model.place.pp,
         carried=_carried(comm),
         times=dict(comm.counts()),
-        parameters=sum(bucket.plan.numel * bucket.unsharded_N.element_size() for bucket in buckets if _stays(bucket)),
+        parameters=sum(bucket.plan.numel * _width(bucket) for bucket in buckets if _stays(bucket)),
         masters=sum(_without_padding(bucket, bucket.master_S) for bucket in buckets if not bucket.shares_storage),
         gradients=sum(_without_padding(bucket, bucket.grad_S) for bucket in buckets),
         moments=sum(moments),
@@ -100,7 +101,13 @@ def _seen(job: JobConfig, rank: int) -> Seen:
 
 def _stays(bucket: Bucket) -> bool:
     """Tables are of units whose parameters come and go, but are handed out."""
+    if isinstance(bucket, Float8Bucket):
+        return not bucket.frees
     return not bucket.reshards or not bucket.plan.slots[0].name.startswith("blocks.")
+
+
+def _width(bucket: Bucket) -> int:
+    return 1 if isinstance(bucket, Float8Bucket) else bucket.unsharded_N.element_size()
 
 
 def _without_padding(bucket: Bucket, shard_S: Tensor) -> float:

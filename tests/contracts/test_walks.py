@@ -25,8 +25,10 @@ MOST = {
 # `netlayer.config.parallel` and `.checkpoint` are sections that had no place in the tree's module any more; memory is
 # counted by the same buckets as are made (`netlayer.workload.buckets`), and a supervisor asks for progress
 # (`trainer.resilience.progress`). Pods of Kubernetes have a section file too, and a machine's boot has one home.
-# What is recomputed has a file beside the tree's too (`netlayer.config.recompute`).
-MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 71, 8
+# What is recomputed has a file beside the tree's too (`netlayer.config.recompute`), and so have scaled positions
+# (`netlayer.config.rope`), for the tree's was full. Bytes and memory ask one module for what shares a bucket
+# (`netlayer.workload.bucket_units`), where each had its own list.
+MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 73, 8
 _PARAGRAPHS = {
     "gradient": "**A gradient**",
     "reduced gradient": "**A reduced gradient**",

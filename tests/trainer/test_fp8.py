@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from collectives.sharded.float8 import PieceOfWeight
 from netlayer.config.tree import ModelConfig
 from netlayer.errors import ConfigError
-from tests.trainer import layout_ranks
+from netlayer.launch.launcher import launch
+from netlayer.store.meeting import meeting_place
+from tests.trainer import float8_ranks, layout_ranks
+from tests.trainer.layout_ranks import Trained
 from tests.trainer.test_layouts import LLAMA, ByRank, Work, beside_one_process, by_rank, job_of, on_ranks
 from trainer.model.gpt import Block, build_model
 from trainer.model.linears import JoinedLinear
 from trainer.ops.fp8 import E4M3, E5M2, Kind, Recipe, Scaled, check_fp8, product, quantise
+from trainer.ops.fp8_gather import PieceQuantiser
 
 __all__ = ["by_rank"]  # the fixture
 pytestmark = pytest.mark.timeout(600)
@@ -155,6 +162,118 @@ def test_ranks_train_in_8_bits_as_one_process_to_their_rounding(work: Work, by_r
         assert 1e-3 * norm < ours < 1.3 * theirs < 0.1 * norm, where
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_a_weight_are_quantised_to_the_bits_of_the_whole(recipe: Recipe, dtype: torch.dtype) -> None:
+    """Wherever shards cut it: in a row, in a block, or with a rank that has none of it."""
+    master = float8_ranks.random(256, 384, 5)
+    master[200, 300], master[3] = 3.0, 0.0
+    whole = quantise(master.to(dtype), "weight", recipe)
+    quantiser = PieceQuantiser(recipe)
+    cuts = [0, 7, 7, 40_000, 40_960, 70_001, master.numel()]
+    pieces = [
+        PieceOfWeight(master.flatten()[start:end], start, master.shape)
+        for start, end in itertools.pairwise(cuts)
+        if end > start
+    ]
+    largest = torch.stack(quantiser.largest(pieces, dtype)).amax(0)
+    scale = quantiser.scales(largest).view(quantiser.scales_shape(master.shape))
+    assert torch.equal(scale, whole.scale)
+    data = torch.cat([quantiser.cast(piece, dtype, scale) for piece in pieces])
+    assert torch.equal(data.view(torch.uint8), whole.data.flatten().view(torch.uint8))
+
+
+NARROW: dict[str, Any] = {**LLAMA, **FP8, "layers": 3, "dtype": "bfloat16", "fp8_first": 1}
+GATHERS = [
+    job_of({"dp": 2, "zero": zero}, {**NARROW, "fp8_param_gather": gathers}, {}, sequences=4)
+    for zero, gathers in ((1, False), (1, True), (3, True))
+]
+
+
+def _assert_same(one: Trained, other: Trained) -> None:
+    """All that a run gives, to the bit."""
+    assert (one.losses, one.norms, one.evaluation) == (other.losses, other.norms, other.evaluation)
+    for ours, theirs in zip([*one.gradients, one.parameters], [*other.gradients, other.parameters], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@on_ranks(2, layout_ranks.run_rank, GATHERS, 2)
+def test_weights_that_travel_in_8_bits_change_no_bit(work: Work, by_rank: ByRank) -> None:
+    plain, *others = by_rank(work)[0]
+    for other in others:
+        _assert_same(other, plain)
+
+
+@on_ranks(2, float8_ranks.reads, GATHERS[:2])
+def test_weights_that_travel_in_8_bits_can_be_read_and_written(work: Work, by_rank: ByRank) -> None:
+    """Whoever reads them past a product has them in the dtype of the computation; what is written there counts."""
+    plain, narrow = by_rank(work)[0]
+    assert narrow.losses == plain.losses
+    for name, master in narrow.masters.items():
+        assert torch.equal(narrow.state[name], master.to(torch.bfloat16)), name
+        assert torch.equal(narrow.last[name], plain.last[name]), name
+    assert narrow.held[0] == 0
+    assert narrow.held[1] > 0
+    assert narrow.held[2] == 0  # given back when the shards changed
+
+
+INPUTS = [
+    job_of(
+        {"tp": 2},
+        {**LLAMA, **FP8, "layers": 2, "fp8_tp_gather": gathers},
+        {"tp": overlaps, "save_gathered_input": keeps},
+        sequences=4,
+    )
+    for gathers, overlaps, keeps in (
+        (False, False, False),
+        (True, False, False),
+        (True, False, True),
+        (True, True, False),
+    )
+]
+
+
+@on_ranks(2, layout_ranks.run_rank, INPUTS, 2)
+def test_inputs_that_travel_in_8_bits_are_quantised_as_all_rows_together(work: Work, by_rank: ByRank) -> None:
+    """To the bit as what was gathered whole before. In parts gradients have scales of their own, to their rounding."""
+    whole, narrow, kept, in_parts = by_rank(work)[0]
+    _assert_same(narrow, whole)
+    _assert_same(kept, whole)
+    assert in_parts.losses == pytest.approx(whole.losses, abs=2e-3)
+    assert in_parts.norms == pytest.approx(whole.norms, rel=2e-2)
+
+
+@pytest.mark.slow(minutes=4)
+@pytest.mark.parametrize(
+    ("degrees", "model"),
+    [
+        ({"dp": 4}, {}),
+        ({"dp": 4, "zero": 2}, {"parallel_block": True, "norm": "layernorm", "bias": True}),
+        ({"dp": 4, "zero": 3}, {"recompute": "full", "fp8_first": 0}),
+        ({"dp": 2, "pp": 2, "zero": 3}, {"layers": 4}),
+        ({"dp": 2, "tp": 2}, {}),
+        ({"dp": 2, "cp": 2, "zero": 3}, {"recompute": "selective"}),
+        ({"dp": 2, "dp_replicate": 2}, {"fp8": "blockwise", "hidden": 128, "ffn_hidden": 128, "seq_len": 64}),
+        ({"dp": 4, "zero": 3}, {"fp8": "blockwise", "hidden": 128, "ffn_hidden": 128, "seq_len": 64}),
+    ],
+)
+def test_no_layout_of_four_ranks_sees_that_weights_travel_in_8_bits(
+    degrees: dict[str, int], model: dict[str, Any], tmp_path: Path
+) -> None:
+    jobs = [
+        job_of(degrees, {**NARROW, **model, "kv_heads": 4, "fp8_param_gather": gathers}, {}, sequences=16)
+        for gathers in (False, True)
+    ]
+    with meeting_place() as place:
+        args = jobs, [tmp_path / "plain", tmp_path / "narrow"], place.init_method("resumes")
+        [[whole, *_], [narrow, *resumed]] = launch(float8_ranks.resumes, 4, args=args, log_dir=tmp_path)[0]
+    _assert_same(narrow, whole)
+    for other in resumed:  # of either setting, from the checkpoint of the run that travels in 8 bits
+        assert other.losses == whole.losses[2:]
+        assert all(torch.equal(value, whole.parameters[name]) for name, value in other.parameters.items())
+
+
 @pytest.mark.parametrize(("recipe", "sizes"), [("tensorwise", {}), ("blockwise", {"hidden": 128, "ffn_hidden": 128})])
 def test_training_in_8_bits_stays_by_that_in_float32(recipe: str, sizes: dict[str, int]) -> None:
     model = {**LLAMA, **FP8, "layers": 2, "kv_heads": 0, "seq_len": 64, "vocab_size": 64, **sizes, "fp8": recipe}
@@ -176,6 +295,8 @@ def test_training_in_8_bits_stays_by_that_in_float32(recipe: str, sizes: dict[st
         ({"seq_len": 12}, "tokens of a rank's micro-batch = 24"),
         ({"fp8_first": 2, "fp8_last": 2}, "fp8_first 2 + fp8_last 2 of 4 layers"),
         ({"fp8": "off", "fp8_last": 1}, "job.model.fp8_last = 1: has no effect"),
+        ({"fp8": "off", "fp8_param_gather": True}, "job.model.fp8_param_gather = True: has no effect"),
+        ({"fp8_tp_gather": True}, "job.model.fp8_tp_gather = True: has no effect"),
     ],
 )
 def test_what_cannot_be_in_8_bits_is_refused_in_one_line(model: dict[str, Any], expected: str) -> None:

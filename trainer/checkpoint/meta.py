@@ -32,7 +32,8 @@ from trainer.checkpoint.names import (
 
 # Of job.model: neither shapes nor meaning.
 _SHAPELESS = frozenset(
-    {"preset", "dtype", "compile", "recompute", "recompute_modules", "operators", "fp8", "fp8_first", "fp8_last"}
+    {"preset", "dtype", "compile", "recompute", "recompute_modules", "operators"}
+    | {"fp8", "fp8_first", "fp8_last", "fp8_param_gather", "fp8_tp_gather"}
 )
 _DEFAULTS: Mapping[str, Any] = ModelConfig().model_dump(mode="json")
 ALTERED = "it is not as it was written"

@@ -190,13 +190,14 @@ class Block(nn.Module):
         # Inside attention's own recomputation an activation costs nothing to make again, however linears multiply.
         self.recomputes_both = self.recomputes_attention and config.recomputes("mlp_act")
         linear: Any = {"operators": self.operators, "fp8": fp8}
+        of_stream = {**linear, "gathers_fp8": config.fp8_tp_gather}
         # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms. With full
         # recomputation no branch is left to the next block's.
         self.leaves_branch = config.recompute != "full"
         self.adds_bias = bias and not self.is_parallel and config.activation == "gelu"
         if self.is_parallel:
             self.norm = build_norm(config)
-            self.inner = column(width, (*qkv, *up), bias, exchange, **linear)
+            self.inner = column(width, (*qkv, *up), bias, exchange, **of_stream)
             self._build_qk_norms(config)
             inputs: tuple[int, ...] = config.attention_width, config.ffn_hidden
             self.outer = row(inputs, width, bias, exchange, not self.leaves_branch, **linear)
@@ -204,13 +205,13 @@ class Block(nn.Module):
         has_attention, has_mlp = halves_in(part)
         if has_attention:
             self.norm = build_norm(config)
-            self.qkv = column(width, qkv, bias, exchange, **linear)
+            self.qkv = column(width, qkv, bias, exchange, **of_stream)
             self._build_qk_norms(config)
             inputs = (config.attention_width,)
             self.out = row(inputs, width, bias, exchange, adds_bias=False, **linear)
         if has_mlp:
             self.mlp_norm = build_norm(config)
-            self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, **linear)
+            self.up = column(width, up, bias, exchange, adds_bias=not self.adds_bias, **of_stream)
             inputs = (config.ffn_hidden,)
             self.down = row(inputs, width, bias, exchange, not self.leaves_branch, **linear)
 

@@ -122,12 +122,14 @@ def column(
     adds_bias: bool = True,
     operators: Operators = "auto",
     fp8: Recipe | None = None,
+    gathers_fp8: bool = False,
 ) -> JoinedLinear | ColumnParallelLinear:
     """A linear with one output for each of `splits`; its parameters are still to be initialised.
 
     Args:
         adds_bias: False: the bias is there, and left to what reads the output.
         operators, fp8: as in `JoinedLinear`.
+        gathers_fp8: the exchange carries the input in 8 bits.
     """
     if exchange is None:
         return JoinedLinear(in_features, splits, bias, adds_bias, operators, fp8)
@@ -139,7 +141,7 @@ def column(
         adds_bias=adds_bias,
         join=functools.partial(join_gradients, operators=operators),
         tuned=autotunes_gemms(operators),
-        products=None if fp8 is None else ScaledProducts(fp8, operators),
+        products=None if fp8 is None else ScaledProducts(fp8, operators, gathers_fp8),
     )
 
 
@@ -187,6 +189,16 @@ def parts(module: nn.Module) -> dict[str, Part]:
         elif isinstance(child, TokenTable):
             shardings[f"{prefix}.weight" if prefix else "weight"] = Part(0, (child.num_rows,))
     return shardings
+
+
+def float8_weights(module: nn.Module) -> frozenset[str]:
+    """Return the names of the weights that products read in 8 bits."""
+    names: set[str] = set()
+    for prefix, child in module.named_modules():
+        is_scaled = isinstance(child, JoinedLinear | SummedLinear) and child.fp8 is not None
+        if is_scaled or isinstance(getattr(child, "products", None), ScaledProducts):
+            names |= {f"{prefix}.{name}" for name, _ in child.named_parameters() if not name.endswith("bias")}
+    return frozenset(names)
 
 
 class TokenTable(nn.Module):

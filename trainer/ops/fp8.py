@@ -10,14 +10,14 @@ weight's gradient in float32, where it has a place); masters, norms, attention, 
   (DeepSeek-V3, arXiv 2412.19437, 3.3).
 
 [Note: what is kept] A linear keeps its input in 8 bits, and its weight as it is: that is quantised again in the
-backward pass. A product's factors lie with what is summed over as their last dimension, as the tensor cores want it, so
-the backward pass transposes in 8 bits.
+backward pass. A weight that has travelled in 8 bits (`collectives.sharded.float8`) is read so in both passes. A
+product's factors lie with what is summed over as their last dimension, as the tensor cores want it, so the backward
+pass transposes in 8 bits.
 
 [Note: not finite] A factor with an infinity or a NaN has a scale that is none, and so has what it is multiplied to: the
 step's loss or gradient is not finite, which the training says.
 
-On a CPU the same numbers are computed by plain products of the quantised values. Not covered: all-gathers of parameters
-and activations in 8 bits, delayed scaling.
+On a CPU the same numbers are computed by plain products of the quantised values. Not covered: delayed scaling.
 
 Shapes: M rows, K features in, N features out; [R, C] any matrix, C summed over.
 """
@@ -25,15 +25,19 @@ Shapes: M rows, K features in, N features out; [R, C] any matrix, C summed over.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from collectives.sharded.float8 import HeldWeight, hold
 from collectives.sharded.slot import GradientSlot, Promise, SlotSource, slot_source
+from collectives.tensor.exchange import TensorExchange
 from collectives.triton_support import HAS_TRITON
 from netlayer.errors import HardwareMissing
 from trainer.ops.backend import Operators, uses_triton
@@ -87,23 +91,40 @@ def quantise(x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "a
         kind: what of a linear it is.
     """
     dtype = E5M2 if kind == "gradient" and recipe == "tensorwise" else E4M3
-    limit = torch.finfo(dtype).max
     if recipe == "tensorwise":
-        if uses_triton(operators, x_RC):
-            scale = largest_magnitude(x_RC).clamp_(min=_TINY) / limit
-            return Scaled(cast(x_RC, scale, dtype), scale)
-        scale = x_RC.abs().amax().float().clamp(min=_TINY) / limit
-        return Scaled(_cast(x_RC.float() / scale, dtype), scale)
+        scale = scale_of(_largest(x_RC, operators), dtype, recipe)
+        return Scaled(_cast_by(x_RC, scale, dtype, operators), scale)
     rows, columns = x_RC.shape
     height = BLOCK if kind == "weight" else 1
     tiles = x_RC.float().view(rows // height, height, columns // BLOCK, BLOCK)
+    scale = scale_of(tiles.abs().amax((1, 3)), dtype, recipe)
+    return Scaled(cast_plain((tiles / scale[:, None, :, None]).view(rows, columns), dtype), scale)
+
+
+def _largest(x_RC: Tensor, operators: Operators) -> Tensor:
+    """Return the largest magnitude of a matrix, float32, []."""
+    return largest_magnitude(x_RC) if uses_triton(operators, x_RC) else x_RC.abs().amax().float()
+
+
+def _cast_by(x_RC: Tensor, scale: Tensor, dtype: torch.dtype, operators: Operators) -> Tensor:
+    """Return x / scale, rounded to `dtype`."""
+    return cast(x_RC, scale, dtype) if uses_triton(operators, x_RC) else cast_plain(x_RC.float() / scale, dtype)
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
+    """Return the scales for the largest magnitudes of what they are of, float32."""
+    scale = largest.clamp(min=_TINY) / torch.finfo(dtype).max
     # Up to the next power of two: the largest magnitude may use half of the range, and never exceeds it.
-    exponents = (tiles.abs().amax((1, 3)).clamp(min=_TINY) / limit).log2().ceil()
-    scale = exponents.exp2()
-    return Scaled(_cast((tiles / scale[:, None, :, None]).view(rows, columns), dtype), scale)
+    return scale if recipe == "tensorwise" else scale.log2().ceil().exp2()
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_in_8_bits(weight_NK: Tensor | HeldWeight, recipe: Recipe, operators: Operators = "auto") -> Scaled:
+    """Return a weight, [N, K], quantised here, or as it has come where it travels in 8 bits."""
+    values = weight_NK.read() if isinstance(weight_NK, HeldWeight) else weight_NK
+    return Scaled(*values) if isinstance(values, tuple) else quantise(values, "weight", recipe, operators)
+
+
+def cast_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to `dtype`; what rounding has put above its largest becomes that."""
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
@@ -166,14 +187,15 @@ def scaled_linear(
     """
     trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
     sources = [slot_source(weight) if trains else None for weight in weights]
+    held = [hold(weight) for weight in weights]
     kept = [
-        _Keep.apply(x, weight, recipe, operators)  # type: ignore[no-untyped-call]
-        for x, weight in zip(inputs, weights, strict=True)
+        _Keep.apply(x, weight if each is None else None, recipe, operators)  # type: ignore[no-untyped-call]
+        for x, weight, each in zip(inputs, weights, held, strict=True)
     ]
     keepers = [x.grad_fn for x, *_ in kept]
     scaled = [Scaled(data_MK, scale) for _, data_MK, scale in kept]
     y: tuple[Tensor, ...] = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
-        keepers, scaled, sources, splits, recipe, join, operators, bias_N, *(x for x, *_ in kept), *weights
+        keepers, scaled, held, sources, splits, recipe, join, operators, bias_N, *(x for x, *_ in kept), *weights
     )
     return y
 
@@ -183,7 +205,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, recipe: Recipe, operators: Operators
+        ctx: Any, x: Tensor, weight_NK: Tensor | None, recipe: Recipe, operators: Operators
     ) -> tuple[Tensor, Tensor, Tensor]:
         scaled = quantise(x.reshape(-1, x.shape[-1]), "input", recipe, operators)
         ctx.save_for_backward(scaled.data, scaled.scale, weight_NK)
@@ -201,6 +223,7 @@ class _ScaledLinear(torch.autograd.Function):
         ctx: Any,
         keepers: Sequence[Any],
         scaled: Sequence[Scaled],
+        held: Sequence[HeldWeight | None],
         sources: Sequence[SlotSource | None],
         splits: Sequence[int] | None,
         recipe: Recipe,
@@ -214,14 +237,17 @@ class _ScaledLinear(torch.autograd.Function):
         Args:
             keepers: nodes that keep each input, in 8 bits, and weight for the backward pass (`_Keep`).
             scaled: the inputs in 8 bits.
+            held: of each weight what gives it in 8 bits, where it travels so.
             sources: of the places for the weights' gradients; None: autograd's own.
         """
         inputs, weights = tensors[: len(scaled)], tensors[len(scaled) :]
         ctx.keepers, ctx.sources, ctx.recipe, ctx.join, ctx.operators = keepers, sources, recipe, join, operators
+        ctx.held = held
         ctx.shapes = [x.shape for x in inputs]
         total: Tensor | None = None
-        for x_MK, weight_NK in zip(scaled, weights, strict=True):
-            part = product(x_MK, quantise(weight_NK, "weight", recipe, operators), inputs[0].dtype, fast=True)
+        for x_MK, weight_NK, each in zip(scaled, weights, held, strict=True):
+            factor = weight_in_8_bits(each or weight_NK, recipe, operators)
+            part = product(x_MK, factor, inputs[0].dtype, fast=True)
             total = part if total is None else total.add_(part)
         assert total is not None
         if bias_N is not None:
@@ -234,23 +260,23 @@ class _ScaledLinear(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         """Return gradients of bias, inputs and weights; of a weight with a place it is written there, and None here."""
         count = len(ctx.keepers)
-        needs_bias, *needs = ctx.needs_input_grad[7:]
+        needs_bias, *needs = ctx.needs_input_grad[8:]
         dy_MN, dbias_N = ctx.join(dys, needs_bias)
         dy = quantise(dy_MN, "gradient", ctx.recipe, ctx.operators)
         of_rows = functools.cache(functools.partial(over_rows, dy, dy_MN, ctx.recipe, ctx.operators))
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []
-        for index, (keeper, source) in enumerate(zip(ctx.keepers, ctx.sources, strict=True)):
+        for index, (keeper, held, source) in enumerate(zip(ctx.keepers, ctx.held, ctx.sources, strict=True)):
             data_MK, scale, weight_NK = keeper.saved_tensors
             dx = None
             if needs[index]:
-                weight_KN = quantise(weight_NK, "weight", ctx.recipe, ctx.operators).transposed()
+                weight_KN = weight_in_8_bits(held or weight_NK, ctx.recipe, ctx.operators).transposed()
                 dx = product(dy, weight_KN, dy_MN.dtype).view(ctx.shapes[index])
             dinputs.append(dx)
             gradient = ScaledWeightGradient(of_rows, Scaled(data_MK, scale), ctx.recipe, dy_MN.dtype, ctx.operators)
             dweights.append(gradient.into(source, accumulators[index]) if needs[count + index] else None)
-        return *[None] * 7, dbias_N, *dinputs, *dweights
+        return *[None] * 8, dbias_N, *dinputs, *dweights
 
 
 def over_rows(scaled: Scaled, x_MC: Tensor, recipe: Recipe, operators: Operators = "auto") -> Scaled:
@@ -303,19 +329,37 @@ class ScaledWeightGradient:
 class ScaledProducts:
     """Products of tensor-parallel linears in 8 bits (`collectives.tensor.linear.Products`).
 
-    Rows that arrive together are scaled together, and what is exchanged is in the dtype of the computation.
+    Rows that arrive together are scaled together; a column-parallel linear's input, where it travels in 8 bits, by one
+    scale for the rows of all ranks. Gradients, and sums over ranks, travel in the dtype of the computation.
 
     Args:
         recipe: of the scales.
         operators: for quantising.
+        gathers: inputs travel in 8 bits, with tensorwise scales.
     """
 
-    def __init__(self, recipe: Recipe, operators: Operators = "auto") -> None:
-        self.recipe, self.operators = recipe, operators
+    def __init__(self, recipe: Recipe, operators: Operators = "auto", gathers: bool = False) -> None:
+        self.recipe, self.operators, self.gathers = recipe, operators, gathers
 
-    def factor(self, weight_NK: Tensor, *, is_transposed: bool) -> Scaled:
+    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange) -> Tensor | None:
+        if not self.gathers:
+            return None
+        largest = _largest(x_mK, self.operators)
+        # A maximum may drop a NaN; by an infinite scale the rows are as little finite.
+        largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
+        exchange.comm.all_reduce(largest, dist.ReduceOp.MAX)
+        return scale_of(largest, E4M3, self.recipe)
+
+    def narrow(self, x_mK: Tensor, scale: Tensor) -> Tensor:
+        """[m, K / 2]: two values of 8 bits are seen as one of a dtype that every exchange carries."""
+        return _cast_by(x_mK, scale, E4M3, self.operators).contiguous().view(torch.bfloat16)
+
+    def hold(self, weight_NK: Tensor) -> HeldWeight | None:
+        return hold(weight_NK)
+
+    def factor(self, weight_NK: Tensor | HeldWeight, *, is_transposed: bool) -> Scaled:
         """Return [N, K], which as the second factor of `product` is [K, N]; or the other way round."""
-        scaled_NK = quantise(weight_NK, "weight", self.recipe, self.operators)
+        scaled_NK = weight_in_8_bits(weight_NK, self.recipe, self.operators)
         return scaled_NK if is_transposed else scaled_NK.transposed()
 
     def multiply(
@@ -329,9 +373,13 @@ class ScaledProducts:
         tuned: bool = False,  # noqa: ARG002  (cublasLt's own choice)
         spared: int = 0,  # noqa: ARG002
         of_gradient: bool = False,
+        scale: Tensor | None = None,
     ) -> Tensor:
-        a = quantise(a_MK, "gradient" if of_gradient else "input", self.recipe, self.operators)
-        y_MN = product(a, factor, a_MK.dtype, fast=not of_gradient)
+        if scale is None:
+            a = quantise(a_MK, "gradient" if of_gradient else "input", self.recipe, self.operators)
+        else:
+            a = Scaled(a_MK.contiguous().view(E4M3), scale)
+        y_MN = product(a, factor, a_MK.dtype if out_MN is None else out_MN.dtype, fast=not of_gradient)
         if bias_N is not None:
             y_MN += bias_N
         if out_MN is None:
@@ -344,24 +392,30 @@ class ScaledProducts:
         x: Callable[[], Tensor],
         tuned: bool,  # noqa: ARG002
         spared: int,  # noqa: ARG002
+        scale: Tensor | None = None,
     ) -> WideWeightGradient:
-        return WideWeightGradient(dy, x, self.recipe, self.operators)
+        return WideWeightGradient(dy, x, self.recipe, self.operators, scale)
 
 
 @dataclass(frozen=True)
 class WideWeightGradient:
-    """dy^T x in 8 bits of factors that are still to be quantised, when they are read."""
+    """dy^T x in 8 bits of factors that are still to be quantised, when they are read.
+
+    Args:
+        scale: of `x`, which has travelled in 8 bits (`ScaledProducts.narrow`); None: it has not.
+    """
 
     dy: Callable[[], Tensor]
     x: Callable[[], Tensor]
     recipe: Recipe
     operators: Operators
+    scale: Tensor | None = None
 
     def into(self, source: SlotSource | None, accumulator: object) -> Tensor | None:
         """Compute into the slot of a linear's weight and return None; else return the gradient, for autograd."""
         if source is not None and source.write(accumulator, self._write):
             return None
-        return self._quantised()._compute(self.x().dtype)
+        return self._quantised()._compute(self.dy().dtype)
 
     def promised(self, source: SlotSource, accumulator: object) -> Promise | None:
         """There, later in this backward pass; None: it cannot be."""
@@ -372,7 +426,10 @@ class WideWeightGradient:
 
     def _quantised(self) -> ScaledWeightGradient:
         dy_MN, x_MK = self.dy(), self.x()
-        x = quantise(x_MK, "input", self.recipe, self.operators)
+        if self.scale is None:
+            x = quantise(x_MK, "input", self.recipe, self.operators)
+        else:
+            x = Scaled(x_MK.contiguous().view(E4M3), self.scale)
         dy = quantise(dy_MN, "gradient", self.recipe, self.operators)
         of_rows = functools.partial(over_rows, dy, dy_MN, self.recipe, self.operators)
-        return ScaledWeightGradient(of_rows, x, self.recipe, x_MK.dtype, self.operators)
+        return ScaledWeightGradient(of_rows, x, self.recipe, dy_MN.dtype, self.operators)

@@ -1,0 +1,88 @@
+"""What ranks do in the tests of weights that travel in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from collectives.sharded.float8 import Float8Bucket
+from netlayer.config.tree import JobConfig
+from netlayer.launch.rank import RankContext
+from netlayer.rendezvous import create_groups
+from tests.trainer import layout_ranks
+from tests.trainer.layout_ranks import CPU, State, Trained
+from trainer.optim import build_optimizer
+from trainer.parallel import ParallelModel
+
+
+@dataclass(frozen=True)
+class Read:
+    """Losses of four steps, between which parameters are read and written, and what was there.
+
+    Args:
+        state: the module's own state after the first step, in the dtype of the computation.
+        masters: at the same time.
+        last: masters at the end.
+        held: buckets that had memory for their parameters: at the start, after the state was read, a step later.
+    """
+
+    losses: list[float]
+    state: State
+    masters: State
+    last: State
+    held: list[int]
+
+
+def reads(context: RankContext, jobs: Sequence[JobConfig], url: str) -> list[Read]:
+    with layout_ranks._world(context, url):
+        return [_reads(job, context.env.rank) for job in jobs]
+
+
+def _reads(job: JobConfig, rank: int) -> Read:
+    model = ParallelModel(job, 3, rank, CPU, create_groups(job.parallel.layout))
+    optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
+    [chunk] = model.chunks
+    state, masters, losses, held = State(), State(), [], []
+
+    def note_held() -> None:
+        held.append(sum(isinstance(bucket, Float8Bucket) and bucket.is_readable for bucket in chunk.buckets))
+
+    note_held()
+    for step in range(1, 5):
+        model.start_step(step)
+        loss = model.accumulate(layout_ranks.batches(job, step, model.data_rank))
+        model.finish_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(layout_ranks.mean_loss(model, loss))
+        if step == 1:
+            state = {name: tensor.clone() for name, tensor in chunk.module.state_dict().items()}
+            masters = chunk.full_state_dict()
+            note_held()
+        if step == 2:
+            note_held()
+            with torch.no_grad():  # the next step computes with it, and it is what the optimiser goes on from
+                weight = dict(chunk.module.named_parameters())["blocks.1.up.weight"]
+                weight.mul_(2)
+    last = chunk.full_state_dict()
+    model.close()
+    return Read(losses, state, masters, last, held)
+
+
+def resumes(context: RankContext, jobs: Sequence[JobConfig], folders: Sequence[Path], url: str) -> list[list[Trained]]:
+    """Four steps of each job at once, and from a checkpoint after two, into a job of the other setting too."""
+    with layout_ranks._world(context, url):
+        rank, results = context.env.rank, []
+        for job, folder in zip(jobs, folders, strict=True):
+            layout_ranks.train(job, rank, 2, save=folder)
+            whole = layout_ranks.train(job, rank, 4)
+            results.append([whole, *(layout_ranks.train(other, rank, 4, resume=folder) for other in jobs)])
+        return results
+
+
+def random(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02
