@@ -114,7 +114,7 @@ def _without_counters(rows: pa.Table, *, all_marks: bool) -> pa.Table:
     import pyarrow as pa
 
     kinds, names = texts(rows["kind"]), texts(rows["name"])
-    keep = (kinds != "counter") & ~np.isin(names, ("clock",))
+    keep = (kinds != "counter") & ~np.isin(names, ("clock", "late"))
     if not all_marks:
         keep &= (kinds == "segment") | ~np.isin(names, ("run_start",))
     return rows.filter(pa.array(keep.astype(bool)))

@@ -375,7 +375,9 @@ class Timeline {
     if (!open) return;
     context.fillRect(right, 2, 1, 16);
     const { silence_s: silence } = this.run.facts.stop;
-    context.fillText(silence > 0 ? `then ${seconds(silence)} without a record` : "no record", right + 5, 2, Math.max(20, width - right - 8));
+    const room = width - right - 8;
+    const text = silence > 0 ? [`then ${seconds(silence)} without a record`, `+ ${seconds(silence)}`] : ["no record"];
+    context.fillText(text.find((each) => context.measureText(each).width <= room) ?? "", right + 5, 2);
   }
 
   // What an event waits for and what waits for it: collectives of all ranks, messages, passes of micro-batches.
