@@ -443,7 +443,7 @@ def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:
     if is_live and abs(columns.newest_s - until_ns / 1e9) < _LAG_S:
         until_ns, is_now = max(until_ns, round(columns.read_s * 1e9)), True
     step_s = float(np.nanmedian(run.step_s)) if np.isfinite(run.step_s).any() else 0.0
-    late = None
+    late: dict[int, tuple[int, dict[str, Any]]] | None = None
     if any(file.has_whole_steps for file in columns.files):
         late = {}
         for rank, known in (pair for file in columns.files for pair in file.late_steps.items()):
