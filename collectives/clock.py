@@ -17,13 +17,19 @@ the first microseconds the host sleeps between two of them.
 event and one call of torch's C++ `record`: making an event costs the host more than recording it, `torch.cuda.Event`
 puts a Python function around each method, and asking for the current device and stream builds objects. Events go back
 to the pool of their device with the last reference to their mark.
+
+[Note: capture modes] While a program captures a graph in torch's default mode (`global`), a query of any other thread
+would make the capture fail, so such a thread asks the CUDA runtime to exempt it, as NCCL's watchdog does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -240,3 +246,14 @@ class TimeBase:
                 self._reference, self.taken_ns, self.uncertainty_ns = reference, (before_ns + after_ns) // 2, error_ns
             if self.uncertainty_ns <= _GOOD_NS or after_ns - begin_ns > _LONG_NS:
                 return
+
+
+def exempt_from_captures() -> None:
+    """Let the calling thread query events while another one captures a CUDA graph: [Note: capture modes]."""
+    relaxed = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
+    for line in Path("/proc/self/maps").read_text().splitlines() if Path("/proc/self/maps").exists() else ():
+        path = line.rpartition(" ")[2]
+        if "libcudart.so" in path:
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+            return

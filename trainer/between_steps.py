@@ -132,6 +132,7 @@ class BetweenSteps:
                 if self._trainer.place.rank == 0:
                     size = format_size(outcome.num_bytes)
                     logger.info("checkpoint: %s, %s in %.1f s", outcome.path, size, outcome.seconds)
+                    self._trainer.mark_checkpoint(outcome.step)
             else:
                 self._note_failure(outcome.step, row, outcome.error)
 

@@ -51,7 +51,7 @@ from trainer.between_steps import BetweenSteps
 from trainer.checkpoint import restore
 from trainer.checkpoint import save as checkpoint
 from trainer.checkpoint.meta import Meta
-from trainer.checkpoint.names import PENDING
+from trainer.checkpoint.names import PENDING, step_of
 from trainer.data.mixture import TEXT, Mixture
 from trainer.data.prepare import Corpus
 from trainer.feed import open_feed
@@ -358,7 +358,13 @@ class Trainer:
                 keep = self.job.checkpoint.keep, self.job.checkpoint.keep_every_steps
                 checkpoint.commit(path, *keep)
             logger.info("checkpoint: %s", good)
+            self.mark_checkpoint(step_of(good))
         return good
+
+    def mark_checkpoint(self, step: int) -> None:
+        """Record that the checkpoint after `step` is good to resume from; one rank of the run calls it."""
+        if self.monitor is not None:
+            self.monitor.mark("checkpoint", step=step)
 
     def exclude_time(self) -> None:
         """Exclude the work that is done now from step times: the next step is timed from its own begin."""

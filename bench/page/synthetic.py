@@ -13,7 +13,7 @@ Not covered: schedules of real pipelines, and clocks that differ.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,10 @@ _FORWARD_S, _BACKWARD_S, _TRANSFER_S, _REDUCE_S, _OPTIMIZER_S, _DATA_S = 0.12, 0
 _NOISE = 0.002
 _LEAST_WAIT_S = 0.002
 _NIC_EVERY_S = 0.01
+_IDLE_W = 110.0
 _NIC_HOSTS = 4
 _HANG_S = 90.0
+_LATE_S = (5.0, 10.0, 20.0, 40.0, 80.0)
 _FLOPS_SHARE = 0.55
 _PEAK = 312e12
 
@@ -113,12 +115,15 @@ def _tables(
     schema = arrow_schema()
     clock = _Clock(np.full(layout.world_size, _BEGIN_S + 30))
     end_s = _BEGIN_S + 30
+    trained: list[tuple[float, float]] = []
     attempt, first = 0, 1
     yield pa.Table.from_batches([to_batch(_run_starts(layout, 0, _BEGIN_S, steps))], schema)
     step = 1
     while step <= steps:
-        end_s = float(clock.ready_s.max())
+        end_s = begin_s = float(clock.ready_s.max())
         yield _Step(layout, faults, micro_batches, rng, attempt, step).table(clock)
+        if np.isfinite(clock.ready_s).any():
+            trained.append((begin_s, float(clock.ready_s[np.isfinite(clock.ready_s)].min())))
         if step == faults.silent_step and faults.silent is not None:
             break
         if faults.restart_step and step == faults.restart_step and attempt == 0:
@@ -130,12 +135,20 @@ def _tables(
             continue
         step += 1
     if faults.silent is not None and steps >= faults.silent_step > 0:
+        # As the monitor marks a step that is late; the silent rank's process is gone.
+        late = [
+            Mark(_origin(layout, rank, attempt), "late", _ns(end_s + age_s), step=faults.silent_step, value=age_s)
+            for age_s in _LATE_S
+            for rank in range(layout.world_size)
+            if rank != faults.silent
+        ]
+        yield pa.Table.from_batches([to_batch(late)], schema)
         end_s += _HANG_S
     else:
         end_s = float(clock.ready_s.max())
         ends = [Mark(_origin(layout, rank, attempt), "run_end", _ns(end_s)) for rank in range(layout.world_size)]
         yield pa.Table.from_batches([to_batch(ends)], schema)
-    yield _counters(layout, end_s, faults, rng)
+    yield _counters(layout, end_s, faults, rng, trained)
 
 
 def _run_starts(layout: ParallelLayout, attempt: int, at_s: float, steps: int) -> list[Event]:
@@ -376,14 +389,34 @@ def table_of(columns: Mapping[str, Any], num_rows: int) -> pa.Table:
     return pa.Table.from_arrays(arrays, schema=arrow_schema())
 
 
-def _counters(layout: ParallelLayout, end_s: float, faults: Faults, rng: np.random.Generator) -> pa.Table:
-    """Power of each rank's GPU, once a second, and bytes of a port of the first hosts, every 10 ms."""
+def _covered(times_s: Floats, spans: Sequence[tuple[float, float]]) -> NDArray[np.bool_]:
+    """Whether each time is inside one of some spans, which follow each other."""
+    begins, ends = np.array(spans or [(0.0, 0.0)]).T
+    at = np.searchsorted(begins, times_s, "right") - 1
+    return np.asarray((at >= 0) & (times_s < ends[np.maximum(at, 0)]))
+
+
+def _counters(
+    layout: ParallelLayout,
+    end_s: float,
+    faults: Faults,
+    rng: np.random.Generator,
+    trained: Sequence[tuple[float, float]],
+) -> pa.Table:
+    """Power of each rank's GPU, once a second, and bytes of a port of the first hosts, every 10 ms, by what goes on.
+
+    Args:
+        trained: begin and end of each step on its fastest rank.
+    """
     import pyarrow as pa
 
     ranks = np.arange(layout.world_size, dtype=np.int32)
     seconds = np.arange(_BEGIN_S, end_s, max(1.0, (end_s - _BEGIN_S) / 120))
     at = np.repeat(seconds, len(ranks))
-    power = np.where(at < end_s - _HANG_S, 620.0, 540.0) + rng.normal(0, 8, len(at))
+    watts_at = np.where(_covered(seconds, trained), 620.0, _IDLE_W)
+    if faults.silent is not None:  # kernels of NCCL spin while they wait
+        watts_at[seconds > end_s - _HANG_S] = 540.0
+    power = np.repeat(watts_at, len(ranks)) + rng.normal(0, 8, len(at))
     every = np.tile(ranks, len(seconds))
     if faults.silent is not None:  # its host is gone, and with it the readings
         kept = (every != faults.silent) | (at < end_s - _HANG_S)
@@ -394,8 +427,11 @@ def _counters(layout: ParallelLayout, end_s: float, faults: Faults, rng: np.rand
     tables = [table_of(watts, len(at))]
     hosts = sorted({_host(int(rank)) for rank in ranks[: 8 * _NIC_HOSTS]})
     ticks = np.arange(_BEGIN_S + 30, min(end_s, _BEGIN_S + 60), _NIC_EVERY_S)
+    reducing = _covered(
+        ticks, [(done_s - 2 * _REDUCE_S - _OPTIMIZER_S, done_s - _OPTIMIZER_S) for _, done_s in trained]
+    )
     for host in hosts:
-        busy = (np.mod(ticks, 0.45) > 0.36) * 450e6
+        busy = reducing * 450e6
         moved = np.maximum(0, busy + rng.normal(0, 4e6, len(ticks)))
         row = {**common, "name": "nic.xmit_bytes", "host": host, "unit": "bytes", "value": moved,
                "attributes": json.dumps({"port": "mlx5_0"}), "start_ns": _whole_ns(ticks),

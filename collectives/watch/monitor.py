@@ -28,16 +28,12 @@ one after the other cost the sum of it; where a server takes the events, hosts t
 
 [Note: CUDA graphs] Marks inside a capture are not taken: an event that a replay records again could be overwritten
 before it is read. So a replayed step is one segment, whose `timing` is `graph`, and what lies inside is not known.
-
-[Note: capture modes] While a program captures a graph in torch's default mode (`global`), a query of any other thread
-would make the capture fail, so this thread asks the CUDA runtime to exempt it, as NCCL's watchdog does.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import itertools
 import logging
@@ -46,10 +42,10 @@ import time
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from collectives.clock import DeviceEvents, TimeBase, device_events, has_happened
+from collectives.clock import DeviceEvents, TimeBase, device_events, exempt_from_captures, has_happened
+from collectives.watch.late_steps import LateSteps, describe_wait
 from collectives.watch.processor import ProcessorLaps
 from collectives.watch.ring import Ring
 from netlayer.observe.events.clocks import RankClock
@@ -195,6 +191,7 @@ class Monitor:
         self._step: int | None = None
         self._step_start: TimeMark | None = None
         self._recorders: list[Recorder] = []
+        self._late_steps = LateSteps()
         self._group_texts: dict[str, str | None] = {}
         self._time_base, self._has_base = TimeBase(False), False
         self._table = SeriesTable()
@@ -343,7 +340,7 @@ class Monitor:
             import torch
 
             torch.cuda.set_device(self._events.device)
-            _exempt_from_captures()
+            exempt_from_captures()
             with self._lock, contextlib.suppress(RuntimeError):  # then the first batch tries again, and says so
                 self._refer()
         while not self._stop.wait(self._seconds_to_next()):
@@ -391,6 +388,7 @@ class Monitor:
             if len(rows) >= _BATCH:
                 self._send(rows)
                 rows = self._new_rows()
+        self._add_late_steps(rows)
         lost = self._ring.take_lost()
         if lost:
             self.num_dropped += lost
@@ -495,7 +493,7 @@ class Monitor:
         start_ns, end_ns = self._times([entry.start, entry.end])
         if entry.attributes:
             rows.attributes[len(rows)] = to_json(entry.attributes)
-        _append(rows, rows.table.number(series), entry.step, start_ns, end_ns)
+        rows.append_segment(rows.table.number(series), entry.step, start_ns, end_ns)
         if entry.processor_wait_ns is not None:
             self._add_processor_wait(rows, entry.processor_wait_ns, 0, entry.timing)
 
@@ -504,28 +502,57 @@ class Monitor:
         table, step = rows.table, comm.step
         is_graph = any(done.name == _GRAPH for done in comm.computations)
         timing = "graph" if is_graph else self._timing
-        _append(
-            rows,
+        rows.append_segment(
             table.number(Series("segment", "step", "step", timing=timing, lane="step")),
             step,
             *self._times(comm.marks),
         )
         if comm.processor_wait_ns is not None:
             self._add_processor_wait(rows, comm.processor_wait_ns, comm.processor_wait_before_ns, timing)
-        for some in _portions(comm.computations):
+        self._add_parts(rows, comm, self._late_steps.handed(comm))
+
+    def _add_late_steps(self, rows: EventColumns) -> None:
+        """Append what has ended of steps that are open for long (`collectives.watch.late_steps`)."""
+        opened: list[tuple[Hashable, StepComm | int | None]] = [(self, self._step)]
+        opened += [(recorder, recorder.open_step) for recorder in self._recorders]
+        for late in self._late_steps.look(opened):
+            if late.is_mark_due:
+                facts = describe_wait(late.comm, self._ranks_of)
+                rows.add(Mark(self.origin, "late", self.clock.now_ns(), late.step, None, late.age_s, attributes=facts))
+            if late.comm is not None:
+                with contextlib.suppress(RuntimeError):  # of an event that a graph has captured
+                    self._add_parts(rows, late.comm, late.handed, is_late=True)
+
+    def _add_parts(self, rows: EventColumns, comm: StepComm, handed: set[int], *, is_late: bool = False) -> None:
+        """Append computations, waits and collectives of a step that were not handed over before.
+
+        Args:
+            handed: `id` of those that were; of a late step it grows.
+            is_late: the step is open: what has no known end yet is left.
+        """
+
+        def pending(parts: Iterable[Any]) -> list[Any]:
+            new = [part for part in tuple(parts) if id(part) not in handed]
+            if is_late:
+                ends = [part.ended if hasattr(part, "ended") else part.end for part in new]
+                new = [part for part, end in zip(new, ends, strict=True) if end is not None and has_happened(end)]
+                handed.update(map(id, new))
+            return new
+
+        for some in _portions(pending(comm.computations)):
             times = self._times([mark for done in some for mark in (done.start, done.end)])
             for done, start_ns, end_ns in zip(some, times[::2], times[1::2], strict=True):
-                _append(rows, self._computation(table, done.name, done.labels), step, start_ns, end_ns)
-        for some in _portions(comm.waits):
+                rows.append_segment(self._computation(rows.table, done.name, done.labels), comm.step, start_ns, end_ns)
+        for some in _portions(pending(comm.waits)):
             times = self._times([mark for wait in some for mark in (wait.start, wait.end)])
             starts, ends = times[::2], times[1::2]
             long = [at for at in range(len(some)) if ends[at] - starts[at] >= _LEAST_WAIT_NS]
             waited_for = [some[at].collective for at in long]
-            rows.series += [self._wait(table, one) for one in waited_for]
+            rows.series += [self._wait(rows.table, one) for one in waited_for]
             rows.starts += [starts[at] for at in long]
             rows.ends += [ends[at] for at in long]
-            _append_sizes(rows, waited_for, [step] * len(long))
-        for some in _portions(comm.collectives):
+            _append_sizes(rows, waited_for, [comm.step] * len(long))
+        for some in _portions(pending(comm.collectives)):
             self._add_collectives(rows, some)
 
     def _add_processor_wait(self, rows: EventColumns, wait_ns: int, before_ns: int, timing: str) -> None:
@@ -651,15 +678,6 @@ class Monitor:
             self._ring.add(collected)
 
 
-def _append(rows: EventColumns, series: int, step: int | None, start_ns: int, end_ns: int) -> None:
-    rows.series.append(series)
-    rows.steps.append(step)
-    rows.starts.append(start_ns)
-    rows.ends.append(end_ns)
-    rows.seqs.append(None)
-    rows.bytes.append(None)
-
-
 def _append_sizes(rows: EventColumns, some: Sequence[Collective], steps: Sequence[int | None]) -> None:
     rows.steps += steps
     rows.seqs += [one.seq or None for one in some]
@@ -679,14 +697,3 @@ def _int(value: object) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool) and -_INT32 < value < _INT32:
         return value
     return None
-
-
-def _exempt_from_captures() -> None:
-    """Let this thread query events while another one captures a CUDA graph: [Note: capture modes]."""
-    relaxed = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
-    for line in Path("/proc/self/maps").read_text().splitlines() if Path("/proc/self/maps").exists() else ():
-        path = line.rpartition(" ")[2]
-        if "libcudart.so" in path:
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
-            return

@@ -277,6 +277,20 @@ class StepComm:
         """Waits of the compute stream in it, or of the host on the CPU, whole: [Note: what is exposed]."""
         return self._waits
 
+    def open_wait(self) -> Collective | None:
+        """Return the collective that the compute stream (on the CPU the host) waits for now; None: none is known.
+
+        Raises:
+            RuntimeError: a mark was captured into a CUDA graph.
+        """
+        for wait in tuple(self._waits):
+            if not isinstance(wait.end, int) and has_happened(wait.start) and not has_happened(wait.end):
+                return wait.collective
+        launched = (*self._earlier, *tuple(self.collectives))
+        is_host = isinstance(self._marks[0], int)
+        opened = (one for one in launched if is_host and one.wait_start_ns and not one.wait_end_ns)
+        return next(opened, None)
+
     def ready(self) -> bool:
         """Whether reading a time would not wait."""
         return all(map(has_happened, self._marks))
@@ -409,6 +423,11 @@ class Recorder:
     def step(self) -> int | None:
         """The step that is open; None between steps."""
         return self._open.step if self._open else None
+
+    @property
+    def open_step(self) -> StepComm | None:
+        """What is known so far of the step that is open; None between steps."""
+        return self._open
 
     def begin_step(self, step: int) -> None:
         """Open a step. One that is still open (it raised) is dropped. No stream is waited for.

@@ -16,6 +16,7 @@ import torch
 from collectives import Recorder
 from collectives import clock as clock_module
 from collectives.transport import current_stream as current_stream_module
+from collectives.watch import late_steps
 from collectives.watch.monitor import Monitor
 from collectives.watch.processor import ProcessorWait
 from collectives.watch.ring import Ring
@@ -122,6 +123,37 @@ def test_what_a_recorder_marks_is_taken_once(monitor: Monitor, kept: Kept) -> No
     assert [each.micro_batch for each in kept.segments("forward")] == [1, 1, 1]
     monitor.close()
     assert recorder.observer is None
+
+
+def test_what_has_ended_of_a_late_step_is_handed_over_once(
+    monitor: Monitor, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_steps, "LATE_S", 0.0)
+    monkeypatch.setattr(late_steps, "_MOST_PAUSE_S", 0.0)
+    recorder = Recorder()
+    monitor.follow(recorder)
+    recorder.groups["pipeline"] = [0, 1]
+    recorder.begin_step(7)
+    with recorder.computing("forward", micro_batch=0):
+        pass
+    with recorder.launching("pipeline", "recv", 64) as message:
+        pass
+    monitor.flush()  # sees that a step is open
+    time.sleep(0.002)
+    monitor.flush()
+    # The receive has not ended, and nobody knows when it will.
+    assert [(each.segment, each.step) for each in kept.segments()] == [("forward", 7)]
+    late = [each for each in kept.events if isinstance(each, Mark)]
+    assert {(each.name, each.step, each.attributes is None) for each in late} == {("late", 7, True)}
+    with recorder.waiting(message):
+        time.sleep(1e-4)
+        monitor.flush()
+    late = [each for each in kept.events if isinstance(each, Mark)]
+    assert late[-1].attributes == {"waits_for": "recv", "group": "pipeline", "group_ranks": "0:2:1"}
+    recorder.end_step()
+    assert monitor.flush()
+    counts = Count(each.segment for each in kept.segments())
+    assert counts == {"forward": 1, "collective": 1, "wait": 1, "step": 1}
 
 
 def test_a_long_garbage_collection_is_a_segment(monitor: Monitor, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:

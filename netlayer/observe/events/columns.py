@@ -154,6 +154,15 @@ class EventColumns(Sequence[Event]):
         self.clock_offset_ns: int | None = None
         self.clock_error_ns: int | None = None
 
+    def append_segment(self, series: int, step: int | None, start_ns: int, end_ns: int) -> None:
+        """Append a segment of a series, without a number in its group and a size."""
+        self.series.append(series)
+        self.steps.append(step)
+        self.starts.append(start_ns)
+        self.ends.append(end_ns)
+        self.seqs.append(None)
+        self.bytes.append(None)
+
     def add(self, event: Event) -> None:
         """Append an event of the same origin; its clock is that of all."""
         row = len(self.series)

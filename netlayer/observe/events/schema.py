@@ -59,6 +59,8 @@ MARKS = {
     "failure": "it ended by an error; the text says which",
     "restart": "the run resumed; attributes: count, from_step",
     "eviction": "a rank or host was taken out of the run",
+    "checkpoint": "a checkpoint of the state after the mark's step is whole, and good to resume from",
+    "late": "the step is open for long, `value` seconds; what has ended of it is in the record; again while it lasts",
     "nan": "a loss or a gradient was not finite",
     "throttle": "a processor lowered its clock; attributes: reason, sm_clock_mhz",
     "throttle_end": "a reason for a lower clock is gone; attributes: reason",

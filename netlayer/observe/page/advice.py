@@ -57,6 +57,12 @@ def _lines(view: RunView, rank: int, host: str, last_ns: int | None) -> Iterator
         at = datetime.fromtimestamp(last_ns / 1e9, UTC)
         where += f"; its last operation ended at {at:%Y-%m-%d %H:%M:%S} UTC"
     yield where
+    if checkpoint := view.checkpoint:
+        at = datetime.fromtimestamp(checkpoint.start_ns / 1e9, UTC)
+        how = "written" if checkpoint.name == "checkpoint" else "resumed"
+        lost = max(view.run.steps, default=0) - (checkpoint.step or 0)
+        line = f"newest checkpoint in the record: of step {checkpoint.step}, {how} {at:%Y-%m-%d %H:%M:%S} UTC"
+        yield f"{line}; a restart from it repeats {lost} {'step' if lost == 1 else 'steps'}" if lost > 0 else line
     if host:
         kept = "in a run that `netlayer run` keeps (OUT: its folder)"
         if isinstance(facts.get("node"), str):

@@ -8,6 +8,7 @@ again for each look at a timeline would take seconds.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +86,10 @@ class FileColumns:
     last_ns: int = 0
     last_sign_ns: dict[int, int] = field(default_factory=dict)
     """Of each rank its last reading or mark after its start."""
+    late_steps: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    """Of each rank the last step that a mark calls late, and what it waits for; its parts are in the record."""
+    has_whole_steps: bool = False
+    """The monitor of this project wrote it: a step is in the record once it has ended, or is late."""
 
 
 class Columns:
@@ -104,10 +109,13 @@ class Columns:
         self.notes: list[str] = []
         self.newest_s = 0.0
         """When the last file was written to, seconds since 1970."""
+        self.read_s = 0.0
+        """When reading began last, seconds since 1970: what was written later may be missing."""
         open_evidence(*paths)
 
     def refresh(self, progress: Callable[[int, int], None] | None = None) -> bool:
         """Read files that are new or have grown; return whether there were any."""
+        read_s = time.time()
         try:
             paths = open_evidence(*self._paths).files
         except ConfigError:  # a folder that is emptied while it is looked at
@@ -129,7 +137,7 @@ class Columns:
             if progress:
                 progress(number + 1, len(paths))
         self._read = {file.path: self._read[file.path] for file in files}
-        self.files, self.notes = files, notes
+        self.files, self.notes, self.read_s = files, notes, read_s
         return changed
 
     def rows(self, ranks: Sequence[int], steps: tuple[int, int] | None) -> Iterator[pa.RecordBatch]:
@@ -245,18 +253,33 @@ class _Builder:
         if (kinds == 1).any():
             self._segments(batch if (kinds == 1).all() else batch.filter(_mask(kinds == 1)))
         if (kinds == 2).any() and len(self._file.marks) < _MOST_MARKS:
-            marks = batch.filter(_mask(kinds == 2))
+            marks = self._without_late(batch.filter(_mask(kinds == 2)))
             self._file.marks += [event for event in events_of(marks) if isinstance(event, Mark)]
             self._places(marks)
         if (kinds == 3).any():
             self._readings(batch.filter(_mask(kinds == 3)))
 
+    def _without_late(self, marks: pa.RecordBatch) -> pa.RecordBatch:
+        """Take the marks of late steps out of others: of a run that hangs there are many."""
+        is_late = looked_up(marks["name"], {"late": 1}) == 1
+        if is_late.any():
+            late = marks.filter(_mask(is_late))
+            columns = (integers(late["rank"]), integers(late["step"]), np.asarray(late["end_ns"]))
+            facts = texts(late["attributes"]).tolist()
+            for rank, step, at_ns, text in zip(*(column.tolist() for column in columns), facts, strict=True):
+                if rank >= 0:
+                    self._sign(rank, at_ns)
+                    if step >= self._file.late_steps.get(rank, (0, {}))[0]:
+                        self._file.late_steps[rank] = (step, parse_facts(text or "") or {})
+            marks = marks.filter(_mask(~is_late))
+        return marks
+
     def finish(self) -> None:
         """Join the parts of all batches once the last is read: segments, and counters by name, rank, host and port."""
         self._file.tail = [batch for _, batch in self._tail]
         for one in self._file.marks:
-            # That a rank started is no reading that could end: of short runs it would be taken for one.
-            if one.origin.rank is not None and one.name not in ("run_start", "restart"):
+            # That a rank started or has a checkpoint is no reading that could end: it would be taken for one.
+            if one.origin.rank is not None and one.name not in ("run_start", "restart", "checkpoint"):
                 self._sign(one.origin.rank, one.end_ns)
         self._file.segments = {
             name: np.concatenate(parts) if parts else np.empty(0, np.int64) for name, parts in self._parts.items()
@@ -284,6 +307,7 @@ class _Builder:
         classes = {name: code for code, name in enumerate(CLASSES)}
         codes = looked_up(batch["segment"], classes, CLASSES.index("other"))
         columns["code"] = codes
+        self._file.has_whole_steps |= bool((looked_up(batch["source"], {"monitor": 1}) == 1).any())
         columns["on_host"] = looked_up(batch["timing"], {"host": 1}) == 1
         narrow = {"rank": np.int32, "step": np.int64, "attempt": np.int32}
         for name, values in columns.items():

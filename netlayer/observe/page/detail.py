@@ -114,7 +114,7 @@ def _without_counters(rows: pa.Table, *, all_marks: bool) -> pa.Table:
     import pyarrow as pa
 
     kinds, names = texts(rows["kind"]), texts(rows["name"])
-    keep = (kinds != "counter") & ~np.isin(names, ("clock",))
+    keep = (kinds != "counter") & ~np.isin(names, ("clock", "late"))
     if not all_marks:
         keep &= (kinds == "segment") | ~np.isin(names, ("run_start",))
     return rows.filter(pa.array(keep.astype(bool)))
@@ -260,6 +260,10 @@ def _operations(view: RunView, number: int) -> list[dict[str, Any]]:
                     what += f" of micro-batch {row['micro_batch']}"
                 rows.append((row["step"], row["end_ns"], {"what": what, "step": row["step"],
                                                           "ms": (row["end_ns"] - row["start_ns"]) / 1e6}))  # fmt: skip
+    place = view.stop.places.get(number) if view.stop.silent else None
+    if place is not None and place.operation is not None:
+        what = f"{'waits in' if place.members else 'in'} {place.operation}"
+        rows.append((place.step + 1, place.last_ns, {"what": what, "step": place.step, "size": "no end in the record"}))
     rows.sort(key=lambda one: (-one[0], -one[1]))
     newest = rows[:_MOST_OPERATIONS]
     return [{**row, "at_s": (at - view.begin_ns) / 1e9} for _, at, row in newest]

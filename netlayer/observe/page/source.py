@@ -15,7 +15,7 @@ from netlayer.observe.page.view import Progress, RunView, title_of
 from netlayer.printing import printable
 
 _LOAD_SHARE = 5.0
-"""Least pause before files are read again, as a multiple of what the last reading took."""
+"""Least pause before files are read again, as a multiple of the processor time that the last reading took."""
 _MAX_RANK = 1 << 20
 
 
@@ -34,7 +34,7 @@ class PageSource:
         self._link_gbps, self._title = link_gbps, title_of(paths)
         self._columns = Columns(paths)
         self._lock, self._loading = threading.Lock(), threading.Lock()
-        started_s = time.monotonic()
+        started_s = time.thread_time()
         self._columns.refresh(progress)
         if not any(file.kind for file in self._columns.files):
             where = printable(", ".join(map(str, paths)))
@@ -42,7 +42,7 @@ class PageSource:
             raise ConfigError("RUN", where, "holds nothing that can be read", remedy)
         self._view = RunView.of(self._title, 1, self._columns, link_gbps)
         self._packed: dict[str, bytes] = {}  # the overview, and a map each measure
-        self._took_s, self._read_s = time.monotonic() - started_s, time.monotonic()
+        self._took_s, self._read_s = time.thread_time() - started_s, time.monotonic()
 
     @property
     def view(self) -> RunView:
@@ -57,7 +57,7 @@ class PageSource:
             now_s = time.monotonic()
             if now_s - self._read_s < max(1.0, _LOAD_SHARE * self._took_s):
                 return False
-            columns = self._columns
+            columns, started_s = self._columns, time.thread_time()
             changed = columns.refresh()
             # A run that stands still says more with the time that passes, though nothing is written.
             waits = self._view.is_live and self._view.stop.state in ("running", "cannot tell")
@@ -67,7 +67,7 @@ class PageSource:
                 if changed:
                     with self._lock:
                         self._view, self._packed = view, {}
-            self._took_s, self._read_s = time.monotonic() - now_s, time.monotonic()
+            self._took_s, self._read_s = time.thread_time() - started_s, time.monotonic()
             return changed
         finally:
             self._loading.release()

@@ -1,22 +1,27 @@
 """Culprit where a run's record stops: each rank's place in the last step, and who waits for whom.
 
 [Note: where a rank is] An operation that never ends is not in the record. What a rank does at the end follows from
-its last whole step: in the order in which operations begin, the first of them that the last step lacks is the one
-that it is in. If that is its own work (a pass, the optimizer, data), it waits for nobody; if it is a collective or a
-message, it waits for those of the group that are not in the same one.
+its last whole step: in the order in which work begins and communication ends (a receive may be posted long before
+anybody waits for it), the first operation that the last step lacks is the one that it is in. If that is its own work (a
+pass, the optimizer, data), it waits for nobody; if it is a collective or a message, it waits for those of the group
+that are not in the same one. Our monitor hands over a step when it has ended, or is late, and then says what the rank
+waits for: of a rank with neither, the place is not known.
 
 [Note: silence] A record that stops is no proof of a fault, for a run may just have been ended. A rank is named as
 silent only where the others wait for it, directly or through others, and evidence goes on for a while after the last
 thing that it did: counters, marks, or the present time where the files are being written. Of several ranks in one
 operation the one is named whose own readings went on until it stopped and then ended, while those of the others go on.
+A process that is stopped or dead takes the record of its last second with it, and where it was does not show: where the
+signs of one rank end and those of all others go on (marks of late steps, readings), and these wait for it in the step
+that it was in, it is the silent one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from netlayer.layout import describe_ranks
 from netlayer.observe.events import Segment, parse_ranks
@@ -25,6 +30,11 @@ MIN_SILENCE_S = 5.0
 MIN_SILENCE_STEPS = 3.0
 _OWN_WORK = ("forward", "backward", "weights", "optimizer", "data")
 _WAITS = ("collective", "wait")
+_HOST_WORK = ("data",)
+"""In the record at once, whatever becomes of the step."""
+
+
+LateSteps = Mapping[int, tuple[int, Mapping[str, Any]]]
 
 
 class Operation(NamedTuple):
@@ -87,7 +97,13 @@ class Stop:
 
 
 def judge_stop(
-    segments: Iterable[Segment], until_ns: int, step_s: float, *, ended: bool, last_sign_ns: Mapping[int, int]
+    segments: Iterable[Segment],
+    until_ns: int,
+    step_s: float,
+    *,
+    ended: bool,
+    last_sign_ns: Mapping[int, int],
+    late_steps: LateSteps | None = None,
 ) -> Stop:
     """Say who holds up a run whose record stops.
 
@@ -97,6 +113,8 @@ def judge_stop(
         step_s: a typical step.
         ended: the run says that it ended as intended.
         last_sign_ns: the last reading or mark of each rank that has any.
+        late_steps: of each rank the last step that was marked as late, and attributes of the mark: what it waits for;
+            None: operations are in the record as they end.
     """
     if ended:
         return Stop("ended", "the run ended as intended")
@@ -104,7 +122,7 @@ def judge_stop(
     for event in segments:
         if event.origin.rank is not None and event.step is not None:
             rows[event.origin.rank][event.step].append(event)
-    places = {rank: _place(rank, steps) for rank, steps in rows.items()}
+    places = {rank: _place(rank, steps, late_steps) for rank, steps in rows.items()}
     if not places:
         return Stop("cannot tell", "no rank has a step")
     last_ns = max(place.last_ns for place in places.values())
@@ -113,16 +131,19 @@ def judge_stop(
         return Stop("running", "the record goes on to its end", places=places)
     working = [rank for rank, place in places.items() if place.operation is not None and not place.members]
     waiting, silent = _waiting(places, working)
-    suspects, candidates = len(silent), silent
-    # Of ranks in one operation only the dead one gives no sign any more: that of all others goes on. A rank that gave
-    # none, or none for long before it stopped (its counters were never read, or are slow), is not told by that.
-    middle_ns = (last_ns + max(last_sign_ns.values(), default=last_ns)) // 2
-    alive = {rank for rank in places if last_sign_ns.get(rank, last_ns) > middle_ns}
-    quiet = [rank for rank in silent if rank not in alive]
+    # A third of the time since then: marks become rarer, and those of two ranks are not of one moment.
+    late_ns = last_ns + (max(last_sign_ns.values(), default=last_ns) - last_ns) // 3
+    alive = {rank for rank in places if last_sign_ns.get(rank, last_ns) > late_ns}
     lead_ns = round(max(MIN_SILENCE_S, MIN_SILENCE_STEPS * step_s) * 1e9)
-    is_certain = all(last_sign_ns.get(rank, 0) >= places[rank].last_ns - lead_ns for rank in quiet)
-    if suspects > 1 and 0 < len(quiet) < suspects and is_certain and len(alive) >= len(places) / 2:
-        silent = quiet
+    gone = _gone(places, alive, last_sign_ns, lead_ns)
+    if gone is not None and not silent:
+        return _stop_of_gone(places, gone, until_ns, last_sign_ns[gone])
+    if gone is not None and places[gone].operation is None:
+        # Its tensor-parallel peers wait for it inside a pass that does not end: it may be in the same one.
+        places[gone] = replace(places[gone], operation=places[silent[0]].operation)
+        waiting, silent = _waiting(places, [*working, gone])
+    suspects, candidates = len(silent), silent
+    silent = _quiet(silent, places, alive, last_sign_ns, lead_ns)
     operations = {(places[rank].step, places[rank].operation) for rank in silent}
     others = len(places) - len(waiting) - suspects
     if not silent or len(operations) > 1 or len(silent) > max(1, len(places) // 4) or others > len(places) / 4:
@@ -131,21 +152,74 @@ def judge_stop(
     if len(silent) < suspects:
         root = silent[0]
         waiting = {rank: (other if other in silent else root, between) for rank, (other, between) in waiting.items()}
-    [(step, operation)] = operations
-    where = f"in {operation} of step {step}"
-    num = f"{len(waiting)} ranks wait" if len(waiting) != 1 else "1 rank waits"
-    since = f"nothing is recorded in the last {silence_s:.0f} s"
     alike = [rank for rank in candidates if rank not in silent]
+    num = f"{len(waiting)} ranks wait" if len(waiting) != 1 else "1 rank waits"
     rest = f"; of {others} others it is not known" if others else ""
+    since = f"nothing is recorded in the last {silence_s:.0f} s"
+    why = _why(silent[0], alike, until_ns, last_sign_ns) if len(silent) == 1 else ""
+    state, line = _named(silent, operations.pop(), (num, rest, since), why)
+    return Stop(state, line, tuple(silent), places, waiting, tuple(alike), silence_s)
+
+
+def _named(
+    silent: Sequence[int],
+    where: tuple[int, Operation | None],
+    facts: tuple[str, str, str],
+    why: str,
+) -> tuple[str, str]:
+    """Return state and line where one of some ranks is silent: the one, or it is not known which."""
+    step, operation = where
+    num, rest, since = facts
     if len(silent) == 1:
         # With this rank and those alike the numbers add up to all ranks.
-        why = _why(silent[0], alike, until_ns, last_sign_ns)
-        line, state = f"rank {silent[0]} is silent, {where}; {num} for it{rest}; {since}; why this one: {why}", "silent"
-    else:
-        line = f"one of {describe_ranks(silent)} is silent, {where}, and nothing shows which; {num} for them{rest}"
-        line += f"; {since}"
-        state = "suspected"
-    return Stop(state, line, tuple(silent), places, waiting, tuple(alike), silence_s)
+        line = f"rank {silent[0]} is silent, in {operation} of step {step}; {num} for it{rest}; {since}"
+        return "silent", f"{line}; why this one: {why}"
+    line = f"one of {describe_ranks(silent)} is silent, in {operation} of step {step}, and nothing shows which"
+    return "suspected", f"{line}; {num} for them{rest}; {since}"
+
+
+def _quiet(
+    silent: list[int], places: Mapping[int, Place], alive: set[int], last_sign_ns: Mapping[int, int], lead_ns: int
+) -> list[int]:
+    """Return those of several ranks in one operation whose signs have ended; all, where that tells nothing.
+
+    A rank that gave no sign, or none for long before it stopped (its counters were never read, or are slow), is not
+    told by that.
+    """
+    quiet = [rank for rank in silent if rank not in alive]
+    is_certain = all(last_sign_ns.get(rank, 0) >= places[rank].last_ns - lead_ns for rank in quiet)
+    if 0 < len(quiet) < len(silent) and is_certain and len(alive) >= len(places) / 2:
+        return quiet
+    return silent
+
+
+def _gone(places: Mapping[int, Place], alive: set[int], last_sign_ns: Mapping[int, int], lead_ns: int) -> int | None:
+    """Return the one rank whose signs ended when it stopped while those of all others go on; None: it is not so."""
+    gone = [rank for rank in places if rank not in alive]
+    if len(gone) != 1:
+        return None
+    place = places[gone[0]]
+    ahead_ns = max(other.last_ns for other in places.values()) - place.last_ns
+    # Else its record ended before it stopped. The last second of it is lost anyway, with any number of short steps.
+    is_lost = ahead_ns > lead_ns or last_sign_ns.get(gone[0], 0) < place.last_ns - lead_ns
+    is_lost = is_lost or min((last_sign_ns.get(rank, 0) for rank in alive), default=0) < last_sign_ns[gone[0]] + lead_ns
+    return None if is_lost else gone[0]
+
+
+def _stop_of_gone(places: Mapping[int, Place], rank: int, until_ns: int, last_sign_ns: int) -> Stop:
+    """Name the rank that is gone, where nobody else is in work of its own and three quarters of the others wait."""
+    place = places[rank]
+    silence_s = (until_ns - max(each.last_ns for each in places.values())) / 1e9
+    since = f"nothing is recorded in the last {silence_s:.0f} s"
+    waiting, _ = _waiting({**places, rank: replace(place, operation=None, members=())}, [rank])
+    if len(waiting) < 0.75 * (len(places) - 1):
+        return Stop("cannot tell", f"{since}, and who waits for whom does not show", (), places)
+    num = f"{len(waiting)} ranks wait" if len(waiting) != 1 else "1 rank waits"
+    age_s = (until_ns - last_sign_ns) / 1e9
+    why = f"why this one: its last sign of life is {age_s:.0f} s old, and those of all others go on"
+    step = max(places[other].step for other in (*waiting, rank))
+    line = f"rank {rank} is silent, in step {step}; {num} for it; {since}; {why}"
+    return Stop("silent", line, (rank,), places, waiting, (), silence_s)
 
 
 def _why(rank: int, alike: Sequence[int], until_ns: int, last_sign_ns: Mapping[int, int]) -> str:
@@ -159,7 +233,7 @@ def _why(rank: int, alike: Sequence[int], until_ns: int, last_sign_ns: Mapping[i
     )
 
 
-def _place(rank: int, steps: Mapping[int, Sequence[Segment]]) -> Place:
+def _place(rank: int, steps: Mapping[int, Sequence[Segment]], late_steps: LateSteps | None) -> Place:
     """Place of one rank: [Note: where a rank is]."""
     last = max(steps)
     last_ns = max(event.end_ns - (event.clock_offset_ns or 0) for event in steps[last])
@@ -169,17 +243,39 @@ def _place(rank: int, steps: Mapping[int, Sequence[Segment]]) -> Place:
     else:
         template = _operations(steps.get(last - 1, ()))
         done, step = set(_operations(steps[last])), last
+    late_step, waits = (late_steps or {}).get(rank, (-1, {}))
+    if late_step >= step and waits:
+        return _waiting_place(rank, late_step, waits, last_ns)
+    is_known = late_steps is None or late_step == step
+    is_known = is_known or any(operation.segment not in _HOST_WORK for operation in done)
+    if not is_known:
+        return Place(rank, step, None, (), last_ns)
     for operation, event in template.items():
         if operation not in done:
             return Place(rank, step, operation, _members(operation, event), last_ns)
     return Place(rank, step, None, (), last_ns)
 
 
+def _waiting_place(rank: int, step: int, waits: Mapping[str, Any], last_ns: int) -> Place:
+    """Place of a rank that says itself in which collective or message it waits."""
+    name, group, micro_batch, peer = (waits.get(key) for key in ("waits_for", "group", "micro_batch", "peer"))
+    index = micro_batch if isinstance(micro_batch, int) else -1
+    operation = Operation("collective", str(name), str(group or ""), index, -1, 1)
+    if isinstance(peer, int):
+        return Place(rank, step, operation, (peer,), last_ns)
+    try:
+        members = parse_ranks(str(waits.get("group_ranks") or ""))
+    except ValueError:
+        members = ()
+    return Place(rank, step, operation if members else None, members, last_ns)
+
+
 def _operations(events: Sequence[Segment]) -> dict[Operation, Segment]:
-    """Operations of a step in the order of their begin; of equal begins a wait comes last."""
+    """Operations of a step, work in the order of its begin, communication in that of its end: what needs it is next."""
     counts: dict[tuple[object, ...], int] = defaultdict(int)
     result = {}
-    for event in sorted(events, key=lambda one: (one.start_ns, one.segment == "wait", one.end_ns)):
+    in_order = sorted(events, key=lambda one: (one.end_ns, 0) if one.segment == "collective" else (one.start_ns, 1))
+    for event in in_order:
         if event.segment not in _OWN_WORK and event.segment not in _WAITS:
             continue
         if event.segment == "wait":  # what it waits for has a row of its own, or is inside a pass

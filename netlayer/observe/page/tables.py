@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from netlayer.observe.events import Mark
 from netlayer.observe.page.columns import CLASSES, NO_STEP, Columns, FileColumns, newest, places_of
-from netlayer.observe.verdicts.run import COMPUTE, HOST, PLANNED, SEGMENTS, Run, Start, Traffic, first_step_on
+from netlayer.observe.verdicts.run import COMPUTE, HOST, PLANNED, ROUTINE, SEGMENTS, Run, Start, Traffic, first_step_on
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,7 +30,6 @@ _CODE = {name: code for code, name in enumerate(CLASSES)}
 _FEW_STEPS = 0.1
 _MOST_MARKS = 10_000
 _MOST_COLLECTIVES = 2_000_000
-_ROUTINE = ("clock", "run_start", "run_end")
 
 
 @dataclass(frozen=True)
@@ -168,15 +167,15 @@ def _starts(rows: dict[str, NDArray[Any]], files: Sequence[FileColumns]) -> dict
 
 
 def _marks(files: Sequence[FileColumns]) -> tuple[list[Mark], CountOf[str], dict[str, Any]]:
-    """Marks for a person in order, how many of each name, and the facts of the first start."""
+    """Marks for a person in order, how many of each name, and the facts of the first start that has a layout."""
     counts: CountOf[str] = CountOf()
     kept: list[Mark] = []
     facts: dict[str, Any] = {}
     for mark in (mark for file in files for mark in file.marks):
         counts[mark.name] += 1
-        if mark.name == "run_start" and not facts and mark.attributes:
-            facts = dict(mark.attributes)
-        routine = mark.name in _ROUTINE or mark.name.startswith(("launch ", "mlperf."))
+        if mark.name == "run_start" and mark.attributes and (not facts or "layout" not in facts):
+            facts = dict(mark.attributes)  # a driver's mark has no layout
+        routine = mark.name in ROUTINE or mark.name.startswith(("launch ", "mlperf."))
         if not routine and len(kept) < _MOST_MARKS:
             kept.append(mark)
     return sorted(kept, key=lambda mark: mark.start_ns), counts, facts

@@ -41,6 +41,9 @@ BUSY = "busy (without waits)"
 _LIVE_S = 600.0
 """Age of the newest file up to which a run without an end counts as one that runs."""
 _LAG_S = 60.0
+_PAUSE_S = 30.0
+_PAUSE_STEPS = 10.0
+"""Pause of a run that goes on, in steps, up to which it counts as one where nobody shows whom the others wait for."""
 _MOST_MARKS = 300
 _MOST_TEXT = 400
 _MOST_FINDINGS = 100
@@ -153,6 +156,13 @@ class RunView:
         values = [utilisation(float(flops), each, float(peak), world) if each > 0 else None for each in seconds]  # type: ignore[arg-type]
         return np.array([np.nan if value is None else value for value in values])
 
+    @cached_property
+    def checkpoint(self) -> Mark | None:
+        """Mark of the newest checkpoint that the record knows: one that became good, or that the last start resumed."""
+        marks = (mark for file in self.columns.files for mark in file.marks if mark.origin.rank is not None)
+        known = (mark for mark in marks if mark.name in ("checkpoint", "run_start") and (mark.step or 0) > 0)
+        return max(known, key=lambda mark: mark.start_ns, default=None)
+
     @property
     def default_step(self) -> int | None:
         """Step that a timeline opens with: the one in which the run stands still, else the last that is whole."""
@@ -227,7 +237,9 @@ class RunView:
                 "line": self._with_host(self.stop.line),
                 "silent": self.stop.silent,
                 "alike": self.stop.alike,
+                "silence_s": self.stop.silence_s,
             },
+            "checkpoint_step": self.checkpoint.step if self.checkpoint else None,
             "num_whole_steps": len(_whole_steps(run, self.is_open).steps),
             "next": next_step(self),
             "hang": self._hang(),
@@ -426,12 +438,24 @@ def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:
     for file in columns.files:
         for rank, at_ns in file.last_sign_ns.items():
             signs[rank] = max(at_ns, signs.get(rank, 0))
-    until_ns = max((file.last_ns for file in columns.files), default=0)
+    until_ns, is_now = max((file.last_ns for file in columns.files), default=0), False
     # Files that are written as things happen say by their age that nothing happens any more.
     if is_live and abs(columns.newest_s - until_ns / 1e9) < _LAG_S:
-        until_ns = max(until_ns, time.time_ns())
+        until_ns, is_now = max(until_ns, round(columns.read_s * 1e9)), True
     step_s = float(np.nanmedian(run.step_s)) if np.isfinite(run.step_s).any() else 0.0
-    return judge_stop(segments, until_ns, step_s, ended=ends * 2 >= len(run.ranks), last_sign_ns=signs)
+    late: dict[int, tuple[int, dict[str, Any]]] | None = None
+    if any(file.has_whole_steps for file in columns.files):
+        late = {}
+        for rank, known in (pair for file in columns.files for pair in file.late_steps.items()):
+            late[rank] = max(known, late.get(rank, known), key=lambda one: one[0])
+    stop = judge_stop(segments, until_ns, step_s, ended=ends * 2 >= len(run.ranks), last_sign_ns=signs, late_steps=late)
+    last_ns = max((place.last_ns for place in stop.places.values()), default=until_ns)
+    pause_s = (until_ns - last_ns) / 1e9
+    if is_now and stop.state == "cannot tell" and pause_s < max(_PAUSE_S, _PAUSE_STEPS * step_s):
+        # A checkpoint, an evaluation or a slow file system is not in the record before it is over.
+        line = f"the run goes on, or pauses: the last operation in the record ended {pause_s:.0f} s ago"
+        return replace(stop, state="running", line=line)
+    return stop
 
 
 def _late(batch: Any, newest: int, attempt: int) -> list[Segment]:

@@ -2,7 +2,8 @@
 
 Read are steps (`ProfilerStep#N`), collectives (kernels of NCCL and RCCL with their arguments; of gloo the CPU
 operator), computation kernels (as stretches of one stream, not each by itself), the optimiser, the data loader, and
-stretches that the program named forward, backward or gc. Not read: CPU operators, flows, memory, Python frames.
+stretches that the program named forward, backward or gc; of a program without a GPU also the forward pass of DDP, which
+names itself (with a GPU that is the time of its launches). Not read: CPU operators, flows, memory, Python frames.
 
 Times are microseconds, after `baseTimeNanoseconds` where the file has it (torch 2.4 on); older files count from the
 host's start, so that times of two hosts do not compare. Source: torch's docs of torch.profiler, Kineto's output_json.
@@ -39,6 +40,7 @@ _DTYPE_BYTES = {"Float": 4, "Int": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Lo
 # Kernels of a stream closer than this count as one stretch of computation.
 _GAP_NS = 20_000
 _ANNOTATIONS = {"forward": "forward", "backward": "backward", "gc": "gc"}
+_DDP_FORWARD = "DistributedDataParallel.forward"
 _OVERLAP = 1 << 10
 _CATEGORIES = frozenset({"kernel", "user_annotation", "cpu_op"})
 
@@ -146,6 +148,8 @@ class _Trace:
                 segment = "optimizer"
             elif name.startswith("enumerate(DataLoader)#"):
                 segment = "data"
+            elif name == _DDP_FORWARD and self._stream.header.get("deviceProperties") == []:
+                segment = "forward"
             if segment:
                 yield self._segment(segment, segment, start_ns, end_ns, lane="host")
 

@@ -31,8 +31,10 @@ _WHOLE_STEPS, _LASTING_STEPS = 30, 100
 _BUSY_HOST = 0.1
 """Share of their own time that ranks wait for a processor, from which on a verdict says so."""
 _MANY_TIMES = 4.0
+"""Times as long as its peers, from which on a line says so of a rank; as long as other steps: a pause."""
 _UNRECORDED = 0.25
-"""Share of a step by which a rank has less record than its peers, and less own time, to be looked at."""
+"""Share of a step by which a rank has less record than its peers, and less own time, to be looked at; also the least
+share that must be in no record for nobody to be judged."""
 
 
 def judge(
@@ -143,10 +145,11 @@ def straggler(run: Run, detection: Detection) -> Verdict:
 
 
 def _unrecorded(run: Run, detection: Detection) -> str:
-    """Say whether a rank does something that is in no record while its peers, it seems, work; empty: none does.
+    """Say why nobody can be called slow or not by what is in no record; empty: nothing speaks against it.
 
-    Where waits are inside a pass, as those of DDP are in a backward pass of Kineto, peers that wait look slow, and the
-    rank that they wait for looks fast.
+    A rank may do something that is in no record while its peers, it seems, work: where waits are inside a pass, as
+    those of DDP are in a backward pass of Kineto, peers that wait look slow, and the rank that they wait for looks
+    fast. And of most ranks more of a step may be in no record than what they are compared by.
     """
     known_s = run.own_s + sum((run.segments[name] for name in ("collective", "wait") if name in run.segments), 0.0)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -165,6 +168,15 @@ def _unrecorded(run: Run, detection: Detection) -> str:
                 f"{share:.0%} of the step of {name} is in no record, of its peers' {usual:.0%}: "
                 "they may wait for it inside what they recorded as their own work"
             )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        compared = np.ravel(run.own_s / run.step_s)
+    lacking = np.ravel(missing)[np.isfinite(compared)]
+    compared = compared[np.isfinite(compared)]
+    if len(lacking) and np.median(lacking) > max(_UNRECORDED, np.median(compared)):
+        return (
+            f"{np.median(lacking):.0%} of a step is in no record, more than the {np.median(compared):.0%} by which "
+            "ranks could be compared: one may be slow there"
+        )
     return ""
 
 
@@ -251,13 +263,17 @@ def drift(run: Run, detection: Detection) -> Verdict:
     if len(step_s) - first < 2 * quarter:
         return Verdict("drift", "cannot tell", f"{len(step_s)} steps: at least {2 * _QUARTER_STEPS} are needed")
     early, late = slice(first, first + quarter), slice(len(step_s) - quarter, None)
+    # One step in which a process was stopped is a pause, not steps that became longer.
+    pauses = step_s > _MANY_TIMES * np.nanmedian(step_s)
+    pauses &= pauses.sum() <= max(1, len(step_s) // 50)
 
     def change(by_step: Times) -> float:
         # The mean: garbage collection in every tenth step moves no median.
+        by_step = np.where(pauses, np.nan, by_step)
         return float(np.nanmean(by_step[late]) - np.nanmean(by_step[early]))
 
     grown = change(step_s)
-    before = float(np.nanmean(step_s[early]))
+    before = float(np.nanmean(np.where(pauses, np.nan, step_s)[early]))
     noise = 1.4826 * float(np.nanmedian(np.abs(step_s - np.nanmedian(step_s)))) / math.sqrt(quarter)
     noise *= math.sqrt(max(_correlation_factor(step_s[part]) for part in (early, late)))
     if grown < _MIN_DRIFT * before or grown < 3 * noise:

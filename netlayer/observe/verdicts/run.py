@@ -25,6 +25,8 @@ Times = np.ndarray[Any, np.dtype[np.float64]]
 
 COMPUTE = ("forward", "backward", "weights", "optimizer")
 PLANNED = ("checkpoint", "evaluation")
+ROUTINE = ("checkpoint", "clock", "late", "run_start", "run_end")
+"""Marks of a run that goes well."""
 HOST = ("data", "gc", *PLANNED)
 SEGMENTS = (*COMPUTE, *HOST, "wait", "collective")
 """Segments whose seconds are kept by step and rank."""
@@ -95,7 +97,7 @@ class Run:
         traffic: of each port whose counters were read.
         hosts: of each rank, in its newest start.
         host_since: first step from which on a rank took all its steps on that host; empty: no rank moved.
-        facts: attributes of the first `run_start`.
+        facts: attributes of the first `run_start` that has a layout, else of the last.
         notes: what is missing, one line each.
     """
 
@@ -274,13 +276,13 @@ class _Collector:
             start = self._starts.setdefault(attempt, Start(attempt, event.start_ns))
             start.at_ns = min(start.at_ns, event.start_ns)
             start.is_marked = True
-            if event.name == "run_start" and not self._facts and event.attributes:
-                self._facts = dict(event.attributes)
+            if event.name == "run_start" and event.attributes and (not self._facts or "layout" not in self._facts):
+                self._facts = dict(event.attributes)  # a driver's mark has no layout
         if event.name == "run_end" and attempt in self._starts:
             self._starts[attempt].ended = True
         if attempt in self._starts:
             self._starts[attempt].last_ns = max(self._starts[attempt].last_ns, event.start_ns)
-        routine = event.name in ("clock", "run_start", "run_end") or event.name.startswith(("launch ", "mlperf."))
+        routine = event.name in ROUTINE or event.name.startswith(("launch ", "mlperf."))
         if not routine and len(self._marks) < _MOST_MARKS:
             self._marks.append(event)
 

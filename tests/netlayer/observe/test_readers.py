@@ -60,6 +60,16 @@ TRACE = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("devices", [[], [{"id": 0, "name": "H100"}]])
+def test_ddps_forward_pass_is_one_where_nothing_is_launched(tmp_path: Path, devices: list[Any]) -> None:
+    step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#3", "ts": 10, "dur": 90}
+    ddp = {"ph": "X", "cat": "user_annotation", "name": "DistributedDataParallel.forward", "ts": 20, "dur": 30}
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"schemaVersion": 1, "deviceProperties": devices, "traceEvents": [step, ddp]}))
+    segments = [event.segment for event in open_evidence(path) if isinstance(event, Segment)]
+    assert segments == (["step"] if devices else ["step", "forward"])
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_kineto_trace_becomes_steps_collectives_and_stretches(tmp_path: Path, packed: bool) -> None:
     path = tmp_path / ("trace.json.gz" if packed else "trace.json")

@@ -295,6 +295,32 @@ def test_waits_inside_a_pass_clear_nobody_of_what_is_in_no_record() -> None:
     assert answer.line.startswith("76% of the step of rank 3 is in no record, of its peers' 9%")
 
 
+def test_one_pause_is_no_drift() -> None:
+    events = []
+    for event in events_of_run(steps=60):
+        if isinstance(event, Segment) and (event.step or 0) > 50:
+            event = replace(event, start_ns=event.start_ns + 59_000 * MS, end_ns=event.end_ns + 59_000 * MS)
+        elif isinstance(event, Segment) and event.segment == "step" and event.step == 50:
+            event = replace(event, end_ns=event.end_ns + 59_000 * MS)
+        events.append(event)
+    assert verdict(events, "drift").state == "none"
+
+
+def test_a_record_with_more_holes_than_work_clears_nobody() -> None:
+    # As FSDP2 in Kineto on the CPU: only the optimizer and the collectives are named.
+    events = []
+    for step in range(1, 13):
+        for rank in range(8):
+            begin, origin = step * 300 * MS, Origin("kineto", rank=rank)
+            rows = (("step", 0, 280), ("collective", 100, 200), ("optimizer", 260, 270))
+            events += [
+                Segment(origin, name, name, begin + first * MS, begin + last * MS, step=step, timing="reported")
+                for name, first, last in rows
+            ]
+    answer = verdict(events, "straggler")
+    assert (answer.state, answer.line[:31]) == ("cannot tell", "63% of a step is in no record, "), answer.line
+
+
 def test_a_port_that_falls_silent_is_off_its_period() -> None:
     events = [*events_of_run(steps=40)]
     ends = sorted({event.end_ns for event in events if isinstance(event, Segment) and event.segment == "step"})

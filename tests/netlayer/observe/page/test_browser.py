@@ -174,6 +174,7 @@ def test_the_parallel_view_says_who_waits_for_whom(browser: Browser) -> None:
     assert "30 ranks wait for it" in detail
     assert "Where its record ends, it is in: forward of micro-batch 0" in detail
     assert "reduce_scatter" in detail
+    assert "in forward of micro-batch 0\tstep 12\tno end in the record" in detail  # first of the last operations
     press(browser, "ArrowRight")
     assert "rank 23 · host-0002" in read(browser, ".detail h3")
     press(browser, "w")

@@ -182,3 +182,12 @@ def test_a_rank_on_two_hosts_in_one_start_has_none(tmp_path: Path) -> None:
     columns = Columns([steps, write(tmp_path / "b", [event for event in events if isinstance(event, Mark)])])
     assert columns.refresh()
     assert run_of(columns)[0].hosts == ["h0", "", "h2", "h3"]
+
+
+def test_facts_of_a_run_are_its_ranks_not_its_drivers(tmp_path: Path) -> None:
+    facts = {"layout": {"tp": 1, "pp": 2, "dp": 2}, "peak_flops": 1e12}
+    events: list[Event] = [Mark(Origin(source="driver", host="a driver"), "run_start", 1, attributes={"count": 0})]
+    events += [Mark(Origin(rank=rank), "run_start", 2 + rank, attributes=facts) for rank in range(2)]
+    events += [Segment(Origin(rank=rank), "step", "step", 10, 20, step=1) for rank in range(2)]
+    for run in both(write(tmp_path, events)):
+        assert run.facts == facts

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,6 +155,80 @@ def test_a_rank_that_is_in_its_own_work_is_silent() -> None:
     assert (stop.state, stop.silent) == ("silent", (2,))
     assert stop.waiting == dict.fromkeys((0, 1, 3), (2, 0))
     assert stop.line.endswith("why this one: no other rank in work of its own is waited for")
+
+
+def stop_of_a_pipeline(
+    *,
+    signs_s: Mapping[int, float],
+    late: Iterable[int],
+    forward: Iterable[int] = (),
+    waits: Mapping[int, Any] = MappingProxyType({}),
+) -> Stop:
+    """Two stages of two ranks; of step 3 the record has what the ranks `forward` did until rank 2 was stopped.
+
+    Receives are posted at the begin of a step, long before anybody waits for them.
+    """
+    segments = []
+    for rank in range(4):
+        origin, peer = Origin(rank=rank, host="h"), (rank + 2) % 4
+        for step in (2, 3):
+            at = step * 1000 * MS
+            segments.append(Segment(origin, "data", "data", at, at + MS, step=step))
+            if step == 3 and rank not in set(forward):
+                continue
+            begin = at + (MS if rank < 2 else 50 * MS)
+            segments.append(Segment(origin, "forward", "forward", begin, begin + 49 * MS, step=step, micro_batch=0))
+            if step == 3:
+                continue
+            more = {"step": step, "peer": peer, "micro_batch": 0}
+            come, reduced = at + (150 * MS if rank < 2 else 50 * MS), at + 300 * MS
+            segments.append(Segment(origin, "collective", "recv", at, come, group="pipeline", **more))
+            begin = come if rank < 2 else at + 99 * MS
+            segments.append(Segment(origin, "backward", "backward", begin, begin + 50 * MS, step=step, micro_batch=0))
+            group = {"step": step, "group": "reduce", "group_ranks": "0:2:1" if rank < 2 else "2:4:1", "seq": step}
+            segments.append(Segment(origin, "collective", "reduce_scatter", reduced - 9 * MS, reduced, **group))
+            segments.append(Segment(origin, "step", "step", at, reduced, step=step))
+    return judge_stop(
+        segments,
+        90_000 * MS,
+        1.0,
+        ended=False,
+        last_sign_ns={rank: round(at_s * 1e9) for rank, at_s in signs_s.items()},
+        late_steps={rank: (3, waits.get(rank, {})) for rank in late},
+    )
+
+
+def test_a_process_that_is_stopped_is_told_by_its_signs_not_by_its_record() -> None:
+    # Rank 2 takes its record of step 3 with it; rank 3 has all that it needs but rank 2's part of the reduction.
+    signs = {0: 85.0, 1: 83.0, 2: 2.3, 3: 60.0}
+    # Parameters are gathered inside the forward pass, so that rank 3's record alone would call that its own work.
+    waits = {3: {"waits_for": "all_gather", "group": "gather", "group_ranks": "2:4:1"}}
+    waits[1] = {"waits_for": "recv", "group": "pipeline", "peer": 3, "micro_batch": 0}
+    stop = stop_of_a_pipeline(signs_s=signs, late=(0, 1, 3), forward=(0, 1), waits=waits)
+    assert (stop.state, stop.silent) == ("silent", (2,)), stop.line
+    assert "its last sign of life is 88 s old, and those of all others go on" in stop.line
+    assert stop.waiting == {0: (2, 0), 3: (2, 0), 1: (2, 1)}
+
+
+def test_without_signs_of_life_the_posted_receives_accuse_nobody() -> None:
+    for signs, late in (({}, ()), (dict.fromkeys(range(4), 2.3), ()), ({0: 2.31, 1: 2.31, 2: 2.3, 3: 2.31}, ())):
+        stop = stop_of_a_pipeline(signs_s=signs, late=late)
+        assert (stop.state, stop.silent) == ("cannot tell", ()), stop.line
+
+
+def test_a_rank_whose_record_ended_steps_before_the_others_stopped_is_not_accused() -> None:
+    segments = []
+    for rank in range(4):
+        for step in (2, 3) if rank == 2 else (14, 15):
+            at = step * 1000 * MS
+            segments.append(Segment(Origin(rank=rank), "forward", "forward", at, at + 9 * MS, step=step))
+            more = {"group": "reduce", "group_ranks": "0:4:1", "seq": step, "step": step}
+            segments.append(Segment(Origin(rank=rank), "collective", "all_reduce", at + 9 * MS, at + 99 * MS, **more))
+    signs = {0: 90 * 10**9, 1: 90 * 10**9, 2: 3 * 10**9, 3: 90 * 10**9}
+    stop = judge_stop(
+        segments, 90_000 * MS, 1.0, ended=False, last_sign_ns=signs, late_steps={rank: (15, {}) for rank in (0, 1, 3)}
+    )
+    assert stop.silent == (), stop.line
 
 
 def test_of_two_ranks_that_one_group_waits_for_none_is_accused() -> None:

@@ -13,9 +13,9 @@ import { view as steps } from "./steps.js";
 import { view as timeline } from "./timeline.js";
 
 const VIEWS = [map, steps, timeline, parallel, counters, life];
-const STATES = { found: "Found", suspected: "Suspected", "cannot tell": "Cannot tell", none: "None", restarts: "Restarts" };
+const STATES = { found: "Found", suspected: "Suspected", "cannot tell": "Cannot tell", none: "None", measured: "Measured", restarts: "Restarts" };
 const PLACE = { straggler: "steps", "slow link": "parallel", drift: "steps", traffic: "counters" };
-const LABELS = { hang: "holds others up" };
+const LABELS = { hang: "holds others up", drift: "steps become longer" };
 
 // The first rank that a line names, where there is such a one.
 function firstRank(line, run) {
@@ -70,7 +70,7 @@ class Page {
     document.title = `${facts.title} - netlayer`;
     this.heading.textContent = facts.title;
     const kinds = Object.entries(facts.kinds).map(([kind, number]) => `${kind} (${count(number)} ${number === 1 ? "file" : "files"})`);
-    this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, facts.hosts.some(Boolean) ? `${count(facts.hosts.length)} ${facts.hosts.length === 1 ? "host" : "hosts"}` : "", this.progress(), this.layout(), ...kinds].filter(Boolean).join(" · ");
+    this.subtitle.textContent = [`${count(this.run.ranks.length)} ranks`, facts.hosts.some(Boolean) ? `${count(facts.hosts.length)} ${facts.hosts.length === 1 ? "host" : "hosts"}` : "", this.progress(), this.checkpoint(), this.layout(), ...kinds].filter(Boolean).join(" · ");
     this.live.textContent = isStatic() ? "exported page" : facts.live ? "live" : "";
     this.live.classList.toggle("now", !isStatic() && facts.live);
     this.showFindings();
@@ -81,6 +81,11 @@ class Page {
   progress() {
     const [all, whole] = [this.run.steps.length, this.run.facts.num_whole_steps];
     return whole < all ? `${count(whole)} steps completed` : `${count(all)} steps`;
+  }
+
+  checkpoint() {
+    const { checkpoint_step: step } = this.run.facts;
+    return step === null ? "" : `newest checkpoint: step ${count(step)}`;
   }
 
   layout() {
@@ -110,7 +115,9 @@ class Page {
       const asked = verdict.subject === "straggler" && this.run.steps.length;
       const alarming = verdict.subject in PLACE && (verdict.state === "found" || verdict.state === "suspected");
       const rank = verdict.subject === "straggler" ? facts.stragglers[0]?.rank ?? firstRank(verdict.line, this.run) : undefined;
-      const card = this.card(verdict.state, verdict.subject, verdict.line, { view: PLACE[verdict.subject] ?? "life", rank });
+      // A share of time is no fault that was found.
+      const answer = verdict.subject === "effective time" && verdict.state === "found" ? "measured" : verdict.state;
+      const card = this.card(answer, verdict.subject, verdict.line, { view: PLACE[verdict.subject] ?? "life", rank });
       const restarted = verdict.subject === "effective time" && facts.starts.length > 1;
       (alarming || asked || restarted ? cards : calm).push(restarted ? this.card("restarts", verdict.subject, verdict.line, { view: "life" }) : card, ...this.next(verdict.subject, rank));
     }
@@ -142,7 +149,7 @@ class Page {
   card(kind, subject, line, target) {
     const changes = { event: null, group: null, ...target };
     return h("button", { class: `card ${kind.replace(" ", "-")}`, onclick: () => state.set(changes, { replace: false }) },
-      h("span", { class: "badge" }, STATES[kind] ?? kind), h("b", {}, subject), h("span", { class: "line" }, line));
+      h("span", { class: "badge" }, STATES[kind] ?? kind), h("b", {}, LABELS[subject] ?? subject), h("span", { class: "line" }, line), h("span", { class: "go", "aria-hidden": "true" }, `${VIEWS.find((view) => view.id === target.view)?.title ?? "Show"} ›`));
   }
 
   showTabs() {

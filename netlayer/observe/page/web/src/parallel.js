@@ -208,7 +208,7 @@ class Parallel {
       h("h3", {}, run.title(index)),
       flags.length ? h("ul", { class: "flags" }, flags.map((flag) => h("li", {}, flag))) : h("p", {}, "No verdict names it."),
     ];
-    if (waiting.length) head.push(h("p", {}, `${count(waiting.length)} ranks wait for it: `, this.links(waiting.slice(0, 12)), waiting.length > 12 ? ` and ${count(waiting.length - 12)} more (heat map: who waits for whom)` : ""));
+    if (waiting.length) head.push(h("p", {}, `${count(waiting.length)} ranks wait for it: `, this.links(waiting.slice(0, 12)), waiting.length > 12 ? " " : "", waiting.length > 12 ? this.link(`and ${count(waiting.length - 12)} more`, () => state.set({ view: "map", measure: "waits" }, { replace: false })) : ""));
     if (run.waits_for[index] >= 0) head.push(h("p", {}, "It waits for ", this.links([run.waits_for[index]]), run.between[index] > 0 ? ` through ${run.between[index]} ${run.between[index] > 1 ? "others" : "other"}.` : " directly."));
     if (run.hasLayout) {
       head.push(h("dl", {}, Object.entries(DIMENSIONS).flatMap(([dimension, { name }]) => {

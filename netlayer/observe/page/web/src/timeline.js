@@ -149,6 +149,10 @@ class Timeline {
     const begin = data.start_ms.reduce((least, each) => Math.min(least, each), Infinity);
     const end = data.end_ms.reduce((most, each) => Math.max(most, each), begin);
     this.all = { from: begin, to: Math.max(end, begin + 1e-3) };
+    this.recorded = begin;
+    data.end_ms.forEach((each, at) => {
+      if (!data.open.has(at)) this.recorded = Math.max(this.recorded, each);
+    });
     this.span = { ...this.all };
     this.scroll = 0;
     this.byKey = new Map();
@@ -217,7 +221,10 @@ class Timeline {
     const stage = (rank) => run.pp[run.at.get(rank)];
     const alike = [...data.code.keys()].filter((other) => data.rank[other] !== data.rank[at] && data.code[other] === data.code[at] && data.step[other] === data.step[at]
       && data.chunk[other] === data.chunk[at] && !data.open.has(other) && stage(data.rank[other]) === stage(data.rank[at]));
-    if (!alike.length) return "no other rank of its stage is shown; choose its data-parallel group above";
+    if (!alike.length) {
+      const peers = run.group("dp", data.rank[at]);
+      return peers.length < 2 ? "" : h("button", { class: "link", onclick: () => state.set({ group: formatRanks(peers), rank: data.rank[at], event: null }) }, "show its data-parallel group, whose ranks do equal work");
+    }
     const lengths = alike.map((other) => this.length(other)).sort((one, other) => one - other);
     const middle = lengths[Math.floor(lengths.length / 2)];
     const ranks = new Set(alike.map((other) => data.rank[other])).size;
@@ -354,13 +361,23 @@ class Timeline {
     context.font = `12px ${css("--sans")}`;
     context.textAlign = "center";
     context.textBaseline = "top";
+    // Where the record ends the axis does: an open bar is no measure of time.
+    const open = this.data.open.size > 0 && this.recorded < this.span.to;
+    const right = open ? this.x(this.recorded) : width - 24;
     for (let at = Math.ceil(this.span.from / every) * every; at <= this.span.to; at += every) {
       const x = this.x(at);
-      if (x > width - 24) break;
+      if (x > right - (open ? 24 : 0)) break;
       context.fillText(at === 0 ? "0" : milliseconds(at), x, 2);
       context.fillRect(x, 16, 1, 3);
     }
     context.textAlign = "left";
+    if (this.left > 100) context.fillText(this.run.steps.length ? "time in the step" : "time", 0, 2, this.left - 8);
+    if (!open) return;
+    context.fillRect(right, 2, 1, 16);
+    const { silence_s: silence } = this.run.facts.stop;
+    const room = width - right - 8;
+    const text = silence > 0 ? [`then ${seconds(silence)} without a record`, `+ ${seconds(silence)}`] : ["no record"];
+    context.fillText(text.find((each) => context.measureText(each).width <= room) ?? "", right + 5, 2);
   }
 
   // What an event waits for and what waits for it: collectives of all ranks, messages, passes of micro-batches.

@@ -1,0 +1,109 @@
+"""Steps that are open for long: which of a program's steps are late, and what of them was handed over already.
+
+[Note: late steps] A step reaches the monitor's ring when it ends, and in a run that hangs it never does. So of a step
+that is open for longer than 5 s and twice the one before, the monitor's thread hands over what has ended, and marks
+that the step is `late`, ever more seldom, and at least once a minute. A process that is stopped or dead gives no such
+mark: that tells it from those that wait for it. The mark says in which collective a rank waits, for whatever is on the
+way says nothing: a receive is posted early, and a forward pass contains the waits for its parameters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collectives.watch.recorder import StepComm
+
+LATE_S = 5.0
+"""Age from which a step is late, and least pause between two marks that say so, seconds."""
+_MOST_PAUSE_S = 60.0
+_LATE_STEPS = 2.0
+_NUM_KEPT = 8  # late steps that have ended, and whose rows are on their way
+
+
+@dataclass
+class OpenStep:
+    """A step that is open, as the monitor's thread sees it.
+
+    Args:
+        opened: the step of a recorder, or the number of a monitor's own; None: no step is open.
+        usual_s: what the step before took.
+        handed: `id` of the parts that were handed over before the step's end.
+        is_mark_due: nothing has said for a while that the step is late.
+    """
+
+    opened: StepComm | int | None
+    usual_s: float
+    since_s: float = field(default_factory=time.monotonic)
+    handed: set[int] = field(default_factory=set)
+    is_mark_due: bool = False
+    marked_s: float = 0.0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was seen first."""
+        return time.monotonic() - self.since_s
+
+    @property
+    def comm(self) -> StepComm | None:
+        """What a recorder knows of it; None: it is a monitor's own, whose parts are handed over as they end."""
+        return None if isinstance(self.opened, int) else self.opened
+
+    @property
+    def step(self) -> int | None:
+        """Its number."""
+        return self.opened if isinstance(self.opened, int) or self.opened is None else self.opened.step
+
+
+def describe_wait(comm: StepComm | None, ranks_of: Callable[[str], str | None]) -> dict[str, Any] | None:
+    """Return what a late step waits for, as attributes of its mark: `waits_for`, `group`, `group_ranks`, `peer`, ...
+
+    Args:
+        ranks_of: text of a group's ranks.
+    """
+    try:
+        one = comm.open_wait() if comm is not None else None
+    except RuntimeError:  # of an event that a graph has captured
+        return None
+    if one is None:
+        return None
+    facts = {name: one.labels[name] for name in ("peer", "micro_batch") if name in one.labels}
+    return {"waits_for": one.kind, "group": one.group, "group_ranks": ranks_of(one.group), **facts}
+
+
+class LateSteps:
+    """Open steps of a monitor and of the recorders that it follows."""
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, OpenStep] = {}
+        self._late: deque[OpenStep] = deque(maxlen=_NUM_KEPT)
+
+    def look(self, opened: Iterable[tuple[Hashable, StepComm | int | None]]) -> Iterator[OpenStep]:
+        """Yield the late ones of the steps that are open now.
+
+        Args:
+            opened: of each program part the step that it is in; None: it is in none.
+        """
+        for owner, step in opened:
+            known = self._open.get(owner)
+            if known is None or known.opened is not step:
+                usual_s = 0.0 if known is None else known.usual_s if known.opened is None else known.age_s
+                self._open[owner] = OpenStep(step, usual_s)
+                continue
+            if step is None or known.age_s < max(LATE_S, _LATE_STEPS * known.usual_s):
+                continue
+            if not known.marked_s:
+                self._late.append(known)
+            pause_s = min(_MOST_PAUSE_S, max(LATE_S, (known.marked_s or known.since_s) - known.since_s))
+            known.is_mark_due = not known.marked_s or time.monotonic() - known.marked_s >= pause_s
+            if known.is_mark_due:
+                known.marked_s = time.monotonic()
+            yield known
+
+    def handed(self, comm: StepComm) -> set[int]:
+        """Return the parts of a step that has ended which were handed over before its end."""
+        return next((late.handed for late in self._late if late.comm is comm), set())
