@@ -135,7 +135,7 @@ class Float8Bucket(Bucket):
         self._wait = weakref.WeakMethod(wait)
 
     def own_pieces(self) -> list[PieceOfWeight]:
-        """This rank's part of each weight that it has any of."""
+        """Return this rank's part of each weight that it has any of."""
         low = self.rank * self.plan.shard_numel
         pieces = []
         for index, start, end in self.plan.pieces(self.rank):

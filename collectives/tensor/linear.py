@@ -372,17 +372,17 @@ class _Column(torch.autograd.Function):
         exchange = linear.exchange
         ctx.linear, ctx.has_bias, ctx.keeps, ctx.again = linear, bias_N is not None, keeps, again
         ctx.early, ctx.is_done = None, False
-        ctx.source, ctx.held = _source(weight_NK), linear.products.hold(weight_NK)
+        ctx.source, ctx.in_8_bits = _source(weight_NK), linear.products.hold(weight_NK)
         ctx.features_in = weight_NK.shape[1]
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
         # Kept for the backward pass, which quantises the same rows; it is of all ranks', so they have one order.
         ctx.scale = linear.products.shared_scale(x_mK, exchange)
         gathering = exchange.gather(_as_sent(ctx, x_mK))
-        factor_KN = linear.products.factor(ctx.held or weight_NK, is_transposed=True)
+        factor_KN = linear.products.factor(ctx.in_8_bits or weight_NK, is_transposed=True)
         for rows, part in gathering.parts():
             _multiply(linear, part, factor_KN, _view(y_MN, exchange)[rows], bias_N, scale=ctx.scale)
         own_mK = x_mK if again is None else None
-        ctx.save_for_backward(gathering.kept() if keeps else own_mK, None if ctx.held else weight_NK)
+        ctx.save_for_backward(gathering.kept() if keeps else own_mK, None if ctx.in_8_bits else weight_NK)
         gathering.close()
         if len(linear.splits) == 1:  # no view of itself: the gradient of a cut into one would be a copy
             return (y_MN,)
@@ -403,7 +403,7 @@ class _Column(torch.autograd.Function):
         dy_MN, dbias_N = linear.join(dys, needs_bias and ctx.has_bias)
         dy_MN = dy_MN.contiguous()
         if scattering is not None:
-            factor_NK = linear.products.factor(ctx.held or weight_NK, is_transposed=False)
+            factor_NK = linear.products.factor(ctx.in_8_bits or weight_NK, is_transposed=False)
             for rows, part in scattering.parts():
                 _multiply(linear, _view(dy_MN, exchange)[rows], factor_NK, part, of_gradient=True)
         exchange.compute_deferred()
@@ -433,13 +433,13 @@ class _Row(torch.autograd.Function):
         ctx.before = None if last_column is None else last_column()
         ctx.sources = [_source(weight_NK) for weight_NK in weights]
         kept = [x_MK if each is None else None for x_MK, each in zip(inputs, again, strict=True)]
-        ctx.held = [linear.products.hold(weight_NK) for weight_NK in weights]
-        saved = [None if held else weight_NK for weight_NK, held in zip(weights, ctx.held, strict=True)]
+        ctx.in_8_bits = [linear.products.hold(weight_NK) for weight_NK in weights]
+        saved = [None if in_8_bits else weight_NK for weight_NK, in_8_bits in zip(weights, ctx.in_8_bits, strict=True)]
         ctx.save_for_backward(*kept, *saved)
         num_rows = inputs[0].shape[0] // exchange.world_size
         scattering = exchange.scatter(num_rows, weights[0].shape[0], inputs[0])
-        held = zip(ctx.held, weights, strict=True)
-        factors = [linear.products.factor(each or weight_NK, is_transposed=True) for each, weight_NK in held]
+        pairs = zip(ctx.in_8_bits, weights, strict=True)
+        factors = [linear.products.factor(each or weight_NK, is_transposed=True) for each, weight_NK in pairs]
         for rows, part in scattering.parts():
             for index, (x_MK, factor_KN) in enumerate(zip(inputs, factors, strict=True)):
                 _multiply(linear, _view(x_MK, exchange)[rows], factor_KN, part, adds=index > 0)
@@ -460,8 +460,8 @@ class _Row(torch.autograd.Function):
             before.early = _unpacked(before, gathers=True)
         exchange.compute_deferred()
         dinputs = [dy_mN.new_empty(shape) if need else None for shape, need in zip(ctx.shapes, needs, strict=False)]
-        held = zip(ctx.held, weights, strict=True)
-        factors = [linear.products.factor(each or weight_NK, is_transposed=False) for each, weight_NK in held]
+        pairs = zip(ctx.in_8_bits, weights, strict=True)
+        factors = [linear.products.factor(each or weight_NK, is_transposed=False) for each, weight_NK in pairs]
         for rows, part in gathering.parts():
             for dx_MK, factor_NK in zip(dinputs, factors, strict=True):
                 if dx_MK is not None:

@@ -50,7 +50,7 @@ class OpenStep:
 
     @property
     def comm(self) -> StepComm | None:
-        """What a recorder knows of it; None: it is a monitor's own, whose parts are handed over as they end."""
+        """Communication that a recorder knows of it; None: it is a monitor's own, whose parts come as they end."""
         return None if isinstance(self.opened, int) else self.opened
 
     @property

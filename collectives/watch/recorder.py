@@ -426,7 +426,7 @@ class Recorder:
 
     @property
     def open_step(self) -> StepComm | None:
-        """What is known so far of the step that is open; None between steps."""
+        """Communication known so far of the step that is open; None between steps."""
         return self._open
 
     def begin_step(self, step: int) -> None:

@@ -46,19 +46,19 @@ def read_counters(graph: Graph, path: Path, whole: Graph | None = None) -> Count
 
     Args:
         graph: whose links are counted.
-        whole: with the cables that `graph` leaves out, of NVLink; counters of their ports are left out too.
+        whole: also with the cables of NVLink, which `graph` lacks; counters of their ports are omitted.
 
     Raises:
         ConfigError: the file is damaged, names a device or port that the fabric lacks, or a port twice.
     """
     places = _places(graph)
-    left_out = _places(whole).keys() - places.keys() if whole is not None else set()
-    num_left_out = 0
+    omitted = _places(whole).keys() - places.keys() if whole is not None else set()
+    num_omitted = 0
     bytes_of_link: dict[int, float] = {}
     for number, row in _rows(path, "--counters", _COUNTER_COLUMNS):
         where = f"{show(path)}, line {number}"
-        if (row["device"], row["port"]) in left_out:
-            num_left_out += 1
+        if (row["device"], row["port"]) in omitted:
+            num_omitted += 1
             continue
         links = places.get((row["device"], row["port"]), [])
         if not links:
@@ -69,8 +69,8 @@ def read_counters(graph: Graph, path: Path, whole: Graph | None = None) -> Count
         if links[0] in bytes_of_link:
             raise ConfigError("--counters", where, f"gives {graph.link_name(links[0])} twice", "keep the later one")
         bytes_of_link[links[0]] = _bytes(row["bytes"], "--counters", where)
-    if num_left_out:
-        logger.warning("%s: %d counters of NVLink ports are left out", show(path), num_left_out)
+    if num_omitted:
+        logger.warning("%s: %d counters of NVLink ports are omitted", show(path), num_omitted)
     return Counters(
         np.array(list(bytes_of_link), dtype=np.int64), np.array(list(bytes_of_link.values()), dtype=np.float64)
     )

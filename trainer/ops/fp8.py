@@ -187,15 +187,15 @@ def scaled_linear(
     """
     trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
     sources = [slot_source(weight) if trains else None for weight in weights]
-    held = [hold(weight) for weight in weights]
+    in_8_bits = [hold(weight) for weight in weights]
     kept = [
         _Keep.apply(x, weight if each is None else None, recipe, operators)  # type: ignore[no-untyped-call]
-        for x, weight, each in zip(inputs, weights, held, strict=True)
+        for x, weight, each in zip(inputs, weights, in_8_bits, strict=True)
     ]
     keepers = [x.grad_fn for x, *_ in kept]
     scaled = [Scaled(data_MK, scale) for _, data_MK, scale in kept]
     y: tuple[Tensor, ...] = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
-        keepers, scaled, held, sources, splits, recipe, join, operators, bias_N, *(x for x, *_ in kept), *weights
+        keepers, scaled, in_8_bits, sources, splits, recipe, join, operators, bias_N, *(x for x, *_ in kept), *weights
     )
     return y
 
@@ -223,7 +223,7 @@ class _ScaledLinear(torch.autograd.Function):
         ctx: Any,
         keepers: Sequence[Any],
         scaled: Sequence[Scaled],
-        held: Sequence[HeldWeight | None],
+        in_8_bits: Sequence[HeldWeight | None],
         sources: Sequence[SlotSource | None],
         splits: Sequence[int] | None,
         recipe: Recipe,
@@ -237,15 +237,15 @@ class _ScaledLinear(torch.autograd.Function):
         Args:
             keepers: nodes that keep each input, in 8 bits, and weight for the backward pass (`_Keep`).
             scaled: the inputs in 8 bits.
-            held: of each weight what gives it in 8 bits, where it travels so.
+            in_8_bits: of each weight what gives it in 8 bits, where it travels so.
             sources: of the places for the weights' gradients; None: autograd's own.
         """
         inputs, weights = tensors[: len(scaled)], tensors[len(scaled) :]
         ctx.keepers, ctx.sources, ctx.recipe, ctx.join, ctx.operators = keepers, sources, recipe, join, operators
-        ctx.held = held
+        ctx.in_8_bits = in_8_bits
         ctx.shapes = [x.shape for x in inputs]
         total: Tensor | None = None
-        for x_MK, weight_NK, each in zip(scaled, weights, held, strict=True):
+        for x_MK, weight_NK, each in zip(scaled, weights, in_8_bits, strict=True):
             factor = weight_in_8_bits(each or weight_NK, recipe, operators)
             part = product(x_MK, factor, inputs[0].dtype, fast=True)
             total = part if total is None else total.add_(part)
@@ -267,11 +267,11 @@ class _ScaledLinear(torch.autograd.Function):
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []
-        for index, (keeper, held, source) in enumerate(zip(ctx.keepers, ctx.held, ctx.sources, strict=True)):
+        for index, (keeper, in_8_bits, source) in enumerate(zip(ctx.keepers, ctx.in_8_bits, ctx.sources, strict=True)):
             data_MK, scale, weight_NK = keeper.saved_tensors
             dx = None
             if needs[index]:
-                weight_KN = weight_in_8_bits(held or weight_NK, ctx.recipe, ctx.operators).transposed()
+                weight_KN = weight_in_8_bits(in_8_bits or weight_NK, ctx.recipe, ctx.operators).transposed()
                 dx = product(dy, weight_KN, dy_MN.dtype).view(ctx.shapes[index])
             dinputs.append(dx)
             gradient = ScaledWeightGradient(of_rows, Scaled(data_MK, scale), ctx.recipe, dy_MN.dtype, ctx.operators)
