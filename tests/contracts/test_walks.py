@@ -25,8 +25,8 @@ MOST = {
 # `netlayer.config.parallel` and `.checkpoint` are sections that had no place in the tree's module any more; memory is
 # counted by the same buckets as are made (`netlayer.workload.buckets`), and a supervisor asks for progress
 # (`trainer.resilience.progress`). Pods of Kubernetes have a section file too, and a machine's boot has one home.
-# What is recomputed has a file beside the tree's too (`netlayer.config.recompute`).
-MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 71, 8
+# What is recomputed has a file beside the tree's too (`netlayer.config.recompute`), late steps one beside the monitor.
+MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 72, 8
 _PARAGRAPHS = {
     "gradient": "**A gradient**",
     "reduced gradient": "**A reduced gradient**",
