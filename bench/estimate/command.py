@@ -401,7 +401,7 @@ def _print_step(plan: Plan, result: StepEstimate, slowdown: float, pp_slowdown: 
         f"{result.peak_flops / 1e12:,.1f} TFLOP/s a GPU"
     )
     click.echo(f"  {result.days(tokens):,.1f} days for {tokens:.3g} tokens, without restarts")
-    full = " (does not fit)" if result.memory_bytes > plan.device.memory_bytes else ""
+    full = " (does not fit)" if result.memory.reserved > plan.device.memory_bytes else ""
     exchanges = result.memory.exchanges
     windows = f" and {gib(exchanges)} of windows in the memory of the peers" if exchanges else ""
     click.echo(f"  memory a rank: {result.memory}{windows}, of {gib(plan.device.memory_bytes)}{full}")

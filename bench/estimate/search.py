@@ -137,7 +137,6 @@ def _fit(base: Plan, tp: int, pp: int, vpp: int, cp: int, micro: int) -> tuple[P
         return None, exc.field, 0
     except ValidationError:
         return None, "job", 0
-    room = base.device.memory_bytes - RESERVED_BYTES
     num_bytes = 0
     for level, modules in recompute_levels(base.job.model):
         model = job.model.model_copy(update={"recompute": level, "recompute_modules": modules})
@@ -146,8 +145,9 @@ def _fit(base: Plan, tp: int, pp: int, vpp: int, cp: int, micro: int) -> tuple[P
             return None, "--zero 3 with stages", 0
         # Of stages the first holds most micro-batches, the last the head.
         estimates = (memory_of(plan, stage) for stage in {0, pp - 1})
-        num_bytes = max(memory.total + memory.exchanges for memory in estimates)
-        if num_bytes <= room:
+        fullest = max(estimates, key=lambda each: each.reserved)
+        num_bytes = fullest.allocated
+        if fullest.reserved <= base.device.memory_bytes:
             return plan, "", num_bytes
     return None, "memory", num_bytes
 

@@ -113,7 +113,7 @@ def estimate_step(
     step_s = timing.step_s(pipeline)
     flops = step_flops(plan.job.model, plan.job.batch.global_batch_size)
     peak = plan.device.peak(plan.precision) or math.nan
-    memory = max((memory_of(plan, stage) for stage in range(pp)), key=lambda each: each.total + each.exchanges)
+    memory = max((memory_of(plan, stage) for stage in range(pp)), key=lambda each: each.allocated)
     return StepEstimate(
         step_s=step_s,
         p99_s=step_s * (1 + JITTER * _NORMAL.inv_cdf(0.99)),
@@ -132,7 +132,7 @@ def estimate_step(
         bubble_s=max(0.0, pipeline - count * _work_s(timing.costs, timing.busiest)),
         host_s=timing.host_s,
         straggler_s=step_s - mean,
-        memory_bytes=memory.total + memory.exchanges,
+        memory_bytes=memory.allocated,
         memory=memory,
     )
 
@@ -368,13 +368,13 @@ def memory_of(plan: Plan, stage: int) -> Estimate:
     estimate = estimate_stage(job, stage)
     elements, wide = plan.stages[stage].elements, 4
     share = -(-elements // plan.group_size)
-    changes: dict[str, int] = {}
+    changes = {"exchanges": 0} if plan.tp_under == "parts" else {}  # Megatron's exchanges are NCCL's
     if plan.zero == 0 and plan.group_size > 1:
-        changes = {"masters": elements * wide, "optimizer": 2 * elements * wide, "gradients": elements * wide}
+        changes |= {"masters": elements * wide, "optimizer": 2 * elements * wide, "gradients": elements * wide}
     elif plan.zero == 3 and plan.group_size > 1 and job.parallel.stage < 3:
         width = DTYPE_BYTES[job.model.dtype]
         units = 2 * max(block_elements(job.model, job.parallel.tp), table_elements(job))
-        changes = {"parameters": min(elements, share + units) * width, "gradients": share * wide}
+        changes |= {"parameters": min(elements, share + units) * width, "gradients": share * wide}
         changes["construction"] = 0  # made in shards
     if plan.narrow_exchanges:
         resident = min(elements, share) if plan.zero == 3 else elements

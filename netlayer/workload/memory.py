@@ -125,9 +125,14 @@ class Estimate:
         return self.activations + self.gathered + max(self.logits, self.work + self.buckets)
 
     @property
+    def allocated(self) -> int:
+        """Bytes of a card that the job allocates, torch's allocator or not."""
+        return self.total + self.copies + self.exchanges
+
+    @property
     def reserved(self) -> int:
         """Bytes of a card that are gone at the peak, an upper estimate: with CUDA and NCCL, and with fragments."""
-        return self.total + self.copies + self.exchanges + RESERVED_BYTES + round(FRAGMENTED_SHARE * self._passes)
+        return self.allocated + RESERVED_BYTES + round(FRAGMENTED_SHARE * self._passes)
 
     def on(self, *, is_card: bool) -> int:
         """Bytes to compare with a memory: of a card `reserved`, of a machine `total`."""

@@ -22,7 +22,7 @@ def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
     """Return a row a pipeline stage, of a rank: bytes that it holds, by part, and that it sends, by group.
 
     Memory is that of the job as the cluster lets it run (`fit.on_cluster`, and `fit.in_room` where the cluster says
-    how much memory a GPU has; `fits` then says whether it has enough).
+    how much memory a GPU has; `fits` then says whether it has enough for this, CUDA and NCCL).
     """
     held_job = _as_held(job, cluster)
     rows = []
@@ -34,7 +34,7 @@ def stage_rows(job: JobConfig, cluster: ClusterConfig) -> list[dict[str, Any]]:
                 "layers": num_layers(job, stage),
                 "parameters": stage_elements(job, stage),
                 "memory_bytes": memory.total,
-                **({"fits": memory.total <= cluster.gpu_memory_bytes} if cluster.gpu_memory_bytes else {}),
+                **({"fits": memory.reserved <= cluster.gpu_memory_bytes} if cluster.gpu_memory_bytes else {}),
                 **{f"{part}_bytes": num_bytes for part, num_bytes in memory.parts().items()},
                 **{f"{group}_sent_bytes": total_bytes(collectives, group, sent=True) for group in GROUPS},
             }

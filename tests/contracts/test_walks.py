@@ -27,8 +27,8 @@ MOST = {
 # (`trainer.resilience.progress`). Pods of Kubernetes have a section file too, and a machine's boot has one home.
 # What is recomputed has a file beside the tree's too (`netlayer.config.recompute`), and so have scaled positions
 # (`netlayer.config.rope`), for the tree's was full. Bytes and memory ask one module for what shares a bucket
-# (`netlayer.workload.bucket_units`), where each had its own list.
-MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 73, 8
+# (`netlayer.workload.bucket_units`), where each had its own list. Late steps have one beside the monitor.
+MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 74, 8
 _PARAGRAPHS = {
     "gradient": "**A gradient**",
     "reduced gradient": "**A reduced gradient**",

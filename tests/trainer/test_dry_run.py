@@ -48,13 +48,15 @@ def test_what_does_not_fit_is_refused_with_the_change_that_would() -> None:
         dry_run(FLAGSHIP, "--set", "cluster.gpu_memory_bytes=30GiB")
 
 
-def test_stages_that_do_not_fit_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["36GiB", "40GiB"])
+def test_stages_that_do_not_fit_are_named_and_the_job_is_refused_for_them(size: str, tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    words = ["--dry-run", str(FLAGSHIP), "--set", "cluster.gpu_memory_bytes=33GiB", "--json", str(file)]
-    assert "fits" in CliRunner().invoke(train, words).stdout
-    stages = [row for row in json.loads(file.read_text())["rows"] if row["table"] == "stage"]
-    assert [row["fits"] for row in stages] == [row["memory_bytes"] <= 33 * 2**30 for row in stages]
-    assert {row["fits"] for row in stages} == {True, False}
+    words = ["--dry-run", str(FLAGSHIP), "--set", f"cluster.gpu_memory_bytes={size}", "--json", str(file)]
+    result = CliRunner().invoke(train, words)
+    fits = [row["fits"] for row in json.loads(file.read_text())["rows"] if row["table"] == "stage"]
+    assert "fits" in result.stdout
+    assert set(fits) == ({True} if size == "40GiB" else {True, False})
+    assert isinstance(result.exception, ConfigError) == (not all(fits))
 
 
 def test_groups_of_several_hosts_have_no_windows() -> None:
