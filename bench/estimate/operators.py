@@ -38,8 +38,10 @@ _FORWARDS_OF_ATTENTION = 2.5
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a pass by kind; `exposed` is communication that the pass waits for, `slowed` by what that which lies
-    under it slows the computation."""
+    """Seconds of a pass by kind.
+
+    `exposed` is communication that the pass waits for, `slowed` how much longer computation takes for what lies under it.
+    """
 
     gemm: float = 0.0
     attention: float = 0.0

@@ -158,11 +158,13 @@ def main(
             draw = random.Random(f"{options.seed} {number}" + (f" {len(own)}" if own else ""))
             new, losses = _run(out / f"run-{number}", config, part, number, draw, network, slow_share, ends_s, own)
             last_step = max(losses, default=0) if end_early else steps
+            before = rows[: len(rows) - len(own)]
+            # The run without faults may fail, or be ended: until then no loss counts as equal.
+            _write_rows(out, [*before, *(row | {"losses_equal": 0, "losses": len(losses)} for row in new)])
             healthy = _healthy(out, config, network, last_step)
             equal = [losses.get(step) == loss for step, loss in healthy.items() if step <= last_step]
-            rows = rows[: len(rows) - len(own)]
-            rows += [row | {"losses_equal": sum(equal), "losses": len(equal)} for row in new]
-            write_text(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+            rows = [*before, *(row | {"losses_equal": sum(equal), "losses": len(equal)} for row in new)]
+            _write_rows(out, rows)
     table = summary(rows)
     record = RunRecord(
         name="bench.fault_matrix",
@@ -195,10 +197,16 @@ def main(
         raise CheckFailed(f"{len(bad)} of {len(rows)} faults were not handled alone")
 
 
+def _write_rows(out: Path, rows: Sequence[Row]) -> None:
+    write_text(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
 def _next_run(rows: Sequence[Row], chain: int, end_early: bool) -> tuple[int, list[Row]]:
     """Return the number of the next run and the rows that it has already: of one that was stopped, and goes on."""
     number = max((row["run"] for row in rows), default=-1)
     own = [row for row in rows if row["run"] == number]
+    if any(row["kind"] == "disk" for row in own):  # its file system went with it
+        return number + 1, []
     if end_early and own and own[-1]["handled"] and own[-1]["exit_code"] == 0 and len(own) < chain:
         return number, own
     return number + 1, []

@@ -164,7 +164,7 @@ class PipelineRow:
     memory_gib: float
     trace: str | None = None
 
-    def row(self) -> Row:
+    def to_row(self) -> Row:
         """Return the columns of a record: a column a phase, a trace only where there is one."""
         columns = dataclasses.asdict(self)
         hidden, memory_gib, trace = (columns.pop(name) for name in ("sends_hidden", "memory_gib", "trace"))
@@ -212,7 +212,7 @@ def measure(
         for system in SYSTEMS:
             path = log_dir / f"pipeline_{_title(by_stage[0])}_{system}.json"
             write_trace(path, [one.systems[system].trace for one in by_stage], {"clocks": "same host: one clock"})
-            rows.append(dataclasses.replace(make_row(chosen, system, by_stage), trace=str(path)).row())
+            rows.append(dataclasses.replace(make_row(chosen, system, by_stage), trace=str(path)).to_row())
     return rows
 
 

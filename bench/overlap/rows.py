@@ -167,7 +167,7 @@ class DpRow:
     figures: Sequence[Figures]
     faster_than: Mapping[str, float] = field(default_factory=dict)
 
-    def row(self) -> Row:
+    def to_row(self) -> Row:
         """Return the columns of a record."""
         columns: Row = {"technique": "dp", "channels": self.channels, "ranks": self.ranks, "system": self.system}
         for each in self.figures:
@@ -241,7 +241,7 @@ def dp_rows(
         others = [other for other in (*PEERS, "ours_overlap_off") if other in timings]
         faster_than: dict[str, float] = {other: timings[other].median * 1e3 / step_ms - 1 for other in others}
         rows.append(DpRow(channels, ranks, system, figures, faster_than))
-    return [row.row() for row in rows]
+    return [row.to_row() for row in rows]
 
 
 def dp_line(row: Row) -> str:

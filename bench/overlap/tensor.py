@@ -69,7 +69,7 @@ def measure(
                 error = max(errors[name].values())
                 timed = _times(times[name], alone)
                 rows.append(TensorRow(world_size, sizes, layer, direction, name, timed, eager_us, error, work))
-    return [row.row() for row in rows]
+    return [row.to_row() for row in rows]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class TensorRow:
     error: float
     work: TensorWork
 
-    def row(self) -> Row:
+    def to_row(self) -> Row:
         """Return the columns of a record; waves only where they are known."""
         columns = {
             "technique": "tp",

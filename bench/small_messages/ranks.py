@@ -79,21 +79,21 @@ def measure(
 
     systems, skipped = open_systems(group, device, settings, table)
     for name, reason in skipped.items():
-        report(SkippedRow(name, reason).row())
+        report(SkippedRow(name, reason).to_row())
     done: list[tuple[Kind, int]] = []
     for num_bytes, kind in itertools.product(settings.sizes, KINDS):
         if time_is_out():
             what = f"{kind} of {format_size(num_bytes)}"
             reason = f"not begun within {settings.within_s:g} s"
-            report(SkippedRow(what, reason, out_of_time=True).row())
+            report(SkippedRow(what, reason, out_of_time=True).to_row())
             continue
         for row in _measure_one(kind, num_bytes, systems, group, device, settings):
-            report(row.row())
+            report(row.to_row())
         done.append((kind, num_bytes))
     # Last, for a profiler that was once on may slow launches down.
     if "nccl_windows" in systems and not time_is_out():
         for kernel in windows_rows(systems["nccl_windows"], done, device):
-            report(kernel.row())
+            report(kernel.to_row())
 
 
 def _measure_one(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from netlayer.errors import CheckFailed
 from netlayer.units import format_size
@@ -45,10 +45,21 @@ class TimeFigures:
     host_bound: bool
 
 
+class _TableRow:
+    """Row of one of a record's tables."""
+
+    table: ClassVar[str]
+
+    def to_row(self) -> Row:
+        """Return the columns of a record."""
+        return {"table": self.table, **asdict(self)}  # type: ignore[call-overload]
+
+
 @dataclass(frozen=True)
-class TimeRow:
+class TimeRow(_TableRow):
     """One system on one collective and size; without figures where its data was wrong."""
 
+    table = "time"
     kind: str
     num_bytes: int
     system: str
@@ -57,45 +68,44 @@ class TimeRow:
     dtype: str
     figures: TimeFigures | None = None
 
-    def row(self) -> Row:
+    def to_row(self) -> Row:
         """Return the columns of a record."""
-        columns = {"table": "time", **asdict(self)}
+        columns = super().to_row()
         return columns | (columns.pop("figures") or {})
 
 
 @dataclass(frozen=True)
-class SkippedRow:
+class SkippedRow(_TableRow):
     """A system, or a collective and size, that was not measured, and why; `wrong` and `dtype` of a system's variant."""
 
+    table = "skipped"
     system: str
     reason: str
     out_of_time: bool | None = None
     wrong: bool | None = None
     dtype: str | None = None
 
-    def row(self) -> Row:
+    def to_row(self) -> Row:
         """Return the columns of a record, without those that are None."""
-        return {"table": "skipped", **{name: value for name, value in asdict(self).items() if value is not None}}
+        return {name: value for name, value in super().to_row().items() if value is not None}
 
 
 @dataclass(frozen=True)
-class KernelRow:
+class KernelRow(_TableRow):
     """NCCL's kernel on registered windows; both None where the profiler did not see it."""
 
+    table = "kernel"
     kind: str
     num_bytes: int
     kernel: str | None
     on_windows: bool | None
 
-    def row(self) -> Row:
-        """Return the columns of a record."""
-        return {"table": "kernel", **asdict(self)}
-
 
 @dataclass(frozen=True)
-class SpeedUpRow:
+class SpeedUpRow(_TableRow):
     """Ours beside the best of the others on one collective and size; `bus_bw_of_nccl`: None for small ones."""
 
+    table = "speed_up"
     kind: str
     num_bytes: int
     ours_us: float
@@ -104,22 +114,15 @@ class SpeedUpRow:
     speed_up: float
     bus_bw_of_nccl: float | None
 
-    def row(self) -> Row:
-        """Return the columns of a record."""
-        return {"table": "speed_up", **asdict(self)}
-
 
 @dataclass(frozen=True)
-class MeanRow:
+class MeanRow(_TableRow):
     """Geometric mean of the speed-ups of one collective, or of `all`, up to 256 KiB."""
 
+    table = "geometric_mean"
     kind: str
     num_sizes: int
     speed_up: float
-
-    def row(self) -> Row:
-        """Return the columns of a record."""
-        return {"table": "geometric_mean", **asdict(self)}
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
@@ -134,7 +137,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
             compared += _compare([row for row in timed if (row["kind"], row["num_bytes"]) == (kind, num_bytes)])
     small = [row for row in compared if row.num_bytes <= SMALL_BYTES[-1]]
     means = [_mean(kind, [row for row in small if row.kind == kind]) for kind in KINDS]
-    return [row.row() for row in (*compared, *means, _mean("all", small)) if row is not None]
+    return [row.to_row() for row in (*compared, *means, _mean("all", small)) if row is not None]
 
 
 def judge(rows: Sequence[Row], min_speed_up: float | None) -> None:

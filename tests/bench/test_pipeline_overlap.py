@@ -50,7 +50,7 @@ def made_up(settings: Settings, stage: int, step_s: float, waits_s: float) -> Me
 
 
 def test_figures_of_made_up_times() -> None:
-    row = make_row(SMALL, "decoupled", [made_up(SMALL, 0, 17.0, 3.0), made_up(SMALL, 1, 16.0, 4.0)]).row()
+    row = make_row(SMALL, "decoupled", [made_up(SMALL, 0, 17.0, 3.0), made_up(SMALL, 1, 16.0, 4.0)]).to_row()
     assert (row["schedule"], row["stages"], row["chunks"], row["micro_batches"]) == ("eager_1f1b", 2, 1, 4)
     assert row["step_ms"] == row["step_p99_ms"] == pytest.approx(17_000)
     assert row["compute_ms"] == pytest.approx(12_000)
