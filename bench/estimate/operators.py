@@ -40,7 +40,7 @@ _FORWARDS_OF_ATTENTION = 2.5
 class Times:
     """Seconds of a pass by kind.
 
-    `exposed` is communication that the pass waits for, `slowed` how much longer computation takes for what lies under it.
+    `exposed` is communication that the pass waits for, `slowed` how much longer computation takes because of the rest.
     """
 
     gemm: float = 0.0
