@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from netlayer.errors import ConfigError
 from netlayer.observe.events import SEGMENTS, Event, Mark, events_of, read_events, to_batch
 from netlayer.observe.events.schema import PROCESSOR_WAIT
+from netlayer.observe.page.stopped import LateStep
 from netlayer.observe.readers.evidence_files import EVENTS, HANG, open_evidence, recognise
 from netlayer.printing import printable
 
@@ -82,12 +83,12 @@ class FileColumns:
     """Of a step: attempt, rank, step, seconds in which the rank had no processor, and of these those before it."""
     table: pa.Table | None = None
     tail: list[pa.RecordBatch] = field(default_factory=list)
-    """Batches with the rows of the two last steps, beside others."""
+    """Batches with the rows of the two last steps of the last start, beside others."""
     last_ns: int = 0
     last_sign_ns: dict[int, int] = field(default_factory=dict)
     """Of each rank its last reading or mark after its start."""
-    late_steps: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
-    """Of each rank the last step that a mark calls late, and what it waits for; its parts are in the record."""
+    late_steps: dict[tuple[int, int], LateStep] = field(default_factory=dict)
+    """By start (`attempt`) and rank the last step that a mark calls late; its parts are in the record."""
     has_whole_steps: bool = False
     """The monitor of this project wrote it: a step is in the record once it has ended, or is late."""
 
@@ -240,8 +241,8 @@ class _Builder:
         self._file = file
         self._parts: dict[str, list[NDArray[Any]]] = {name: [] for name in (*_SEGMENT_COLUMNS, "code", "on_host")}
         self._counters: dict[tuple[Any, ...], list[tuple[NDArray[Any], ...]]] = {}
-        self._tail: list[tuple[int, pa.RecordBatch]] = []
-        self._newest = NO_STEP
+        self._tail: list[tuple[tuple[int, int], pa.RecordBatch]] = []
+        self._newest = (0, NO_STEP)  # start, step
         self._placed: set[tuple[int, int, str]] = set()
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -261,16 +262,23 @@ class _Builder:
 
     def _without_late(self, marks: pa.RecordBatch) -> pa.RecordBatch:
         """Take the marks of late steps out of others: of a run that hangs there are many."""
+        import pyarrow.compute as pc
+
         is_late = looked_up(marks["name"], {"late": 1}) == 1
         if is_late.any():
             late = marks.filter(_mask(is_late))
-            columns = (integers(late["rank"]), integers(late["step"]), np.asarray(late["end_ns"]))
+            columns = [integers(late[name]) for name in ("attempt", "rank", "step", "end_ns")]
+            offsets = np.asarray(pc.fill_null(late["clock_offset_ns"], 0))
             facts = texts(late["attributes"]).tolist()
-            for rank, step, at_ns, text in zip(*(column.tolist() for column in columns), facts, strict=True):
-                if rank >= 0:
-                    self._sign(rank, at_ns)
-                    if step >= self._file.late_steps.get(rank, (0, {}))[0]:
-                        self._file.late_steps[rank] = (step, parse_facts(text or "") or {})
+            rows = zip(*(column.tolist() for column in (*columns, offsets)), facts, strict=True)
+            for attempt, rank, step, at_ns, offset_ns, text in rows:
+                if rank < 0:
+                    continue
+                self._sign(rank, at_ns)
+                key = max(attempt, 0), rank
+                known = self._file.late_steps.get(key)
+                if step >= (known.step if known else 0):
+                    self._file.late_steps[key] = LateStep(step, at_ns - offset_ns, parse_facts(text))
             marks = marks.filter(_mask(~is_late))
         return marks
 
@@ -313,16 +321,22 @@ class _Builder:
         for name, values in columns.items():
             self._parts[name].append(values.astype(narrow.get(name, values.dtype)))
         self._places(batch)
-        self._keep_tail(batch, columns["step"])
+        self._keep_tail(batch, columns["attempt"], columns["step"])
         in_step = (codes == CLASSES.index("collective")) & (columns["step"] != NO_STEP)
         if in_step.any():
             self._file.collectives.append(batch.filter(_mask(in_step)))
 
-    def _keep_tail(self, batch: pa.RecordBatch, steps: Ints) -> None:
-        """Keep a batch of late steps, and drop those of earlier ones."""
-        self._newest = max(self._newest, int(steps.max()))
-        self._tail.append((int(steps.max()), batch))
-        self._tail = [(last, kept) for last, kept in self._tail if last >= self._newest - 1]
+    def _keep_tail(self, batch: pa.RecordBatch, attempts: Ints, steps: Ints) -> None:
+        """Keep a batch of the last steps of the last start, and drop those of earlier ones."""
+        inside = steps != NO_STEP
+        if not inside.any():
+            return
+        attempt = int(attempts[inside].max())
+        last = attempt, int(steps[inside & (attempts == attempt)].max())
+        self._newest = max(self._newest, last)
+        self._tail.append((last, batch))
+        least = self._newest[0], self._newest[1] - 1  # a start that resumes takes steps again
+        self._tail = [(last, kept) for last, kept in self._tail if last >= least]
 
     def _places(self, batch: pa.RecordBatch) -> None:
         """Note host and coordinates of each rank in each start."""

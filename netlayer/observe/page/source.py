@@ -15,7 +15,10 @@ from netlayer.observe.page.view import Progress, RunView, title_of
 from netlayer.printing import printable
 
 _LOAD_SHARE = 5.0
-"""Least pause before files are read again, as a multiple of the processor time that the last reading took."""
+"""Least pause before files are read again, as a multiple of the processor time that the last reading took.
+
+It is no shorter than the reading took by the clock: a slow file system takes no processor time.
+"""
 _MAX_RANK = 1 << 20
 
 
@@ -34,7 +37,7 @@ class PageSource:
         self._link_gbps, self._title = link_gbps, title_of(paths)
         self._columns = Columns(paths)
         self._lock, self._loading = threading.Lock(), threading.Lock()
-        started_s = time.thread_time()
+        started_s = _clocks_s()
         self._columns.refresh(progress)
         if not any(file.kind for file in self._columns.files):
             where = printable(", ".join(map(str, paths)))
@@ -42,7 +45,7 @@ class PageSource:
             raise ConfigError("RUN", where, "holds nothing that can be read", remedy)
         self._view = RunView.of(self._title, 1, self._columns, link_gbps)
         self._packed: dict[str, bytes] = {}  # the overview, and a map each measure
-        self._took_s, self._read_s = time.thread_time() - started_s, time.monotonic()
+        self._pause_s, self._read_s = _pause_s(started_s), time.monotonic()
 
     @property
     def view(self) -> RunView:
@@ -55,9 +58,9 @@ class PageSource:
             return False
         try:
             now_s = time.monotonic()
-            if now_s - self._read_s < max(1.0, _LOAD_SHARE * self._took_s):
+            if now_s - self._read_s < self._pause_s:
                 return False
-            columns, started_s = self._columns, time.thread_time()
+            columns, started_s = self._columns, _clocks_s()
             changed = columns.refresh()
             # A run that stands still says more with the time that passes, though nothing is written.
             waits = self._view.is_live and self._view.stop.state in ("running", "cannot tell")
@@ -67,7 +70,7 @@ class PageSource:
                 if changed:
                     with self._lock:
                         self._view, self._packed = view, {}
-            self._took_s, self._read_s = time.thread_time() - started_s, time.monotonic()
+            self._pause_s, self._read_s = _pause_s(started_s), time.monotonic()
             return changed
         finally:
             self._loading.release()
@@ -115,6 +118,17 @@ class PageSource:
                 raise ValueError("from, to: seconds since the run's begin, in order")
             return detail.counters(view, query.get("name", ""), of_rank, span)
         raise LookupError(f"{name}: no such payload")
+
+
+def _clocks_s() -> tuple[float, float]:
+    """Processor time of all threads, since pyarrow reads with its own, and time by the clock."""
+    return time.process_time(), time.monotonic()
+
+
+def _pause_s(started_s: tuple[float, float]) -> float:
+    """Return the pause after a reading that began at `started_s` of `_clocks_s` and has just ended."""
+    processor_s, wall_s = (now - then for now, then in zip(_clocks_s(), started_s, strict=True))
+    return max(1.0, _LOAD_SHARE * processor_s, wall_s)
 
 
 def whole(query: Mapping[str, str], key: str, low: int, high: int) -> int:

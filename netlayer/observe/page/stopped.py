@@ -5,7 +5,8 @@ its last whole step: in the order in which work begins and communication ends (a
 anybody waits for it), the first operation that the last step lacks is the one that it is in. If that is its own work (a
 pass, the optimizer, data), it waits for nobody; if it is a collective or a message, it waits for those of the group
 that are not in the same one. Our monitor hands over a step when it has ended, or is late, and then says what the rank
-waits for: of a rank with neither, the place is not known.
+waits for: of a rank with neither, the place is not known. Marks come ever more seldom, and what ends meanwhile is in
+the record: what a mark says of a wait holds only where it is newer than all that the rank recorded.
 
 [Note: silence] A record that stops is no proof of a fault, for a run may just have been ended. A rank is named as
 silent only where the others wait for it, directly or through others, and evidence goes on for a while after the last
@@ -34,7 +35,17 @@ _HOST_WORK = ("data",)
 """In the record at once, whatever becomes of the step."""
 
 
-LateSteps = Mapping[int, tuple[int, Mapping[str, Any]]]
+class LateStep(NamedTuple):
+    """The newest mark of a rank that says that its step is late."""
+
+    step: int
+    at_ns: int
+    """Of the mark, on the reference clock."""
+    waits: Mapping[str, Any]
+    """What the rank waits for, as attributes of the mark; empty: for nothing that it knows."""
+
+
+LateSteps = Mapping[int, LateStep]
 
 
 class Operation(NamedTuple):
@@ -113,8 +124,8 @@ def judge_stop(
         step_s: a typical step.
         ended: the run says that it ended as intended.
         last_sign_ns: the last reading or mark of each rank that has any.
-        late_steps: of each rank the last step that was marked as late, and attributes of the mark: what it waits for;
-            None: operations are in the record as they end.
+        late_steps: of each rank the last step that was marked as late in that start; None: operations are in the
+            record as they end.
     """
     if ended:
         return Stop("ended", "the run ended as intended")
@@ -243,10 +254,11 @@ def _place(rank: int, steps: Mapping[int, Sequence[Segment]], late_steps: LateSt
     else:
         template = _operations(steps.get(last - 1, ()))
         done, step = set(_operations(steps[last])), last
-    late_step, waits = (late_steps or {}).get(rank, (-1, {}))
-    if late_step >= step and waits:
-        return _waiting_place(rank, late_step, waits, last_ns)
-    is_known = late_steps is None or late_step == step
+    late = (late_steps or {}).get(rank)
+    # Whatever ended after the mark may be what the rank waited for.
+    if late is not None and late.step >= step and late.waits and late.at_ns > last_ns:
+        return _waiting_place(rank, late.step, late.waits, last_ns)
+    is_known = late_steps is None or (late is not None and late.step == step)
     is_known = is_known or any(operation.segment not in _HOST_WORK for operation in done)
     if not is_known:
         return Place(rank, step, None, (), last_ns)

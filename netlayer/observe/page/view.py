@@ -22,7 +22,7 @@ from netlayer.observe.events import Mark, Segment, events_of
 from netlayer.observe.page.advice import next_step
 from netlayer.observe.page.columns import Columns, Place, Readings, is_hang, newest, places_of
 from netlayer.observe.page.payload import pack, pack_levels
-from netlayer.observe.page.stopped import Stop, judge_stop
+from netlayer.observe.page.stopped import LateStep, Stop, judge_stop
 from netlayer.observe.page.tables import run_of
 from netlayer.observe.verdicts.judge import judge
 from netlayer.observe.verdicts.run import Run
@@ -425,7 +425,8 @@ def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:
                for file in columns.files for mark in file.marks)  # fmt: skip
     last: dict[int, int] = {}
     segments: list[Segment] = []
-    newest = max(run.steps)
+    # An earlier start may have come further than the one that resumed from a checkpoint.
+    newest = max(step for step, of_step in zip(run.steps, run.attempts, strict=True) if of_step == attempt)
     for batch in (batch for file in columns.files for batch in file.tail):
         segments += _late(batch, newest, attempt)
     for event in segments:
@@ -443,11 +444,8 @@ def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:
     if is_live and abs(columns.newest_s - until_ns / 1e9) < _LAG_S:
         until_ns, is_now = max(until_ns, round(columns.read_s * 1e9)), True
     step_s = float(np.nanmedian(run.step_s)) if np.isfinite(run.step_s).any() else 0.0
-    late: dict[int, tuple[int, dict[str, Any]]] | None = None
-    if any(file.has_whole_steps for file in columns.files):
-        late = {}
-        for rank, known in (pair for file in columns.files for pair in file.late_steps.items()):
-            late[rank] = max(known, late.get(rank, known), key=lambda one: one[0])
+    is_whole = any(file.has_whole_steps for file in columns.files)
+    late = _late_steps(columns, attempt) if is_whole else None
     stop = judge_stop(segments, until_ns, step_s, ended=ends * 2 >= len(run.ranks), last_sign_ns=signs, late_steps=late)
     last_ns = max((place.last_ns for place in stop.places.values()), default=until_ns)
     pause_s = (until_ns - last_ns) / 1e9
@@ -456,6 +454,15 @@ def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:
         line = f"the run goes on, or pauses: the last operation in the record ended {pause_s:.0f} s ago"
         return replace(stop, state="running", line=line)
     return stop
+
+
+def _late_steps(columns: Columns, attempt: int) -> dict[int, LateStep]:
+    """Newest mark of each rank that says that its step of a start is late."""
+    late: dict[int, LateStep] = {}
+    for (of_attempt, rank), mark in (pair for file in columns.files for pair in file.late_steps.items()):
+        if of_attempt == attempt:
+            late[rank] = max(mark, late.get(rank, mark), key=lambda one: (one.step, one.at_ns))
+    return late
 
 
 def _late(batch: Any, newest: int, attempt: int) -> list[Segment]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,14 @@ from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from netlayer.observe.blame import Blame, Finding
 from netlayer.observe.command import observe
-from netlayer.observe.events import Counter, Event, Mark, Origin, Segment
+from netlayer.observe.events import Counter, Event, EventWriter, Mark, Origin, Segment
+from netlayer.observe.page import columns as page_columns
 from netlayer.observe.page import export
+from netlayer.observe.page import source as page_source
 from netlayer.observe.page.advice import next_step
 from netlayer.observe.page.payload import MISSING, pack, pack_levels, unpack
 from netlayer.observe.page.source import PageSource
-from netlayer.observe.page.stopped import Stop, judge_stop
+from netlayer.observe.page.stopped import LateStep, Stop, judge_stop
 from netlayer.observe.page.view import statistics
 from netlayer.observe.verdicts.verdict import StragglerRow
 from tests.netlayer.observe.page.test_tables import write
@@ -188,14 +190,9 @@ def stop_of_a_pipeline(
             group = {"step": step, "group": "reduce", "group_ranks": "0:2:1" if rank < 2 else "2:4:1", "seq": step}
             segments.append(Segment(origin, "collective", "reduce_scatter", reduced - 9 * MS, reduced, **group))
             segments.append(Segment(origin, "step", "step", at, reduced, step=step))
-    return judge_stop(
-        segments,
-        90_000 * MS,
-        1.0,
-        ended=False,
-        last_sign_ns={rank: round(at_s * 1e9) for rank, at_s in signs_s.items()},
-        late_steps={rank: (3, waits.get(rank, {})) for rank in late},
-    )
+    signs = {rank: round(at_s * 1e9) for rank, at_s in signs_s.items()}
+    marks = {rank: LateStep(3, signs[rank], waits.get(rank, {})) for rank in late}
+    return judge_stop(segments, 90_000 * MS, 1.0, ended=False, last_sign_ns=signs, late_steps=marks)
 
 
 def test_a_process_that_is_stopped_is_told_by_its_signs_not_by_its_record() -> None:
@@ -225,10 +222,127 @@ def test_a_rank_whose_record_ended_steps_before_the_others_stopped_is_not_accuse
             more = {"group": "reduce", "group_ranks": "0:4:1", "seq": step, "step": step}
             segments.append(Segment(Origin(rank=rank), "collective", "all_reduce", at + 9 * MS, at + 99 * MS, **more))
     signs = {0: 90 * 10**9, 1: 90 * 10**9, 2: 3 * 10**9, 3: 90 * 10**9}
-    stop = judge_stop(
-        segments, 90_000 * MS, 1.0, ended=False, last_sign_ns=signs, late_steps={rank: (15, {}) for rank in (0, 1, 3)}
-    )
+    marks = {rank: LateStep(15, signs[rank], {}) for rank in (0, 1, 3)}
+    stop = judge_stop(segments, 90_000 * MS, 1.0, ended=False, last_sign_ns=signs, late_steps=marks)
     assert stop.silent == (), stop.line
+
+
+def events_of_start(rank: int, attempt: int, steps: Iterable[int], begin_ms: int) -> list[Event]:
+    """Whole steps of 400 ms of one of four ranks in one start, as the monitor writes them."""
+    origin, events = Origin("monitor", attempt=attempt, rank=rank, host="h"), list[Event]()
+    for number, step in enumerate(steps):
+        at = (begin_ms + 400 * number) * MS
+        events.append(Segment(origin, "forward", "forward", at, at + 100 * MS, step=step))
+        events.append(Segment(origin, "backward", "backward", at + 100 * MS, at + 300 * MS, step=step))
+        events.append(reduction(origin, step, at + 250 * MS, at + 310 * MS))
+        events.append(Segment(origin, "optimizer", "optimizer", at + 310 * MS, at + 320 * MS, step=step))
+        events.append(Segment(origin, "step", "step", at, at + 320 * MS, step=step))
+    return events
+
+
+def reduction(origin: Origin, step: int, start_ns: int, end_ns: int) -> Segment:
+    names = "collective", "all_reduce"
+    return Segment(origin, *names, start_ns, end_ns, step=step, group="reduce", group_ranks="0:4:1", seq=step)
+
+
+def late_marks(rank: int, attempt: int, step: int, at_ms: Iterable[int], offset_ms: int = 0) -> list[Mark]:
+    """Marks of a rank that waits for the reduction; its clock is `offset_ms` ahead."""
+    origin, waits = Origin("monitor", attempt=attempt, rank=rank, host="h"), {"waits_for": "all_reduce"}
+    waits |= {"group": "reduce", "group_ranks": "0:4:1"}
+    offset_ns = offset_ms * MS
+    return [
+        Mark(origin, "late", at * MS + offset_ns, step, clock_offset_ns=offset_ns, attributes=waits) for at in at_ms
+    ]
+
+
+def readings_to(until_ms: int, rank: int, attempt: int) -> list[Event]:
+    origin = Origin("gpu", attempt=attempt, rank=rank, host="h")
+    return [Counter(origin, "gpu.power", at * MS, at * MS, 100.0, "W") for at in range(0, until_ms + 1, 1000)]
+
+
+@pytest.mark.parametrize(("last", "silent"), [(74, ()), (74, (0,)), (76, (0,))])
+def test_late_marks_of_an_earlier_start_do_not_count(tmp_path: Path, last: int, silent: tuple[int, ...]) -> None:
+    # Start 0 hung in step 76, where three ranks waited; start 1 has come to step `last`.
+    events: list[Event] = []
+    for rank in range(4):
+        events += events_of_start(rank, 0, range(70, 76), 0)
+        if rank != 2:
+            events += late_marks(rank, 0, 76, (7_400, 12_400, 22_400))
+        events += events_of_start(rank, 1, range(72, last), 60_000)
+        origin, begin = Origin("monitor", attempt=1, rank=rank, host="h"), (60_000 + 400 * (last - 72)) * MS
+        if rank not in silent:
+            events.append(Segment(origin, "forward", "forward", begin, begin + 100 * MS, step=last))
+        if silent and rank not in silent:
+            events.append(Segment(origin, "backward", "backward", begin + 100 * MS, begin + 300 * MS, step=last))
+        events.append(Mark(origin, "late", begin + 10_000 * MS, step=last))
+        events += readings_to(80_000, rank, 1)
+    stop = PageSource([write(tmp_path, events)]).view.stop
+    assert (stop.state, stop.silent) == ("silent" if silent else "cannot tell", silent), stop.line
+
+
+@pytest.mark.parametrize("marked_ms", [40_000, 50_000])
+def test_a_wait_counts_only_where_its_mark_is_newer_than_the_record(tmp_path: Path, marked_ms: int) -> None:
+    # Rank 2 was stopped in step 76 for 42 s while the others waited for its part of the reduction, and went on.
+    events: list[Event] = []
+    for rank in range(4):
+        events += events_of_start(rank, 0, range(70, 76), 0)
+        origin, begin = Origin("monitor", attempt=0, rank=rank, host="h"), 2_400
+        pass_ms = 42_000 if rank == 2 else 100
+        middle, end = (begin + pass_ms) * MS, (begin + pass_ms + 200) * MS
+        events.append(Segment(origin, "forward", "forward", begin * MS, middle, step=76))
+        events.append(Segment(origin, "backward", "backward", middle, end, step=76))
+        events.append(reduction(origin, 76, (begin + 250) * MS, (begin + 42_250) * MS))
+        if rank != 2:  # by its own clock each mark is newer than the record
+            events += late_marks(rank, 0, 76, (begin + 5_000, begin + marked_ms), offset_ms=10_000)
+        else:
+            events.append(Mark(origin, "late", (begin + 50_000) * MS, step=76))
+        events += readings_to(70_000, rank, 0)
+    stop = PageSource([write(tmp_path, events)]).view.stop
+    assert stop.silent == (() if marked_ms < 42_250 else (2,)), stop.line
+
+
+def test_a_start_that_resumed_far_back_is_judged_by_its_own_steps(tmp_path: Path) -> None:
+    for rank in range(4):
+        origin, begin = Origin("monitor", attempt=1, rank=rank, host="h"), 60_800 * MS
+        last: list[Event] = [Segment(origin, "forward", "forward", begin, begin + 100 * MS, step=72)]
+        if rank != 1:
+            last.append(Segment(origin, "backward", "backward", begin + 100 * MS, begin + 300 * MS, step=72))
+        last += [Mark(origin, "late", begin + 10_000 * MS, step=72), *readings_to(80_000, rank, 1)]
+        # One file holds both starts, in batches.
+        with EventWriter(tmp_path / "events", origin, "arrow") as writer:
+            writer.write(events_of_start(rank, 0, range(76, 81), 0))
+            writer.write(events_of_start(rank, 1, range(70, 72), 60_000))
+            writer.write(last)
+    view = PageSource([tmp_path]).view
+    assert (view.stop.state, view.stop.silent) == ("silent", (1,)), view.stop.line
+    assert "of step 72" in view.stop.line
+
+
+@pytest.mark.parametrize(("processor_s", "wall_s", "pause_s"), [(4.0, 2.0, 20.0), (0.1, 30.0, 30.0), (0.0, 0.0, 1.0)])
+def test_the_pause_between_readings_counts_all_threads_and_slow_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor_s: float, wall_s: float, pause_s: float
+) -> None:
+    now = {"processor": 0.0, "wall": 0.0}
+    clock = SimpleNamespace(process_time=lambda: now["processor"], monotonic=lambda: now["wall"])
+    readings: list[float] = []
+
+    class SlowColumns(page_columns.Columns):
+        def refresh(self, progress: Any = None) -> bool:
+            readings.append(now["wall"])
+            now["processor"] += processor_s
+            now["wall"] += wall_s
+            return super().refresh(progress)
+
+    monkeypatch.setattr(page_source, "time", clock)
+    monkeypatch.setattr(page_source, "Columns", SlowColumns)
+    source = PageSource([write(tmp_path, events_of_run(steps=3))])
+    for number in (2, 3):
+        now["wall"] += pause_s - 0.5
+        source.refresh()
+        assert len(readings) == number - 1
+        now["wall"] += 0.5
+        source.refresh()
+        assert len(readings) == number
 
 
 def test_of_two_ranks_that_one_group_waits_for_none_is_accused() -> None:
