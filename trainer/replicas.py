@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from collectives.sharded.float8 import Float8Bucket
 from netlayer.errors import CheckFailed
 from netlayer.layout import ParallelLayout, describe_ranks
 from netlayer.workload.memory import frees_parameters
@@ -92,7 +93,8 @@ class ReplicaCheck:
         buckets = list(itertools.chain.from_iterable(chunk.buckets for chunk in self._model.chunks))
         if frees_parameters(self._model.job):
             return 0
-        return sum(digest(bucket.gathered_N) for bucket in buckets)
+        scales = [bucket.scales_K for bucket in buckets if isinstance(bucket, Float8Bucket)]
+        return sum(digest(values) for values in (*(bucket.gathered_N for bucket in buckets), *scales))
 
     def _loss(self, step: int) -> int:
         """Word of this rank's loss, of its part of sequences, of a batch from the seed: the same on every replica."""

@@ -608,7 +608,8 @@ class ShardedDataParallel(StandIn):
     def close(self) -> None:
         """End the training: parameters are current, and windows and the peers' memory given back. Twice is once.
 
-        Every rank calls it. The module keeps its parameters. Without a call they go some time after the wrapper.
+        Every rank calls it. The module keeps its parameters, but for weights that travel in 8 bits: read these before
+        on every rank, or take `full_state_dict()`. Without a call they go some time after the wrapper.
         """
         # Gathers may still write into this memory, and the module keeps its parameters.
         self._make_current("close()", frees=True)

@@ -114,11 +114,10 @@ class Float8Bucket(Bucket):
         shapes = [quantiser.scales_shape(slot.shape) for slot in plan.slots]
         self.num_scales = [torch.Size(shape).numel() for shape in shapes]
         # Kept in one place: whoever is handed a scale reads that of the last gather.
-        self._scales_K = torch.zeros(sum(self.num_scales), dtype=torch.float32, device=flat_N.device)
-        views = torch.split(self._scales_K, self.num_scales)
+        self.scales_K = torch.zeros(sum(self.num_scales), dtype=torch.float32, device=flat_N.device)
+        views = torch.split(self.scales_K, self.num_scales)
         self._scales = [view.view(shape) for view, shape in zip(views, shapes, strict=True)]
         self._wait: weakref.WeakMethod[Any] | None = None
-        self.is_readable = True
         self.forget_readable()
         for position, parameter in enumerate(self.parameters):
             _weights[parameter] = weakref.ref(self), position
@@ -154,7 +153,7 @@ class Float8Bucket(Bucket):
 
     def set_scales(self, largest_K: Tensor) -> None:
         """Set the scales for the largest magnitudes of all ranks' parts."""
-        self._scales_K.copy_(self._quantiser.scales(largest_K))
+        self.scales_K.copy_(self._quantiser.scales(largest_K))
 
     @torch.no_grad()
     def copy_in_shard(self) -> None:
@@ -190,13 +189,10 @@ class Float8Bucket(Bucket):
         """Allocate the parameters in the dtype of the computation; values are undefined."""
         self.unsharded_N.untyped_storage().resize_(self.unsharded_N.nbytes)
 
-    def forget_readable(self) -> bool:
-        """Free the parameters in the dtype of the computation, unless somebody holds a view; return whether not."""
-        if self.is_readable and self.has_aliases():
-            return False
+    def forget_readable(self) -> None:
+        """Free the parameters in the dtype of the computation, of which nobody holds a view."""
         self.is_readable = False
         self.unsharded_N.untyped_storage().resize_(0)
-        return True
 
     def sync_masters(self) -> None:
         """Take over what was written into the parameters, where there is memory for them."""

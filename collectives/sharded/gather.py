@@ -197,8 +197,9 @@ class ParameterGather:
 
     def make_readable(self) -> None:
         """Gather what travels in 8 bits in the dtype of the computation too, on every rank."""
-        for bucket in self._float8.values():
-            self._make_readable(bucket)
+        with self._lock:
+            for bucket in self._float8.values():
+                self._make_readable(bucket)
 
     def _make_readable(self, bucket: Float8Bucket) -> None:
         if bucket.is_readable:
@@ -206,8 +207,20 @@ class ParameterGather:
         bucket.open_readable()
         # Waited for at once: whoever reads it stands here.
         self._all_gather(bucket.unsharded_N, bucket.copy_in_readable).wait()
+        self._wait_at_home()
         bucket.is_readable = True
         mark_current(bucket.parameters)
+
+    def _forget_readable(self) -> list[Float8Bucket]:
+        """Free what was gathered in the dtype of the computation; return the buckets of which any rank holds a view."""
+        readable = [bucket for bucket in self._float8.values() if bucket.is_readable]
+        # Every rank has read the same buckets, but a view of them may be held by one rank alone (a state_dict).
+        held = self.comm.all_gather_ints([bucket.has_aliases() for bucket in readable], "views of weights in 8 bits")
+        stays = [bucket for bucket, by_rank in zip(readable, zip(*held, strict=True), strict=True) if any(by_rank)]
+        for bucket in readable:
+            if bucket not in stays:
+                bucket.forget_readable()
+        return stays
 
     @property
     def is_unsharded(self) -> bool:
@@ -226,7 +239,7 @@ class ParameterGather:
             self._settle()
         else:
             self.wait_all()
-        stays_readable = [bucket for bucket in self._float8.values() if not bucket.forget_readable()]
+        stays_readable = self._forget_readable()
         if self._float8:
             share_scales(list(self._float8.values()), self.comm)
         # Gathers start from here, whenever they are launched: not behind the computation queued up by then.
@@ -294,14 +307,18 @@ class ParameterGather:
 
     def _note_current(self, index: int) -> None:
         """Note that the current stream has waited for this bucket; the computing stream waits too, if it is another."""
-        if self._home is not None and not self.comm.is_capturing:
-            here = current_stream(self.comm.device)
-            if here != self._home:
-                self._home.wait_stream(here)
+        self._wait_at_home()
         del self._works[index]
         # A bucket whose shard has changed again stays marked: its parameters are outdated.
         if not self.needs_unshard and index not in self._stepped and self.buckets[index].is_readable:
             mark_current(self.buckets[index].parameters)
+
+    def _wait_at_home(self) -> None:
+        """Have the computing stream wait for what the current stream has waited for, if it is another."""
+        if self._home is not None and not self.comm.is_capturing:
+            here = current_stream(self.comm.device)
+            if here != self._home:
+                self._home.wait_stream(here)
 
     @property
     def _depth(self) -> int:
@@ -409,6 +426,7 @@ class ParameterGather:
                 work.wait()
                 self._note_current(index)
             if index in self._float8:  # nobody writes there, or reads it past products
+                self._read.discard(index)
                 self._freed.add(index)
                 bucket.free()
                 continue

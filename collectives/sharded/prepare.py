@@ -265,8 +265,11 @@ def plan_module(
         float8: the weights that products read in 8 bits.
 
     Raises:
-        ValueError: `order` names other parameters, or a unit is not a part of the module, or lies in another one.
+        ValueError: `order` names other parameters, or a unit is not a part of the module, or lies in another one; or
+            whole parameters shall travel in 8 bits.
     """
+    if whole is not None and float8 is not None and float8.quantiser is not None:
+        raise ValueError("whole parameters do not travel in 8 bits: give `whole` or `precision.float8.quantiser`")
     unit_of = _units_of_parameters(module, units)
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     names = list(parameters) if order is None else order

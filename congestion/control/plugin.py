@@ -27,7 +27,8 @@ name = ""
 source = b""
 path: Path | None = None
 
-_BOUND = {"congestion.control.laws", "congestion.engine.run"}  # modules whose kernels are made around `law`
+BOUND = frozenset({"congestion.control.laws", "congestion.engine.run"})
+"""Modules whose kernels are made around `law`."""
 _CALLS = {"start": 3, "advance": 4, "on_ack": 7, "on_loss": 4}
 _REMEDY = "see `netlayer arena --help` for what a law's file holds"
 
@@ -46,7 +47,7 @@ def enter(file: Path) -> str:
         raise ConfigError("LAW", file, f"cannot be read ({exc})", "give a law's file") from exc
     if law is not None and text == source:
         return name
-    if not _BOUND.isdisjoint(sys.modules):
+    if not BOUND.isdisjoint(sys.modules):
         raise RuntimeError("a law is entered before the engine is loaded: it would run without the law")
     if law is not None:
         rule = f"is the second law's file, and {path} is entered already"

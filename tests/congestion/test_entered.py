@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from congestion.control import plugin
 from congestion.control.plugin import enter
 from netlayer.errors import ConfigError
 
@@ -177,7 +178,8 @@ def test_it_paces_is_told_of_acknowledgements_and_moves_no_packet_itself(tmp_pat
     ],
 )
 def test_a_file_that_is_no_law_is_refused(tmp_path, old, new, message, monkeypatch):
-    monkeypatch.delitem(sys.modules, "congestion.engine.run", raising=False)
+    for module in plugin.BOUND:  # other tests may have loaded them
+        monkeypatch.delitem(sys.modules, module, raising=False)
     path = tmp_path / "bad.py"
     path.write_text(LAW.replace(old, new))
     with pytest.raises(ConfigError) as caught:

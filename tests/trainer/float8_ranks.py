@@ -28,6 +28,7 @@ class Read:
         masters: at the same time.
         last: masters at the end.
         held: buckets that had memory for their parameters: at the start, after the state was read, a step later.
+        views: of the parameters, held since the third step: what they show at the end.
     """
 
     losses: list[float]
@@ -35,6 +36,7 @@ class Read:
     masters: State
     last: State
     held: list[int]
+    views: State
 
 
 def reads(context: RankContext, jobs: Sequence[JobConfig], url: str) -> list[Read]:
@@ -46,7 +48,7 @@ def _reads(job: JobConfig, rank: int) -> Read:
     model = ParallelModel(job, 3, rank, CPU, create_groups(job.parallel.layout))
     optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
     [chunk] = model.chunks
-    state, masters, losses, held = State(), State(), [], []
+    state, masters, views, losses, held = State(), State(), State(), [], []
 
     def note_held() -> None:
         held.append(sum(isinstance(bucket, Float8Bucket) and bucket.is_readable for bucket in chunk.buckets))
@@ -68,9 +70,12 @@ def _reads(job: JobConfig, rank: int) -> Read:
             with torch.no_grad():  # the next step computes with it, and it is what the optimiser goes on from
                 weight = dict(chunk.module.named_parameters())["blocks.1.up.weight"]
                 weight.mul_(2)
+        if step == 3:
+            views = chunk.module.state_dict()
     last = chunk.full_state_dict()
+    shown = {name: view.clone() for name, view in views.items()}
     model.close()
-    return Read(losses, state, masters, last, held)
+    return Read(losses, state, masters, last, held, shown)
 
 
 def resumes(context: RankContext, jobs: Sequence[JobConfig], folders: Sequence[Path], url: str) -> list[list[Trained]]:

@@ -6,12 +6,13 @@ import itertools
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives.sharded.float8 import PieceOfWeight
+from collectives.sharded.float8 import HeldWeight, PieceOfWeight
 from netlayer.config.tree import ModelConfig
 from netlayer.errors import ConfigError
 from netlayer.launch.launcher import launch
@@ -216,6 +217,30 @@ def test_weights_that_travel_in_8_bits_can_be_read_and_written(work: Work, by_ra
     assert narrow.held[0] == 0
     assert narrow.held[1] > 0
     assert narrow.held[2] == 0  # given back when the shards changed
+    # A view that is held is kept current.
+    assert all(torch.equal(narrow.views[name], value.to(torch.bfloat16)) for name, value in narrow.last.items())
+
+
+class _Gathered(HeldWeight):
+    """A weight that has come in 8 bits, without a bucket."""
+
+    def __init__(self, weight: Tensor, recipe: Recipe) -> None:
+        self._scaled = quantise(weight.detach(), "weight", recipe)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        return self._scaled.data, self._scaled.scale
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_travels_in_8_bits_trains_where_its_input_does_not(recipe: Recipe) -> None:
+    layer = JoinedLinear(256, (128,), False, True, "plain", recipe)
+    nn.init.normal_(layer.weight, std=0.02)
+    x, gradients = _random(128, 256, 1), []
+    for hold in (lambda _weight: None, lambda weight: _Gathered(weight, recipe)):
+        with mock.patch("trainer.ops.fp8.hold", hold):
+            [y] = layer(x)
+            gradients.append(torch.autograd.grad(y.square().sum(), layer.weight)[0])
+    assert torch.equal(*gradients)
 
 
 INPUTS = [

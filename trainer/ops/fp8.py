@@ -189,7 +189,7 @@ def scaled_linear(
     sources = [slot_source(weight) if trains else None for weight in weights]
     in_8_bits = [hold(weight) for weight in weights]
     kept = [
-        _Keep.apply(x, weight if each is None else None, recipe, operators)  # type: ignore[no-untyped-call]
+        _Keep.apply(x, weight, each is None, recipe, operators)  # type: ignore[no-untyped-call]
         for x, weight, each in zip(inputs, weights, in_8_bits, strict=True)
     ]
     keepers = [x.grad_fn for x, *_ in kept]
@@ -205,16 +205,17 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor | None, recipe: Recipe, operators: Operators
+        ctx: Any, x: Tensor, weight_NK: Tensor, saves_weight: bool, recipe: Recipe, operators: Operators
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # Also where it is not saved, the weight is an input: without one that trains there would be no node to save in.
         scaled = quantise(x.reshape(-1, x.shape[-1]), "input", recipe, operators)
-        ctx.save_for_backward(scaled.data, scaled.scale, weight_NK)
+        ctx.save_for_backward(scaled.data, scaled.scale, weight_NK if saves_weight else None)
         ctx.mark_non_differentiable(scaled.data, scaled.scale)
         return x.view_as(x), scaled.data, scaled.scale
 
     @staticmethod
     def backward(_ctx: Any, dx: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 class _ScaledLinear(torch.autograd.Function):
