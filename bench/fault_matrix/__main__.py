@@ -336,10 +336,10 @@ def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> 
         if kind in (*_NO_INCIDENT, *_MAYBE_INCIDENT):
             job.wait(lambda facts: facts["state"] == "run" and job.step > step + 40, _LIMIT_S, "after the fault")
         else:
-            most = last + (2 if kind in ("checkpoint", "in_recovery") else 1)
+            last_of_fault = last + (2 if kind in ("checkpoint", "in_recovery") else 1)
 
             def is_past(facts: Row) -> bool:
-                return _last_number(facts) >= most and "caught_up_s" in facts["incidents"][-1]
+                return _last_number(facts) >= last_of_fault and "caught_up_s" in facts["incidents"][-1]
 
             job.wait(is_past, _LIMIT_S, "after the fault")
         new = [each for each in job.facts["incidents"] if each["number"] > last]

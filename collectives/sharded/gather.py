@@ -214,9 +214,11 @@ class ParameterGather:
     def _forget_readable(self) -> list[Float8Bucket]:
         """Free what was gathered in the dtype of the computation; return the buckets of which any rank holds a view."""
         readable = [bucket for bucket in self._float8.values() if bucket.is_readable]
+        if not readable:
+            return []
         # Every rank has read the same buckets, but a view of them may be held by one rank alone (a state_dict).
-        held = self.comm.all_gather_ints([bucket.has_aliases() for bucket in readable], "views of weights in 8 bits")
-        stays = [bucket for bucket, by_rank in zip(readable, zip(*held, strict=True), strict=True) if any(by_rank)]
+        flags = self.comm.all_gather_ints([bucket.has_aliases() for bucket in readable], "views of weights in 8 bits")
+        stays = [bucket for bucket, by_rank in zip(readable, zip(*flags, strict=True), strict=True) if any(by_rank)]
         for bucket in readable:
             if bucket not in stays:
                 bucket.forget_readable()

@@ -32,7 +32,8 @@ _OF_NONE = np.dtype([("nothing", "i8")])
 
 
 def number_of(law: str) -> int:
-    """
+    """Return a law's number in the kernels.
+
     Raises:
         KeyError: no law has this name.
     """
@@ -51,19 +52,22 @@ def tables(in_use: Sequence[str], num_flows: int, host_bps: int, settings: Setti
     by_class = [settings.of_class(number) for number in range(settings.num_classes)]
     for name, module in MODULES.items():
         if module is not None:
-            made[name] = np.concatenate([module.parameters(getattr(its, name), host_bps, its) for its in by_class])
+            made[name] = np.concatenate([module.parameters(getattr(one, name), host_bps, one) for one in by_class])
             # An empty table where no flow is under the law: it is never indexed, and costs no memory.
             made[f"{name}_flow"] = np.zeros(num_flows if name in in_use else 0, dtype=module.STATE)
-    its, its_state = np.zeros(settings.num_classes, dtype=_OF_NONE), _OF_NONE
+    plugin_rows, plugin_state = np.zeros(settings.num_classes, dtype=_OF_NONE), _OF_NONE
     if plugin.law is not None:
-        its, its_state = np.concatenate([plugin.parameters_of(one, host_bps) for one in by_class]), plugin.law.STATE
-    made["plugin"] = its
+        plugin_rows, plugin_state = (
+            np.concatenate([plugin.parameters_of(one, host_bps) for one in by_class]),
+            plugin.law.STATE,
+        )
+    made["plugin"] = plugin_rows
     made["plugin_flow"] = np.zeros(
-        num_flows if plugin.name in in_use and plugin.law is not None else 0, dtype=its_state
+        num_flows if plugin.name in in_use and plugin.law is not None else 0, dtype=plugin_state
     )
     return made
 
 
 def wants_rtt(law: str, settings: Settings) -> bool:
-    """Whether a law is told round trips: one from a file always is."""
+    """Whether a law is given round-trip times: one from a file always is."""
     return (law == "hybrid" and settings.hybrid.use_rtt) or law not in ("none", "dcqcn", "hybrid")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from netlayer.config.tree import JobConfig
 
 Count = Annotated[int, Field(ge=1)]
+FP8_BLOCK = 128
+"""Side of a block of weights, and length of a run of inputs, that share a scale in `model.fp8 = "blockwise"`."""
 
 
 def _stage_or_auto(value: object) -> object:
@@ -116,7 +118,7 @@ def check_fp8(job: JobConfig) -> None:
         if is_in_the_way:
             raise ConfigError("job.model.fp8", model.fp8, f"cannot be had with job.model.{name}", "change one of them")
     _check_fp8_gathers(job)
-    unit = 128 if model.fp8 == "blockwise" else 16
+    unit = FP8_BLOCK if model.fp8 == "blockwise" else 16
     widths = {"hidden": model.hidden, "ffn_hidden / tp": model.ffn_hidden // parallel.tp}
     widths |= {"heads x head width / tp": model.attention_width // parallel.tp}
     widths |= {"kv_heads x head width / tp": model.kv_width // parallel.tp}

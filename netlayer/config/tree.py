@@ -187,6 +187,10 @@ class ModelConfig(Section):
         """Values of all heads of keys, or of values."""
         return self.num_kv_heads * self.head_width
 
+    def is_float8(self, layer: int) -> bool:
+        """Whether the linears of a layer are in 8 bits."""
+        return self.fp8 != "off" and self.fp8_first <= layer < self.layers - self.fp8_last
+
     def recomputes(self, module: RecomputeModule) -> bool:
         """Whether backward computes the outputs of these modules again, and blocks are not recomputed whole.
 

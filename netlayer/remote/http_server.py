@@ -104,10 +104,10 @@ class _TimedReader(socket.SocketIO):
             TimeoutError: the connection was silent for too long, or the request is not there in time.
         """
         silence = self._connection.gettimeout()
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("the request takes too long to come")
-        self._connection.settimeout(left if silence is None else min(left, silence))
+        self._connection.settimeout(remaining if silence is None else min(remaining, silence))
         try:
             count = super().readinto(buffer)
         finally:

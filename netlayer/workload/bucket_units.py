@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from netlayer.config.parallel import FP8_BLOCK
 from netlayer.config.tree import JobConfig
 from netlayer.workload.buckets import cut
 from netlayer.workload.dtypes import DTYPE_BYTES, Dtype
 from netlayer.workload.model_size import Parameter, Unit, block_parameters, chunk_units
 from netlayer.workload.stages import BLOCK_PARTS, parts_of, run_of
-
-_BLOCK = 128  # of the blockwise recipe
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,6 @@ def bucket_units(job: JobConfig, stage: int, chunk: int) -> list[BucketUnit]:
     return [BucketUnit(beside, job.model.dtype), *units] if beside else units
 
 
-def is_float8(job: JobConfig, layer: int) -> bool:
-    """Whether the linears of a layer are in 8 bits."""
-    model = job.model
-    return model.fp8 != "off" and model.fp8_first <= layer < model.layers - model.fp8_last
-
-
 def _split(job: JobConfig, unit: Unit, stage: int, chunk: int) -> Iterator[BucketUnit]:
     sizes, dtype = tuple(parameter.numel for parameter in unit.parameters), job.model.dtype
     if unit.name not in BLOCK_PARTS:
@@ -81,7 +74,7 @@ def _split(job: JobConfig, unit: Unit, stage: int, chunk: int) -> Iterator[Bucke
         return
     parts = parts_of(run_of(job, stage, chunk))
     for narrow in (True, False):
-        layers = [layer for layer, part in parts.items() if part == unit.name and is_float8(job, layer) == narrow]
+        layers = [layer for layer, part in parts.items() if part == unit.name and job.model.is_float8(layer) == narrow]
         if not layers:
             continue
         has_last = max(parts) in layers
@@ -90,7 +83,7 @@ def _split(job: JobConfig, unit: Unit, stage: int, chunk: int) -> Iterator[Bucke
             continue
         weights = [parameter for parameter in unit.parameters if _is_weight(parameter)]
         travels = gathers_float8(job)
-        num_scales = sum(p.numel // _BLOCK**2 if job.model.fp8 == "blockwise" else 1 for p in weights) * travels
+        num_scales = sum(p.numel // FP8_BLOCK**2 if job.model.fp8 == "blockwise" else 1 for p in weights) * travels
         own = tuple(weight.numel for weight in weights)
         yield BucketUnit(own, "float8" if travels else dtype, len(layers), True, num_scales, has_last)
 
@@ -98,7 +91,7 @@ def _split(job: JobConfig, unit: Unit, stage: int, chunk: int) -> Iterator[Bucke
 def _beside(job: JobConfig, stage: int, chunk: int) -> Iterator[int]:
     """Yield the sizes of what lies beside weights in 8 bits, of all blocks in order."""
     for layer, part in parts_of(run_of(job, stage, chunk)).items():
-        if is_float8(job, layer):
+        if job.model.is_float8(layer):
             parameters = block_parameters(job.model, job.parallel.tp, part)
             yield from (parameter.numel for parameter in parameters if not _is_weight(parameter))
 

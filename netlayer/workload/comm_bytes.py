@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from netlayer.config.tree import JobConfig
-from netlayer.workload.bucket_units import BucketUnit, bucket_units, is_float8
+from netlayer.workload.bucket_units import BucketUnit, bucket_units
 from netlayer.workload.buckets import shard_elements
 from netlayer.workload.dtypes import DTYPE_BYTES, Dtype, gradient_dtype, master_dtype
 from netlayer.workload.memory import LOGITS_ROWS, frees_parameters
@@ -319,7 +319,9 @@ def _stage_parts(job: JobConfig, stage: int, *, in_8_bits: bool = False) -> dict
     counts: dict[BlockPart, int] = {}
     for chunk in range(job.parallel.vpp):
         run = run_of(job, stage, chunk)
-        parts = Counter(part for layer, part in parts_of(run).items() if is_float8(job, layer)) if in_8_bits else {}
+        parts = (
+            Counter(part for layer, part in parts_of(run).items() if job.model.is_float8(layer)) if in_8_bits else {}
+        )
         for part, number in (parts if in_8_bits else count_parts(run)).items():
             counts[part] = counts.get(part, 0) + number
     return counts

@@ -381,9 +381,7 @@ def _may_recompute() -> bool:
 
 def fp8_recipe(config: ModelConfig, layer: int) -> Recipe | None:
     """Return how the linears of a layer are scaled to 8 bits; None: they stay as they are."""
-    if config.fp8 == "off" or not config.fp8_first <= layer < config.layers - config.fp8_last:
-        return None
-    return config.fp8
+    return config.fp8 if config.fp8 != "off" and config.is_float8(layer) else None
 
 
 def build_norm(config: ModelConfig) -> Norm:

@@ -39,6 +39,7 @@ from collectives.sharded.float8 import HeldWeight, hold
 from collectives.sharded.slot import GradientSlot, Promise, SlotSource, slot_source
 from collectives.tensor.exchange import TensorExchange
 from collectives.triton_support import HAS_TRITON
+from netlayer.config.parallel import FP8_BLOCK
 from netlayer.errors import HardwareMissing
 from trainer.ops.backend import Operators, uses_triton
 
@@ -47,7 +48,7 @@ if HAS_TRITON:
 
 Recipe = Literal["tensorwise", "blockwise"]
 Kind = Literal["input", "weight", "gradient"]
-BLOCK = 128
+BLOCK = FP8_BLOCK
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TINY = 2.0**-100  # of a tensor of zeros the scale is that of its dtype's largest, and not 0 / 0
 

@@ -335,8 +335,8 @@ class _Builder:
         last = attempt, int(steps[inside & (attempts == attempt)].max())
         self._newest = max(self._newest, last)
         self._tail.append((last, batch))
-        least = self._newest[0], self._newest[1] - 1  # a start that resumes takes steps again
-        self._tail = [(last, kept) for last, kept in self._tail if last >= least]
+        oldest_kept = self._newest[0], self._newest[1] - 1  # a start that resumes takes steps again
+        self._tail = [(last, kept) for last, kept in self._tail if last >= oldest_kept]
 
     def _places(self, batch: pa.RecordBatch) -> None:
         """Note host and coordinates of each rank in each start."""

@@ -383,10 +383,10 @@ class _Collector:
 
     def _shares_processors(self, ranks: Sequence[int]) -> bool:
         """Whether several ranks of a host compute on its processors, and steps lack what they waited for them."""
-        most = max(CountOf(self._host(rank) for rank in ranks).values(), default=0)
+        ranks_on_host = max(CountOf(self._host(rank) for rank in ranks).values(), default=0)
         cells = [cell for of_step in self._cells.values() for cell in of_step.values() if cell.on_host]
         # A step or two may lack it: the first one, or one that another thread began.
-        return most > 1 and sum(cell.queued_s is None for cell in cells) > _FEW_STEPS * len(cells)
+        return ranks_on_host > 1 and sum(cell.queued_s is None for cell in cells) > _FEW_STEPS * len(cells)
 
     def _is_reported(self) -> bool:
         """Whether another program timed the steps, which lack what ranks waited for a processor."""
