@@ -25,7 +25,7 @@ from trainer.ops.backend import Operators, check_operators, operator, uses_trito
 from trainer.ops.fp8 import Kind, quantise
 from trainer.ops.norm import add_norm
 from trainer.ops.partial_attention import merge
-from trainer.ops.rotary import rotate
+from trainer.ops.rotary import rotate, rotate_in_place
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,6 +58,36 @@ def check(ours: Callable[..., Any], plain: Callable[..., Any], given_: list[Tens
         assert got.dtype == given_[0].dtype
         scale = right.abs().max().item() + 1
         torch.testing.assert_close(got.double(), right, rtol=0, atol=TOLERANCE[given_[0].dtype] * scale)
+
+
+@pytest.mark.parametrize("operators", WHICH)
+@pytest.mark.parametrize("num_sequences", [1, 2])
+def test_rotary_in_place_is_unseen_by_autograd(operators: Operators, num_sequences: int) -> None:
+    """Of two cuts of one product: were its version raised by the first, the second would be refused."""
+    (given_,) = inputs(0, torch.float32, (8, num_sequences, 3 * 12))
+    results = []
+    for turn in (rotate, rotate_in_place):
+        leaf = given_.clone().requires_grad_()
+        product = _Product.apply(leaf)  # type: ignore[no-untyped-call]
+        cuts = [each.view(8, num_sequences, 3, 4) for each in product]
+        turned = [turn(each, 50.0, operators=operators) for each in cuts[:2]]
+        assert turn is rotate or [each.data_ptr() for each in turned] == [each.data_ptr() for each in cuts[:2]]
+        assert {each._version for each in cuts} == {0}
+        (gradient,) = torch.autograd.grad(sum((each * each).sum() for each in (*turned, cuts[2])), leaf)
+        results.append((*(each.detach() for each in turned), gradient))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+class _Product(torch.autograd.Function):
+    """Three cuts of one tensor, as a linear of ours gives them: autograd takes none that is changed in its sight."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        return torch.split((x * 1), x.shape[-1] // 3, dim=-1)
+
+    @staticmethod
+    def backward(_ctx: Any, *dy: Tensor) -> Tensor:
+        return torch.cat(dy, dim=-1)
 
 
 @pytest.mark.parametrize("operators", WHICH)

@@ -25,7 +25,7 @@ def turn_pairs(x_TBHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, back: bool) -> Te
         cos_TK, sin_TK: [T, K / 2], float32, contiguous.
         back: by the opposite angle.
     """
-    if not _is_regular(x_TBHK):
+    if _row_stride(x_TBHK) is None:
         x_TBHK = x_TBHK.contiguous()
     y_TBHK = torch.empty(x_TBHK.shape, dtype=x_TBHK.dtype, device=x_TBHK.device)
     _launch(x_TBHK, y_TBHK, cos_TK, sin_TK, back)
@@ -39,16 +39,21 @@ def _turned_shape(x_TBHK: Tensor, _cos_TK: Tensor, _sin_TK: Tensor, _back: bool)
 
 def turn_in_place(x_TBHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> None:
     """Turn pairs where they lie: a program reads all that it writes before it writes."""
-    if _is_regular(x_TBHK):
-        _launch(x_TBHK, x_TBHK, cos_TK, sin_TK, back=False)
+    if _row_stride(x_TBHK) is None:
+        x_TBHK.data.copy_(turn_pairs(x_TBHK, cos_TK, sin_TK, False))  # unseen by autograd, as the kernel's write is
     else:
-        x_TBHK.copy_(turn_pairs(x_TBHK, cos_TK, sin_TK, False))
+        _launch(x_TBHK, x_TBHK, cos_TK, sin_TK, back=False)
 
 
-def _is_regular(x_TBHK: Tensor) -> bool:
-    """Whether a row's heads lie together, and rows all as far apart."""
-    sequences, width, strides = x_TBHK.shape[1], x_TBHK.shape[3], x_TBHK.stride()
-    return strides[1:] == (strides[1], width, 1) and strides[0] == sequences * strides[1]
+def _row_stride(x_TBHK: Tensor) -> int | None:
+    """Return how many elements lie from one row to the next; None: a row's heads lie apart, or rows unevenly."""
+    positions, sequences, heads, width = x_TBHK.shape
+    of_position, of_sequence, of_head, of_value = x_TBHK.stride()
+    if of_value != 1 or (heads > 1 and of_head != width):
+        return None
+    if sequences == 1:  # the stride of a dimension of one means nothing: `view` gives it what it likes
+        return of_position
+    return of_sequence if positions == 1 or of_position == sequences * of_sequence else None
 
 
 def _launch(x_TBHK: Tensor, y_TBHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, back: bool) -> None:
@@ -59,8 +64,8 @@ def _launch(x_TBHK: Tensor, y_TBHK: Tensor, cos_TK: Tensor, sin_TK: Tensor, back
         y_TBHK,
         cos_TK,
         sin_TK,
-        x_TBHK.stride(1),
-        y_TBHK.stride(1),
+        _row_stride(x_TBHK),
+        _row_stride(y_TBHK),
         sequences,
         heads,
         half,
