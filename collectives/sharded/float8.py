@@ -33,6 +33,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from collectives.sharded.bucket import Bucket, BucketPlan
 from collectives.transport.communicator import Communicator
 
+_ALIGN = 4  # numbers of float32 in 16 bytes
+
 
 class Quantiser(Protocol):
     """Quantisation of weights, piece by piece, to what quantising each of them whole gives."""
@@ -112,11 +114,14 @@ class Float8Bucket(Bucket):
             memory_N = torch.empty(0 if frees else plan.padded_numel, dtype=torch.uint8, device=flat_N.device)
         self._gathered_N, self._is_there = memory_N, not frees
         shapes = [quantiser.scales_shape(slot.shape) for slot in plan.slots]
-        self.num_scales = [torch.Size(shape).numel() for shape in shapes]
-        # Kept in one place: whoever is handed a scale reads that of the last gather.
-        self.scales_K = torch.zeros(sum(self.num_scales), dtype=torch.float32, device=flat_N.device)
-        views = torch.split(self.scales_K, self.num_scales)
-        self._scales = [view.view(shape) for view, shape in zip(views, shapes, strict=True)]
+        # Kept in one place: whoever is handed a scale reads that of the last gather. Each weight's begin at a multiple
+        # of 16 bytes, without which cuBLASLt takes no product (CUBLAS_STATUS_NOT_SUPPORTED).
+        self._scale_places = [-(-torch.Size(shape).numel() // _ALIGN) * _ALIGN for shape in shapes]
+        self.scales_K = torch.zeros(sum(self._scale_places), dtype=torch.float32, device=flat_N.device)
+        self._scales = [
+            view[: torch.Size(shape).numel()].view(shape)
+            for view, shape in zip(torch.split(self.scales_K, self._scale_places), shapes, strict=True)
+        ]
         self._wait: weakref.WeakMethod[Any] | None = None
         self.forget_readable()
         for position, parameter in enumerate(self.parameters):
@@ -143,13 +148,14 @@ class Float8Bucket(Bucket):
         return pieces
 
     def largest(self) -> Tensor:
-        """Largest magnitudes of this rank's part of all weights, [K of all]; 0 where it has none."""
-        largest = [torch.zeros_like(scales).view(-1) for scales in self._scales]
+        """Largest magnitudes of this rank's part of all weights, as `scales_K` lies; 0 where it has none."""
+        largest_K = torch.zeros_like(self.scales_K)
+        places = torch.split(largest_K, self._scale_places)
         indices = [index for index, _, _ in self.plan.pieces(self.rank)]
         of_pieces = self._quantiser.largest(self.own_pieces(), self.plan.dtype)
-        for index, largest_K in zip(indices, of_pieces, strict=True):
-            largest[index] = largest_K
-        return torch.cat(largest)
+        for index, of_piece in zip(indices, of_pieces, strict=True):
+            places[index][: len(of_piece)] = of_piece
+        return largest_K
 
     def set_scales(self, largest_K: Tensor) -> None:
         """Set the scales for the largest magnitudes of all ranks' parts."""

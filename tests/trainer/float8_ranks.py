@@ -78,6 +78,16 @@ def _reads(job: JobConfig, rank: int) -> Read:
     return Read(losses, state, masters, last, held, shown)
 
 
+def offsets(context: RankContext, job: JobConfig, url: str) -> list[list[int]]:
+    """Return where the parts of weights that travel in 8 bits (values, scales) lie in each bucket's memory, bytes."""
+    with layout_ranks._world(context, url):
+        model = ParallelModel(job, 3, context.env.rank, CPU, create_groups(job.parallel.layout))
+        buckets = [bucket for bucket in model.chunks[0].buckets if isinstance(bucket, Float8Bucket)]
+        parts = [[part for index in range(len(each.plan.slots)) for part in each.weight(index)] for each in buckets]
+        model.close()
+        return [[part.storage_offset() * part.element_size() for part in of_bucket] for of_bucket in parts]
+
+
 def resumes(context: RankContext, jobs: Sequence[JobConfig], folders: Sequence[Path], url: str) -> list[list[Trained]]:
     """Four steps of each job at once, and from a checkpoint after two, into a job of the other setting too."""
     with layout_ranks._world(context, url):
