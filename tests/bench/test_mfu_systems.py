@@ -11,6 +11,9 @@ import torch.distributed as dist
 from bench.mfu.systems import OURS, Entry
 from bench.peers import native3d
 from netlayer.config.tree import build_config
+from netlayer.launch.launcher import launch
+from netlayer.store.meeting import MeetingPlace
+from tests.bench import ranks
 from trainer.parallel import MicroBatch
 
 CPU = torch.device("cpu")
@@ -39,3 +42,13 @@ def test_masters_start_from_values_that_the_dtype_holds_and_losses_agree(tmp_pat
         native3d._mesh.cache_clear()
     assert losses["fsdp2"] == pytest.approx(losses[OURS], abs=2e-2)
     assert losses["native3d"] == pytest.approx(losses[OURS], abs=2e-2)
+
+
+def test_ours_leaves_no_process_group_behind(tmp_path: Path) -> None:
+    """Communicators of NCCL hold memory, which the systems after it would lack."""
+    job = build_config({"cluster": {"gpus_per_server": 2}, "job": {"parallel": {"dp": 2}}}).job
+    before, within, *rest = launch(
+        ranks.count_groups, 2, args=(job, MeetingPlace("", "TCPStore").init_method("test")), log_dir=tmp_path
+    )[0]
+    assert within > before
+    assert rest == [before, within, before]
