@@ -64,7 +64,7 @@ class Solution:
     preset: int
     preset_survives: bool
 
-    def row(self) -> Row:
+    def to_row(self) -> Row:
         """One row for the record; `None` where a NIC never gives up."""
         return {
             "flap_s": self.flap_s,
