@@ -46,7 +46,7 @@ class Members:
         return self.share / self.expected - 1
 
     def to_row(self) -> dict[str, Any]:
-        """The tier in one row; deviations are root mean squares over members, averaged over groups."""
+        """Return the columns of a record; deviations are root mean squares over members, averaged over groups."""
         spread = np.sqrt((self.deviation**2).mean(axis=1))
         ideal = np.sqrt((self.share.shape[1] - 1) / self.num_flows)
         return {

@@ -75,7 +75,7 @@ class Event:
     end_ns: int | None = None
 
     def to_row(self) -> dict[str, Any]:
-        """One row for a record."""
+        """Return the columns of a record."""
         whole = dict(vars(self))
         whole["lasted_s"] = None if self.end_ns is None else (self.end_ns - self.begin_ns) / 1e9
         return whole

@@ -65,7 +65,7 @@ class Solution:
     preset_survives: bool
 
     def to_row(self) -> Row:
-        """One row for the record; `None` where a NIC never gives up."""
+        """Return the columns of a record; `None` where a NIC never gives up."""
         return {
             "flap_s": self.flap_s,
             "margin_share": self.margin,
