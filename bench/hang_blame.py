@@ -40,8 +40,6 @@ from netlayer.store.meeting import meeting_place
 from trainer.data.prepare import Corpus
 from trainer.plan import Plan, prepare
 
-Row = dict[str, Any]
-
 LAYOUTS: dict[str, dict[str, int]] = {
     "dp2": {"dp": 2},
     "dp4": {"dp": 4},
@@ -76,6 +74,52 @@ class Fault:
     at: float
 
 
+@dataclasses.dataclass(frozen=True)
+class HangRow:
+    """A run of training, in the order of a record's columns, without those that are None.
+
+    Args:
+        fault: one of `FAULTS`, or none.
+        rank: with the fault; in a run without one, that which pauses for a step.
+        step: of the fault.
+        named: ranks that the error names.
+        right: exactly the rank with the fault was named and ended; without a fault: all steps were done.
+        step_s: median seconds of a step before.
+        after_s, after_steps: from the fault to the launcher's message, in seconds and in steps.
+    """
+
+    layout: str
+    fault: str
+    rank: int
+    step: int | None = dataclasses.field(default=None, kw_only=True)
+    named: list[int]
+    right: bool
+    step_s: float
+    after_s: float | None = dataclasses.field(default=None, kw_only=True)
+    after_steps: float | None = dataclasses.field(default=None, kw_only=True)
+    message: str = ""
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class OverheadRow:
+    """Ratios of a step with the watch to one without it: of time and of CPU time, medians and each pair's."""
+
+    layout: str
+    ratio: float
+    ratios: list[float]
+    processor_ratio: float
+    processor_ratios: list[float]
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        columns = dataclasses.asdict(self)
+        return {"layout": columns.pop("layout"), "fault": "overhead", **columns}
+
+
 @click.command()
 @run_options_without_config
 @click.option("--layouts", default=",".join(LAYOUTS), show_default=True, help="Layouts, comma-separated.")
@@ -94,18 +138,18 @@ def command(options: RunOptions, layouts: str, faults: str, tries: int, healthy:
       python -m bench.hang_blame --layouts "tp2,pp2 dp2" --faults stop --tries 1 --healthy 0
       python -m bench.hang_blame --tries 0 --healthy 0 --overhead
     """
-    started, rows = utc_now(), list[Row]()
+    started, rows = utc_now(), list[HangRow | OverheadRow]()
     with tempfile.TemporaryDirectory() as folder:
         for row in _run_all(
             Path(folder), options.seed, layouts.split(","), faults.split(","), tries, healthy, overhead
         ):
-            click.echo(json.dumps(row), err=True)
+            click.echo(json.dumps(row.to_row()), err=True)
             rows.append(row)
     if options.json_file:
         record = RunRecord(
             name="bench.hang_blame",
             source="measured",
-            rows=rows,
+            rows=[row.to_row() for row in rows],
             started_utc=started,
             ended_utc=utc_now(),
             arguments={**options.arguments(), "layouts": layouts, "faults": faults, "tries": tries, "healthy": healthy},
@@ -114,14 +158,14 @@ def command(options: RunOptions, layouts: str, faults: str, tries: int, healthy:
         write_text(options.json_file, record.to_json())
     if str(options.json_file) != "-":
         click.echo(table(rows))
-    wrong = [row for row in rows if not row.get("right", True)]
+    wrong = [row for row in rows if isinstance(row, HangRow) and not row.right]
     if wrong:
-        raise CheckFailed(f"{len(wrong)} of {len(rows)} runs judged wrong: {wrong[0]}")
+        raise CheckFailed(f"{len(wrong)} of {len(rows)} runs judged wrong: {wrong[0].to_row()}")
 
 
 def _run_all(
     folder: Path, seed: int, layouts: Sequence[str], faults: Sequence[str], tries: int, healthy: int, overhead: bool
-) -> Iterator[Row]:
+) -> Iterator[HangRow | OverheadRow]:
     for layout in layouts:
         corpus = prepare(job_of(layout), _ranks(layout), 0, folder) if tries else None
         for kind in faults:
@@ -149,7 +193,7 @@ def job_of(layout: str, **sections: dict[str, object]) -> JobConfig:
     return build_config({"cluster": {"gpus_per_server": _ranks(layout)}, "job": tree}).job
 
 
-def measure(layout: str, kind: str, rng: random.Random, corpus: Corpus, folder: Path) -> Row:
+def measure(layout: str, kind: str, rng: random.Random, corpus: Corpus, folder: Path) -> HangRow:
     """Run one job with one fault and return its row."""
     fault = Fault(kind, rng.randrange(_ranks(layout)), rng.choice(_STEPS_BEFORE), rng.random())
     out = Path(tempfile.mkdtemp(dir=folder))
@@ -157,21 +201,21 @@ def measure(layout: str, kind: str, rng: random.Random, corpus: Corpus, folder: 
         named, message = _train(job_of(layout), layout, corpus, out, fault)
     facts = json.loads((out / _FAULT_FILE).read_text())
     after_s = (ends[0] if ends else time.time()) - facts["at_s"]
-    return {
-        "layout": layout,
-        "fault": kind,
-        "rank": fault.rank,
-        "step": fault.step,
-        "named": named,
-        "right": named == [fault.rank] and not _is_alive(facts["pid"]),
-        "step_s": round(facts["step_s"], 3),
-        "after_s": round(after_s, 3),
-        "after_steps": round(after_s / facts["step_s"], 2),
-        "message": message.replace(str(folder), "..."),
-    }
+    return HangRow(
+        layout,
+        kind,
+        fault.rank,
+        step=fault.step,
+        named=named,
+        right=named == [fault.rank] and not _is_alive(facts["pid"]),
+        step_s=round(facts["step_s"], 3),
+        after_s=round(after_s, 3),
+        after_steps=round(after_s / facts["step_s"], 2),
+        message=message.replace(str(folder), "..."),
+    )
 
 
-def measure_healthy(layout: str, rng: random.Random, folder: Path) -> Row:
+def measure_healthy(layout: str, rng: random.Random, folder: Path) -> HangRow:
     """Run a healthy job with an evaluation and a checkpoint longer than the floor, and a rank paused for a step."""
     steps = 14
     fault = Fault("pause", rng.randrange(_ranks(layout)), rng.randrange(8, 11), rng.random())
@@ -186,58 +230,57 @@ def measure_healthy(layout: str, rng: random.Random, folder: Path) -> Row:
     named, message = _train(job, layout, corpus, out, fault)
     rows = (out / "metrics.jsonl").read_text().splitlines()
     facts = json.loads((out / _FAULT_FILE).read_text())
-    return {
-        "layout": layout,
-        "fault": "none",
-        "rank": fault.rank,
-        "named": named,
-        "right": not message and len(rows) == steps,
-        "step_s": round(facts["step_s"], 3),
-        "message": message.replace(str(folder), "..."),
-    }
+    return HangRow(
+        layout,
+        "none",
+        fault.rank,
+        named=named,
+        right=not message and len(rows) == steps,
+        step_s=round(facts["step_s"], 3),
+        message=message.replace(str(folder), "..."),
+    )
 
 
-def measure_overhead(folder: Path) -> Row:
+def measure_overhead(folder: Path) -> OverheadRow:
     """Compare step times of two trainers on the same 4 ranks, with and without a watch, in alternating segments."""
     job = job_of("tp2 dp2")
     corpus, out = prepare(job, 4, 0, folder), Path(tempfile.mkdtemp(dir=folder))
     with meeting_place() as place:
         plan = Plan(job, corpus, place.init_method("overhead"), "gloo", out, 0)
         wall_ratios, processor_ratios = launch(run_in_turn, 4, args=(plan, 16, 8), log_dir=out / "logs")[0]
-    return {
-        "layout": "tp2 dp2",
-        "fault": "overhead",
-        "ratio": round(statistics.median(wall_ratios), 4),
-        "ratios": [round(ratio, 4) for ratio in wall_ratios],
-        "processor_ratio": round(statistics.median(processor_ratios), 4),
-        "processor_ratios": [round(ratio, 4) for ratio in processor_ratios],
-    }
+    return OverheadRow(
+        "tp2 dp2",
+        round(statistics.median(wall_ratios), 4),
+        [round(ratio, 4) for ratio in wall_ratios],
+        round(statistics.median(processor_ratios), 4),
+        [round(ratio, 4) for ratio in processor_ratios],
+    )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[HangRow | OverheadRow]) -> str:
     """Format counts and delays by layout and fault as a Markdown table."""
     lines = [
         "| layout | fault | runs | right rank named | step, s | fault to message, s (worst) | in steps (worst) |",
         "|---|---|---|---|---|---|---|",
     ]
-    keys = list(dict.fromkeys((row["layout"], row["fault"]) for row in rows if row["fault"] in FAULTS))
-    for layout, fault in keys:
-        part = [row for row in rows if (row["layout"], row["fault"]) == (layout, fault)]
-        right, step_s = sum(row["right"] for row in part), statistics.median(row["step_s"] for row in part)
+    runs = [row for row in rows if isinstance(row, HangRow)]
+    for layout, fault in dict.fromkeys((row.layout, row.fault) for row in runs if row.fault in FAULTS):
+        part = [row for row in runs if (row.layout, row.fault) == (layout, fault)]
+        right, step_s = sum(row.right for row in part), statistics.median(row.step_s for row in part)
+        after_s = [row.after_s for row in part if row.after_s is not None]
+        after_steps = [row.after_steps for row in part if row.after_steps is not None]
         after = [
             f"{statistics.median(values):.{digits}f} ({max(values):.{digits}f})"
-            for values, digits in (([row["after_s"] for row in part], 2), ([row["after_steps"] for row in part], 1))
+            for values, digits in ((after_s, 2), (after_steps, 1))
         ]
         lines.append(f"| {layout} | {fault} | {len(part)} | {right} | {step_s:.2f} | {' | '.join(after)} |")
-    healthy = [row for row in rows if row["fault"] == "none"]
+    healthy = [row for row in runs if row.fault == "none"]
     if healthy:
-        lines.append(f"| all in turn | none | {len(healthy)} | {sum(row['right'] for row in healthy)} (nobody) | | | |")
+        lines.append(f"| all in turn | none | {len(healthy)} | {sum(row.right for row in healthy)} (nobody) | | | |")
     for row in rows:
-        if row["fault"] == "overhead":
-            ratios = f"{row['ratio']:.3f} of the time, {row['processor_ratio']:.3f} of the processor time"
-            lines.append(
-                f"\nA step with the watch takes {ratios} of one without (medians of {len(row['ratios'])} pairs)."
-            )
+        if isinstance(row, OverheadRow):
+            ratios = f"{row.ratio:.3f} of the time, {row.processor_ratio:.3f} of the processor time"
+            lines.append(f"\nA step with the watch takes {ratios} of one without (medians of {len(row.ratios)} pairs).")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,23 @@ from trainer.train import TrainResult, train
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class StepLosses:
+    """Losses of one step on one rank and on several, and their absolute difference."""
+
+    step: int
+    loss_one_rank: float
+    loss_ranks: float
+    difference: float
+
+
 @click.command()
 @run_options
 @click.option("--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="Ranks to compare with one.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Steps to compare.")
 @click.option("--tolerance", type=float, default=1e-4, show_default=True, help="Largest difference that passes.")
 def command(options: RunOptions, ranks: int, steps: int, tolerance: float) -> None:
-    """Compare the losses of several ranks with those of one; exit 1 where they differ by more than the tolerance."""
+    """Compare the losses of several ranks with those of one; exit 1 if they differ by more than the tolerance."""
     out, started = open_out(options.out, "loss_equivalence"), utc_now()
     sizes = [f"cluster.gpus_per_server={ranks}", f"job.parallel.dp={ranks}", f"job.optimizer.steps={steps}"]
     config = RunOptions(options.config_path, (*sizes, *options.overrides), options.seed, None, None).load_config()
@@ -42,7 +53,7 @@ def command(options: RunOptions, ranks: int, steps: int, tolerance: float) -> No
     record = RunRecord(
         name="bench.loss_equivalence",
         source="measured",
-        rows=rows,
+        rows=[asdict(row) for row in rows],
         started_utc=started,
         ended_utc=utc_now(),
         arguments={**options.arguments(), "ranks": ranks, "steps": steps, "tolerance": tolerance, "backend": backend},
@@ -53,26 +64,21 @@ def command(options: RunOptions, ranks: int, steps: int, tolerance: float) -> No
     saved = record.save(out / "records")
     if options.json_file:
         write_text(options.json_file, record.to_json())
-    largest = max(row["difference"] for row in rows)
+    largest = max(row.difference for row in rows)
     click.echo(f"{ranks} ranks against one on {backend}: losses differ by at most {largest:.3g} in {steps} steps")
     click.echo(f"record: {saved}")
     if largest > tolerance:
         raise CheckFailed(f"the losses differ by {largest:.3g}, above the tolerance of {tolerance:g}")
 
 
-def compare(alone: Sequence[Mapping[str, Any]], several: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a step: both losses and how far they are apart.
+def compare(alone: Sequence[Mapping[str, Any]], several: Sequence[Mapping[str, Any]]) -> list[StepLosses]:
+    """Return the losses of both runs, step by step.
 
     Raises:
         ValueError: the runs have different steps.
     """
     return [
-        {
-            "step": one["step"],
-            "loss_one_rank": one["loss"],
-            "loss_ranks": many["loss"],
-            "difference": abs(one["loss"] - many["loss"]),
-        }
+        StepLosses(one["step"], one["loss"], many["loss"], abs(one["loss"] - many["loss"]))
         for one, many in zip(alone, several, strict=True)
     ]
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import click
@@ -44,8 +45,63 @@ PAPER_PODS = 6
 # Limits for the paper's fabric, and for the exponent over all sizes.
 MAX_BUILD_S, MAX_TOTAL_S, MAX_PEAK_BYTES, MAX_EXPONENT = 2.0, 10.0, 4e9, 1.1
 
-Rows = list[dict[str, Any]]
 _PHASES = (Kind.DP_ALL_GATHER, Kind.DP_REDUCE_SCATTER)
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """One pass over a fabric: seconds by stage, CPU seconds of all stages, and the counts of what it built."""
+
+    times: dict[str, float]
+    cpu_s: float
+    links: int
+    flows: int
+    flows_between_tors: int
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """Times of one fabric and placement: medians over the passes of each stage and of the whole.
+
+    Args:
+        compile_s: seconds to compile the kernels, before the first pass.
+        cpu_s: least CPU seconds of a pass.
+        totals_s: seconds of each pass.
+        peak_bytes: most memory that the process held.
+    """
+
+    pods: int
+    placement: Placement
+    gpus: int
+    links: int
+    flows: int
+    flows_between_tors: int
+    compile_s: float
+    build_s: float
+    flows_s: float
+    hash_s: float
+    load_s: float
+    rate_s: float
+    total_s: float
+    cpu_s: float
+    totals_s: list[float]
+    peak_bytes: int
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        return {"table": "size", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Exponent with which a placement's CPU seconds grow with the GPUs; None for a single size."""
+
+    placement: Placement
+    exponent: float | None
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        return {"table": "growth", **asdict(self)}
 
 
 @click.command()
@@ -63,19 +119,19 @@ def command(options: RunOptions, pods: Sequence[int], repeats: int, qps: int, ha
     paper = RunOptions(options.config_path, options.overrides, options.seed, None, None).load_config(
         example("megascale-12288")
     )
-    rows: Rows = []
+    rows: list[SizeRow] = []
     for number in sorted(set(pods or (6, 12, 24, 48))):
         config = grow(paper, number)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
             for placement in PLACEMENTS:
                 arguments = (config, placement, hash_name, qps, options.seed, repeats)
-                rows.append({"table": "size", "pods": number, **pool.submit(measure, *arguments).result()})
+                rows.append(pool.submit(measure, *arguments).result())
                 click.echo(_line(rows[-1]))
-    growth = [{"table": "growth", "placement": name, "exponent": exponent(rows, name)} for name in PLACEMENTS]
+    growth = [Growth(name, exponent(rows, name)) for name in PLACEMENTS]
     record = RunRecord(
         name="bench.topology_scale",
         source="measured",
-        rows=[*rows, *growth],
+        rows=[row.to_row() for row in (*rows, *growth)],
         started_utc=started,
         ended_utc=utc_now(),
         arguments={**options.arguments(), "pods": list(pods), "repeats": repeats, "qps": qps, "hash": hash_name},
@@ -87,14 +143,14 @@ def command(options: RunOptions, pods: Sequence[int], repeats: int, qps: int, ha
     if options.json_file:
         write_text(options.json_file, record.to_json())
     for row in growth:
-        if row["exponent"] is not None:
-            click.echo(f"{row['placement']}: time grows with the GPUs to the power {row['exponent']:.2f}")
+        if row.exponent is not None:
+            click.echo(f"{row.placement}: time grows with the GPUs to the power {row.exponent:.2f}")
     if missed := missed_limits(rows, growth):
         raise CheckFailed("; ".join(missed))
 
 
 def grow(paper: Config, pods: int) -> Config:
-    """The fabric and job with other pods: as many servers a pod and ranks a model as before, more data parallelism.
+    """Return the fabric and job scaled to `pods`: servers a pod and ranks a model stay, data parallelism grows.
 
     Core switches of a plane grow with the pods, so that each keeps a port for every pod.
 
@@ -118,10 +174,8 @@ def grow(paper: Config, pods: int) -> Config:
     return build_config(tree)
 
 
-def measure(
-    config: Config, placement: Placement, hash_name: HashName, qps: int, seed: int, repeats: int
-) -> dict[str, Any]:
-    """One row: median seconds of each stage over the repeats, the whole of each pass, and the process's peak memory."""
+def measure(config: Config, placement: Placement, hash_name: HashName, qps: int, seed: int, repeats: int) -> SizeRow:
+    """Time `repeats` passes over one fabric on one core, after one that is not counted; call it in a fresh process."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     warm = {"compile": 0.0}
@@ -129,22 +183,26 @@ def measure(
         max_min(np.zeros((2, 1), dtype=np.int64), np.ones(1))  # two flows on one link: all kernels run
     one_pass(config, placement, hash_name, qps, seed)  # what is loaded on first use is loaded now
     passes = [one_pass(config, placement, hash_name, qps, seed + turn) for turn in range(repeats)]
-    totals = [sum(each["times"].values()) for each in passes]
-    return {
-        "placement": placement,
-        "gpus": config.cluster.num_gpus,
-        **{name: passes[0][name] for name in ("links", "flows", "flows_between_tors")},
-        "compile_s": warm["compile"],
-        **{f"{stage}_s": statistics.median(each["times"][stage] for each in passes) for stage in STAGES},
-        "total_s": statistics.median(totals),
-        "cpu_s": min(each["cpu_s"] for each in passes),
-        "totals_s": totals,
-        "peak_bytes": peak_bytes(),
-    }
+    totals = [sum(each.times.values()) for each in passes]
+    stages = {f"{stage}_s": statistics.median(each.times[stage] for each in passes) for stage in STAGES}
+    return SizeRow(
+        pods=config.cluster.pods,
+        placement=placement,
+        gpus=config.cluster.num_gpus,
+        links=passes[0].links,
+        flows=passes[0].flows,
+        flows_between_tors=passes[0].flows_between_tors,
+        compile_s=warm["compile"],
+        **stages,
+        total_s=statistics.median(totals),
+        cpu_s=min(each.cpu_s for each in passes),
+        totals_s=totals,
+        peak_bytes=peak_bytes(),
+    )
 
 
-def one_pass(config: Config, placement: Placement, hash_name: HashName, qps: int, seed: int) -> dict[str, Any]:
-    """Build, derive, hash, load and rate once; the rates are certified, outside the times.
+def one_pass(config: Config, placement: Placement, hash_name: HashName, qps: int, seed: int) -> OnePass:
+    """Build the fabric, derive, hash, load and rate its flows once; certifying the rates is not timed.
 
     Raises:
         ValueError: a rate is not max-min fair.
@@ -166,43 +224,38 @@ def one_pass(config: Config, placement: Placement, hash_name: HashName, qps: int
         rates.certify()
         between += loaded.collisions().num_flows
     cpu_s = times.pop("cpu")
-    return {
-        "times": times,
-        "cpu_s": cpu_s,
-        "links": fabric.num_links,
-        "flows": len(flows),
-        "flows_between_tors": between,
-    }
+    return OnePass(times, cpu_s, fabric.num_links, len(flows), between)
 
 
-def exponent(rows: Rows, placement: Placement) -> float | None:
-    """Slope of log CPU seconds over log GPUs, least squares, of each size's best pass: what else runs only adds to it.
+def exponent(rows: Sequence[SizeRow], placement: Placement) -> float | None:
+    """Return the least-squares slope of log CPU seconds over log GPUs; None for a single size.
 
-    None for one size.
+    It takes the fastest pass of each size, since other programs can only slow a pass down.
     """
-    selected = [row for row in rows if row["placement"] == placement]
+    selected = [row for row in rows if row.placement == placement]
     if len(selected) < 2:
         return None
-    gpus, seconds = (np.log([row[key] for row in selected]) for key in ("gpus", "cpu_s"))
+    gpus, seconds = np.log([row.gpus for row in selected]), np.log([row.cpu_s for row in selected])
     return float(np.polyfit(gpus, seconds, 1)[0])
 
 
-def missed_limits(rows: Rows, growth: Rows) -> list[str]:
-    """List what was slower, larger or steeper than allowed."""
+def missed_limits(rows: Sequence[SizeRow], growth: Sequence[Growth]) -> list[str]:
+    """List the limits that were missed, one line each: of times, of memory, and of growth."""
     missed = []
     for row in rows:
-        if row["pods"] == PAPER_PODS:
+        if row.pods == PAPER_PODS:
             for key, most in (("build_s", MAX_BUILD_S), ("total_s", MAX_TOTAL_S), ("peak_bytes", MAX_PEAK_BYTES)):
-                if row[key] > most:
-                    missed.append(f"{row['placement']}: {key} = {row[key]:.3g} is above {most:g}")
-    for row in growth:
-        if row["exponent"] is not None and not row["exponent"] <= MAX_EXPONENT:
-            missed.append(f"{row['placement']}: exponent {row['exponent']:.2f} is above {MAX_EXPONENT}")
+                value = getattr(row, key)
+                if value > most:
+                    missed.append(f"{row.placement}: {key} = {value:.3g} is above {most:g}")
+    for each in growth:
+        if each.exponent is not None and not each.exponent <= MAX_EXPONENT:
+            missed.append(f"{each.placement}: exponent {each.exponent:.2f} is above {MAX_EXPONENT}")
     return missed
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held."""
+    """Return the peak resident memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -234,11 +287,13 @@ def _clock(times: dict[str, float], stage: str) -> Iterator[None]:
     times["cpu"] = times.get("cpu", 0.0) + time.process_time() - cpu
 
 
-def _line(row: dict[str, Any]) -> str:
-    stages = ", ".join(f"{stage} {row[f'{stage}_s']:.3f}" for stage in STAGES)
-    flows = f"{row['flows']:>8,} flows, {row['flows_between_tors']:>8,} between ToRs"
-    took = f"{row['total_s']:.3f} s ({stages}), {row['peak_bytes'] / 1e6:,.0f} MB"
-    return f"{row['gpus']:>7,} GPUs, {row['placement']:9} {flows}: {took}"
+def _line(row: SizeRow) -> str:
+    stages = ", ".join(f"{stage} {getattr(row, f'{stage}_s'):.3f}" for stage in STAGES)
+    flows = f"{row.flows:>8,} flows, {row.flows_between_tors:>8,} between ToRs"
+    return (
+        f"{row.gpus:>7,} GPUs, {row.placement:9} {flows}: "
+        f"{row.total_s:.3f} s ({stages}), {row.peak_bytes / 1e6:,.0f} MB"
+    )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class DeviceEvents:
         return None if self._cuda.is_current_stream_capturing() else self.take_unchecked(stream)
 
     def take_unchecked(self, stream: torch.cuda.Stream | None = None) -> PooledEvent:
-        """The same where the caller knows that nothing is captured: it has just taken another mark."""
+        """Mark the stream without asking whether a graph is captured: the caller has just taken another mark."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -122,7 +122,7 @@ def _plain(name: str) -> Callable[..., Any]:
 
 
 def take_mark(by_events: bool, stream: torch.cuda.Stream | None = None) -> Mark | None:
-    """Now: on the host's clock, or by an event on a stream (None: the current one); None while a graph is captured.
+    """Return a mark of now: the host's clock, or an event on `stream` (None: the current); None in a graph capture.
 
     Who takes many keeps a `DeviceEvents`.
     """
@@ -132,7 +132,7 @@ def take_mark(by_events: bool, stream: torch.cuda.Stream | None = None) -> Mark 
 
 
 def seconds_between(start: Mark, end: Mark) -> float:
-    """Seconds from one mark to another of the same kind; waits until the later event has happened."""
+    """Return the seconds between two marks of one kind; waits until the later event has happened."""
     if isinstance(start, int) or isinstance(end, int):
         assert isinstance(start, int)
         assert isinstance(end, int)
@@ -142,7 +142,7 @@ def seconds_between(start: Mark, end: Mark) -> float:
 
 
 def is_before(earlier: Mark, later: Mark) -> bool:
-    """Whether a mark came before another one of the same kind, which has happened; waits until it has too.
+    """Whether a mark came before another one of its kind that has happened; waits until it has happened too.
 
     False where they lie too close for the device's clock.
     """
@@ -155,7 +155,7 @@ def is_before(earlier: Mark, later: Mark) -> bool:
 
 
 def has_happened(mark: Mark) -> bool:
-    """Whether the device has come to it; never waits."""
+    """Whether the device has reached the mark; never waits."""
     return isinstance(mark, int) or bool(mark.event.query())  # type: ignore[no-untyped-call]
 
 
@@ -165,7 +165,7 @@ def _wait(mark: PooledEvent) -> None:
 
 
 def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same times without overlap, in order."""
+    """Return the union of intervals: without overlap, in order."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -176,7 +176,7 @@ def union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def shared_ns(some: Iterable[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
-    """Nanoseconds that lie in both of two unions."""
+    """Return the nanoseconds that lie in both of two unions."""
     return sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in some for b in others)
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from netlayer.launch.rank import RankContext
 
 ROOT = Path(__file__).parents[1]
+_PREFIX = f"{ROOT}{os.sep}"
 PACKAGES = ("netlayer", "topology", "congestion", "collectives", "trainer", "bench")
 _SPEC = "NETLAYER_WALK"  # of a profiled process: its points and the folder of what it has noted, as JSON
 _HOOK = "from tests.walks import profile_this_process\nprofile_this_process()\n"  # run before the program's own code
@@ -300,7 +301,7 @@ def compiled_modules() -> list[str]:
 def _module_of(code: CodeType) -> str | None:
     """Return the module of the project that holds the function in its file; None for other code."""
     # Bodies of modules and of classes have no fast locals.
-    if not code.co_flags & inspect.CO_OPTIMIZED or not code.co_filename.startswith(f"{ROOT}{os.sep}"):
+    if not code.co_flags & inspect.CO_OPTIMIZED or not code.co_filename.startswith(_PREFIX):
         return None
     parts = Path(code.co_filename).relative_to(ROOT).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__") if parts[0] in PACKAGES else None
@@ -321,15 +322,18 @@ class _Profiler:
         self._thread, self._is_over = threading.local(), False
 
     def __call__(self, frame: FrameType, event: str, _arg: Any) -> None:
-        if event not in ("call", "return") or self._is_over:
-            return
         code = frame.f_code
-        # Every call of every library comes here: what most of them are not is asked without another call.
-        if code.co_name in ("<module>", "_compile_for_args") and self._runs_aside(frame):
-            depth = getattr(self._thread, "depth", 0)
-            self._thread.depth = depth + 1 if event == "call" else max(depth - 1, 0)
+        # Every call of every library comes here, so most of them are told by two comparisons, without a further call.
+        if code.co_name in ("<module>", "_compile_for_args"):
+            if event in ("call", "return") and self._runs_aside(frame):
+                depth = getattr(self._thread, "depth", 0)
+                self._thread.depth = depth + 1 if event == "call" else max(depth - 1, 0)
+                return
+        elif not code.co_filename.startswith(_PREFIX):
             return
-        if (module := _module_of(code)) is None or getattr(self._thread, "depth", 0):
+        if event not in ("call", "return") or self._is_over or getattr(self._thread, "depth", 0):
+            return
+        if (module := _module_of(code)) is None:
             return
         for notes in self._notes:
             notes.take(frame, event, module)
@@ -419,8 +423,8 @@ class _Notes:
 
 
 def profile_this_process() -> None:
-    """Profile this process from now on, if a walk has started it."""
-    if _SPEC in os.environ:
+    """Profile this process from now on, if a walk has started it; not ranks above 0, which nobody reads."""
+    if _SPEC in os.environ and os.environ.get("RANK", "0") == "0":
         profiler = _Profiler(**json.loads(os.environ[_SPEC]))
         # A walk that ends nowhere is an error of the walk, and to be seen.
         atexit.register(profiler.save)

@@ -142,7 +142,7 @@ def run_once(request: RunRequest) -> SingleRun:
         )
         took = {"flows": len(flows), "under_way": len(under_way), "at_s": at_s, **every.times(flows)}
         row["items"] = len(flows)
-    shares = [each.row() for each in members(loaded)]
+    shares = [each.to_row() for each in members(loaded)]
     return SingleRun(request, flows, paths, under_way, at_s, contention, timings, took, shares)
 
 

@@ -239,7 +239,7 @@ def draft(
 
 
 def _copies_line(job: JobConfig, machines: int) -> str:
-    """Say what peer copies will take: 12 bytes an element, a parameter and two moments, of each machine and others."""
+    """Return a line on the memory of peer copies: 12 bytes an element (a parameter, two moments) on each machine."""
     config = job.checkpoint
     # Of the whole model: each machine holds its share of the state, and copies of its neighbours'.
     elements = sum(stage_elements(job, stage) for stage in range(job.parallel.pp)) * job.parallel.tp
@@ -295,7 +295,7 @@ def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig,
 
 
 def check_snapshots(job: JobConfig, ranks: int) -> str:
-    """Return what snapshots of this machine's ranks take of its memory, to be added to a line; "": there are none.
+    """Return text on the memory that snapshots of this machine's ranks take; empty if there are none.
 
     A host that has the memory, and not free, is none of this: its saves wait (`trainer.checkpoint.save.open_saver`).
 
@@ -315,7 +315,7 @@ def check_snapshots(job: JobConfig, ranks: int) -> str:
 
 
 def _room(backend: Backend) -> tuple[int, str]:
-    """Bytes that ranks can take: of the smallest GPU, or of this machine; 0 where nobody says."""
+    """Return the bytes that ranks can take: of the smallest GPU, or of this machine; 0 if not known."""
     if backend == "gloo":
         return environ.available_memory_bytes(), "free here are"
     sizes = [gpu.memory_mib for gpu in environ.usable_gpus() if gpu.memory_mib]
@@ -339,7 +339,7 @@ def prepare_data(
 def prepare(
     job: JobConfig, ranks: int, seed: int, out: Path, on_stage: OnStage | None = None, resume: Path | None = None
 ) -> Corpus:
-    """Refuse early what `train` cannot do, then tokenise the text of `job`, or find it in the cache.
+    """Check what `train` cannot do, then tokenise the text of `job`, or find its tokens in the cache.
 
     Args:
         job: resolved configuration.

@@ -1,4 +1,4 @@
-"""Train a plan: `train` starts ranks on this machine and takes their rows, `join` is one of a launcher's ranks.
+"""Training of a plan: `train` starts ranks on this machine and takes their rows, `join` runs one of a launcher's ranks.
 
 torch is imported in the ranks alone, so that this process starts fast. Not covered: what is decided before
 (`trainer.plan`), and starting ranks on other machines.
@@ -61,7 +61,7 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Stop:
-    """A run that was asked to stop, and did so behind `step`.
+    """End of a run that was asked to stop, after `step`.
 
     Args:
         checkpoint: written then; None where the ranks have no folder that all of them see.
@@ -182,7 +182,7 @@ def _result(plan: Plan, outcomes: Sequence[Outcome]) -> TrainResult:
 
 
 def _with_place(failed: RankFailed, job: JobConfig, steps_done: int) -> RankFailed:
-    """The same with the rank's place in the job, its host, about which step it was at, and where in the code."""
+    """Return the error with the rank's place in the job, its host, its last known step, and its line of code."""
     # The innermost frame comes last in a traceback.
     steps = _FRAME.findall(failed.traceback)
     where = f"; in {Path(steps[-1][0]).name}:{steps[-1][1]} in {steps[-1][2]}" if steps else ""

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from bench.estimate.devices import device_of
 from bench.estimate.plan import Attention, Kernels, Plan, Precision
-from netlayer.config.recompute import RECOMPUTE_MODULES
+from netlayer.config.model import RECOMPUTE_MODULES
 from netlayer.config.tree import ClusterConfig, JobConfig, ModelConfig
 from netlayer.workload.flops import step_flops, utilisation
 

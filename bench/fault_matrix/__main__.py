@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import click
 
 from bench.fault_matrix.job import HARDWARE_LINES, FaultyJob, Lost, Row, config_of
 from bench.fault_matrix.network import Network, enter
+from bench.fault_matrix.rows import FaultRow
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.errors import CheckFailed
@@ -160,16 +162,16 @@ def main(
             last_step = max(losses, default=0) if end_early else steps
             before = rows[: len(rows) - len(own)]
             # The run without faults may fail, or be ended: until then no loss counts as equal.
-            _write_rows(out, [*before, *(row | {"losses_equal": 0, "losses": len(losses)} for row in new)])
+            _write_rows(out, [*before, *(replace(row, losses_equal=0, losses=len(losses)) for row in new)])
             healthy = _healthy(out, config, network, last_step)
             equal = [losses.get(step) == loss for step, loss in healthy.items() if step <= last_step]
-            rows = [*before, *(row | {"losses_equal": sum(equal), "losses": len(equal)} for row in new)]
+            rows = [*before, *(replace(row, losses_equal=sum(equal), losses=len(equal)) for row in new)]
             _write_rows(out, rows)
     table = summary(rows)
     record = RunRecord(
         name="bench.fault_matrix",
         source="measured",
-        rows=rows,
+        rows=[row.to_row() for row in rows],
         started_utc=started,
         ended_utc=utc_now(),
         arguments=options.arguments()
@@ -192,22 +194,22 @@ def main(
     if options.json_file:
         write_text(options.json_file, record.to_json())
     click.echo("\n".join(table), err=str(options.json_file) == "-")
-    bad = [row for row in rows if not row["handled"]]
+    bad = [row for row in rows if not row.handled]
     if bad:
         raise CheckFailed(f"{len(bad)} of {len(rows)} faults were not handled alone")
 
 
-def _write_rows(out: Path, rows: Sequence[Row]) -> None:
-    write_text(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+def _write_rows(out: Path, rows: Sequence[FaultRow]) -> None:
+    write_text(out / "rows.jsonl", "".join(json.dumps(row.to_row()) + "\n" for row in rows))
 
 
-def _next_run(rows: Sequence[Row], chain: int, end_early: bool) -> tuple[int, list[Row]]:
+def _next_run(rows: Sequence[FaultRow], chain: int, end_early: bool) -> tuple[int, list[FaultRow]]:
     """Return the number of the next run and the rows that it has already: of one that was stopped, and goes on."""
-    number = max((row["run"] for row in rows), default=-1)
-    own = [row for row in rows if row["run"] == number]
-    if any(row["kind"] == "disk" for row in own):  # its file system went with it
+    number = max((row.run for row in rows), default=-1)
+    own = [row for row in rows if row.run == number]
+    if any(row.kind == "disk" for row in own):  # its file system went with it
         return number + 1, []
-    if end_early and own and own[-1]["handled"] and own[-1]["exit_code"] == 0 and len(own) < chain:
+    if end_early and own and own[-1].handled and own[-1].exit_code == 0 and len(own) < chain:
         return number, own
     return number + 1, []
 
@@ -276,9 +278,9 @@ def _run(
     network: Network | None,
     slow_share: float,
     ends_s: float | None,
-    before: Sequence[Row],
-) -> tuple[list[Row], dict[int, float]]:
-    """One run with faults in a row: the rows of all of them, and its losses by step.
+    before: Sequence[FaultRow],
+) -> tuple[list[FaultRow], dict[int, float]]:
+    """Inject faults into one run, one after the other, and return a row for each, and the run's losses by step.
 
     Args:
         ends_s: seconds since 1970 from when on no further fault is injected; the run is stopped after its last one.
@@ -294,34 +296,33 @@ def _run(
     job.start()
     try:
         for kind in kinds:
-            rows.append(_case(job, kind, draw, slow_share) | {"run": number})
+            rows.append(replace(_case(job, kind, draw, slow_share), run=number))
             click.echo(f"{len(rows):>3} of {len(before) + len(kinds)}  {_line(rows[-1])}", err=True)
-            if not rows[-1]["handled"] or (ends_s is not None and time.time() > ends_s):
+            if not rows[-1].handled or (ends_s is not None and time.time() > ends_s):
                 break
         if ends_s is not None:
             job.folder.ask("stop")
-        code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S) if rows[-1]["handled"] else -1
+        code = job.end(config.job.optimizer.steps * 2.0 + _LIMIT_S) if rows[-1].handled else -1
         job.kill_all()
         losses, facts, incidents, seconds = job.losses(), job.facts, job.incidents(), job.seconds()
     finally:
         job.kill_all()
         job.close(folder.with_name(f"{folder.name}-logs"))
     # What a run has decided beyond what the faults account for: a false alarm, or what a busy machine does.
-    accounted = {number for row in rows for number in row.get("incidents", ())}
+    accounted = {number for row in rows for number in row.incidents or ()}
     unasked = [
         {"kind": each["decision"]["kind"], "action": each["decision"]["action"], "evicted": each["decision"]["evict"]}
         for number, each in incidents.items()
         if number not in accounted
     ]
     share = facts["furthest_step"] * facts["step_ms"] / 1e3 / seconds
-    for row in rows:
-        row |= {"exit_code": code, "unasked": unasked, "effective_share": round(share, 4)}
+    rows = [replace(row, exit_code=code, unasked=unasked, effective_share=round(share, 4)) for row in rows]
     return rows, losses
 
 
-def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> Row:
+def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> FaultRow:
     """Inject one fault, and wait until the run is past it."""
-    row: Row = {"kind": kind, "handled": False, "right": False, "nodes": [], "blamed": [], "error": ""}
+    row = FaultRow(kind)
     try:
         base = _KNOWN_STEPS if kind == "slow" and not job.facts.get("step_ms") else job.step
         job.wait(
@@ -330,7 +331,7 @@ def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> 
         facts = job.facts
         last, step = _last_number(facts), job.step
         first, second = draw.sample(_candidates(kind, facts), 2)
-        row |= {"step": step, "nodes": _expected(kind, first, second)}
+        row = replace(row, step=step, nodes=_expected(kind, first, second))
         at_s = time.time()
         _inject(job, kind, first, second, draw, slow_share * job.typical_s)
         if kind in (*_NO_INCIDENT, *_MAYBE_INCIDENT):
@@ -344,17 +345,25 @@ def _case(job: FaultyJob, kind: str, draw: random.Random, slow_share: float) -> 
             job.wait(is_past, _LIMIT_S, "after the fault")
         new = [each for each in job.facts["incidents"] if each["number"] > last]
         blamed = sorted({node for each in new for node in each["decision"]["nodes"]})
-        row |= {"handled": True, "blamed": blamed, "right": _is_right(kind, blamed, sorted(row["nodes"]))}
-        row["actions"] = [each["decision"]["action"] for each in new]
-        row["incidents"] = [each["number"] for each in new]
-        row["found_as"] = [each["decision"]["kind"] for each in new]
+        row = replace(
+            row,
+            handled=True,
+            blamed=blamed,
+            right=_is_right(kind, blamed, sorted(row.nodes)),
+            actions=[each["decision"]["action"] for each in new],
+            incidents=[each["number"] for each in new],
+            found_as=[each["decision"]["kind"] for each in new],
+        )
         if new:
-            row["detect_s"] = round(new[0]["detected_s"] - at_s, 3)
-            row["diagnose_s"] = round(new[0]["diagnosed_s"] - new[0]["detected_s"], 3)
-            row["resume_s"] = round(new[-1]["resumed_s"] - new[0]["diagnosed_s"], 3)
-            row["catch_up_s"] = round(new[-1]["caught_up_s"] - at_s, 3)
+            row = replace(
+                row,
+                detect_s=round(new[0]["detected_s"] - at_s, 3),
+                diagnose_s=round(new[0]["diagnosed_s"] - new[0]["detected_s"], 3),
+                resume_s=round(new[-1]["resumed_s"] - new[0]["diagnosed_s"], 3),
+                catch_up_s=round(new[-1]["caught_up_s"] - at_s, 3),
+            )
     except Lost as exc:
-        row["error"] = str(exc)
+        row = replace(row, error=str(exc))
     return row
 
 
@@ -431,35 +440,34 @@ def _inject(job: FaultyJob, kind: str, first: str, second: str, draw: random.Ran
         job.kill_ranks(second)
 
 
-def _rows(out: Path) -> list[Row]:
+def _rows(out: Path) -> list[FaultRow]:
     file = out / "rows.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [FaultRow.from_row(json.loads(line)) for line in lines]
 
 
-def _line(row: Row) -> str:
-    outcome = "handled" if row["handled"] else f"LOST ({row['error']})"
-    blame = f"{', '.join(row['nodes']) or 'no node'}; blamed {', '.join(row['blamed']) or 'none'}"
-    stages = [stage for stage in ("detect", "diagnose", "resume") if f"{stage}_s" in row]
-    times = ", ".join(f"{stage} {row[f'{stage}_s']:.1f} s" for stage in stages)
-    return f"{row['kind']:<14} {outcome}; {blame}: {'right' if row['right'] else 'WRONG'}; {times}"
+def _line(row: FaultRow) -> str:
+    outcome = "handled" if row.handled else f"LOST ({row.error})"
+    blame = f"{', '.join(row.nodes) or 'no node'}; blamed {', '.join(row.blamed) or 'none'}"
+    stages = {"detect": row.detect_s, "diagnose": row.diagnose_s, "resume": row.resume_s}
+    times = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items() if seconds is not None)
+    return f"{row.kind:<14} {outcome}; {blame}: {'right' if row.right else 'WRONG'}; {times}"
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """A table a kind: how many were handled and blamed right, and times, median and longest."""
+def summary(rows: Sequence[FaultRow]) -> list[str]:
+    """Return a table with a line a kind: how many were handled and blamed right, and times, median and longest."""
     lines = [f"{'fault':<14} {'handled':>8} {'right':>7}   detect s       diagnose s     resume s"]
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        own = [row for row in rows if row["kind"] == kind]
-        handled, right, num = sum(row["handled"] for row in own), sum(row["right"] for row in own), len(own)
+    for kind in dict.fromkeys(row.kind for row in rows):
+        own = [row for row in rows if row.kind == kind]
+        handled, right, num = sum(row.handled for row in own), sum(row.right for row in own), len(own)
         cells = [f"{kind:<14} {handled:>4}/{num:<3} {right:>3}/{num:<3}"]
-        for stage in ("detect_s", "diagnose_s", "resume_s"):
-            times = [row[stage] for row in own if stage in row]
+        for each in ([row.detect_s for row in own], [row.diagnose_s for row in own], [row.resume_s for row in own]):
+            times = [seconds for seconds in each if seconds is not None]
             cells.append(f"{statistics.median(times):6.1f} {max(times):6.1f}" if times else f"{'-':>6} {'-':>6}")
         lines.append("  ".join(cells))
-    runs = {row["run"]: row for row in rows}.values()
-    equal = sum(row["losses_equal"] == row["losses"] for row in runs)
-    lines.append(
-        f"{sum(row['handled'] for row in rows)} of {len(rows)} handled, {sum(row['right'] for row in rows)} right"
-    )
+    runs = {row.run: row for row in rows}.values()
+    equal = sum(row.has_equal_losses for row in runs)
+    lines.append(f"{sum(row.handled for row in rows)} of {len(rows)} handled, {sum(row.right for row in rows)} right")
     lines.append(f"{equal} of {len(runs)} runs have the losses of a run without faults, to the bit")
     return lines
 

@@ -1,29 +1,27 @@
 """`python -m bench.fault_matrix.report`: the part of a report that is counted, from records of `bench.fault_matrix`.
 
-It stands between two marks in the page, and is written anew as a whole: no figure of it is typed. What a record says of
-another version of the code than the page's command is the page's to say.
+The part stands between two marks in the page, and is written anew as a whole: no figure of it is typed. The page itself
+says which version of the code each record is of.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
 from bench.accept.phases.confirm import tail
 from bench.fault_matrix.__main__ import KINDS
+from bench.fault_matrix.rows import FaultRow
 from netlayer.errors import ConfigError
 from netlayer.results import load_record, write_text
 
 BEGIN, END = "<!-- counted: begin -->", "<!-- counted: end -->"
 _CONFIDENCE = 0.95
 _STAGES = (("detect_s", "detected s"), ("diagnose_s", "diagnosed s"), ("resume_s", "first step again s"))
-
-Row = Mapping[str, Any]
 
 
 @click.command()
@@ -40,33 +38,31 @@ def main(page: Path, records: tuple[Path, ...]) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ConfigError("PAGE", page, f"has no place for the counts, between {BEGIN} and {END}", "add the two lines")
     loaded = [load_record(path) for path in records]
-    groups = [record.rows for record in loaded]
+    groups = [[FaultRow.from_row(row) for row in record.rows] for record in loaded]
     links = ", ".join(f"[{number}]({path.name})" for number, path in enumerate(records, 1))
     part = "\n".join([BEGIN, *counted(groups), "", f"Records: {links}.", END])
     write_text(page, text.partition(BEGIN)[0] + part + text.partition(END)[2])
 
 
-def counted(groups: Sequence[Sequence[Row]]) -> list[str]:
+def counted(groups: Sequence[Sequence[FaultRow]]) -> list[str]:
     """Lines of the counts: in all, of the runs, and a table a kind.
 
     Args:
         groups: rows of each record; runs are numbered in a record.
     """
     rows = [row for group in groups for row in group]
-    runs = [{row["run"]: row for row in group} for group in groups]
+    runs = [{row.run: row for row in group} for group in groups]
     last = [row for group in runs for row in group.values()]
-    handled, right = sum(row["handled"] for row in rows), sum(row["right"] for row in rows)
-    equal = sum(row["losses_equal"] == row["losses"] for row in last)
+    handled, right = sum(row.handled for row in rows), sum(row.right for row in rows)
+    equal = sum(row.has_equal_losses for row in last)
     # One that the harness has ended, after a fault that was not handled, has no last steps to compare.
-    num_ended = sum(row["exit_code"] == 0 or row["losses_equal"] == row["losses"] for row in last)
-    chains = [
-        sum(row["run"] == number for row in group) for group in groups for number in {row["run"] for row in group}
-    ]
-    times = [row["catch_up_s"] for row in rows if "catch_up_s" in row]
-    shares = [row["effective_share"] for row in last if "effective_share" in row]
+    num_ended = sum(row.exit_code == 0 or row.has_equal_losses for row in last)
+    chains = [sum(row.run == number for row in group) for group in groups for number in {row.run for row in group}]
+    times = [row.catch_up_s for row in rows if row.catch_up_s is not None]
+    shares = [row.effective_share for row in last if row.effective_share is not None]
     bound = lower_bound(handled, len(rows))
     lines = [
-        f"- **{len(rows)} faults of {len({row['kind'] for row in rows})} kinds, in {len(last)} runs, up to "
+        f"- **{len(rows)} faults of {len({row.kind for row in rows})} kinds, in {len(last)} runs, up to "
         f"{max(chains)} in a row.**",
         f"- **Handled alone: {handled} of {len(rows)}** (at least {bound:.1%} with {_CONFIDENCE:.0%} confidence).",
         f"- **The right nodes blamed, and no other: {right} of {len(rows)}.**",
@@ -81,34 +77,34 @@ def counted(groups: Sequence[Sequence[Row]]) -> list[str]:
         "|---|---|---|---|" + "---|" * len(_STAGES),
     ]
     for kind in KINDS:
-        own = [row for row in rows if row["kind"] == kind]
+        own = [row for row in rows if row.kind == kind]
         if own:
             lines.append(_table_row(KINDS[kind], own))
-    lost = [row for row in rows if not (row["handled"] and row["right"])]
+    lost = [row for row in rows if not (row.handled and row.right)]
     if lost:
         lines += ["", "Not handled, or not right:", ""]
-        lines += [f"- {KINDS[row['kind']]}: {row['error'] or 'blamed ' + ', '.join(row['blamed'])}" for row in lost]
+        lines += [f"- {KINDS[row.kind]}: {row.error or 'blamed ' + ', '.join(row.blamed)}" for row in lost]
     return lines
 
 
-def _unasked(last: Sequence[Row]) -> list[str]:
-    """Tell what runs decided that no fault accounts for: false alarms; none where no record has it."""
-    known = [row for row in last if "unasked" in row]
+def _unasked(last: Sequence[FaultRow]) -> list[str]:
+    """Return a line on decisions that no fault accounts for, which are false alarms; none if no record counts them."""
+    known = [row.unasked for row in last if row.unasked is not None]
     if not known:
         return []
-    kinds = Counter(f"{each['kind']} ({each['action']})" for row in known for each in row["unasked"])
-    evicted = sum(len(each["evicted"]) for row in known for each in row["unasked"])
+    kinds = Counter(f"{each['kind']} ({each['action']})" for unasked in known for each in unasked)
+    evicted = sum(len(each["evicted"]) for unasked in known for each in unasked)
     decisions = ", ".join(f"{num} x {kind}" for kind, num in kinds.items()) or "nothing"
     line = f"- Decided beyond that, in {len(known)} of the runs: {decisions}"
     return [f"{line}; {evicted} nodes evicted by it." if evicted else f"{line}."]
 
 
-def _table_row(title: str, rows: Sequence[Row]) -> str:
-    kinds = dict.fromkeys(kind for row in rows for kind in row.get("found_as", ()))
-    cells = [title, f"{sum(row['handled'] for row in rows)} of {len(rows)}"]
-    cells += [f"{sum(row['right'] for row in rows)} of {len(rows)}", ", ".join(kinds) or "no incident"]
+def _table_row(title: str, rows: Sequence[FaultRow]) -> str:
+    kinds = dict.fromkeys(kind for row in rows for kind in row.found_as or ())
+    cells = [title, f"{sum(row.handled for row in rows)} of {len(rows)}"]
+    cells += [f"{sum(row.right for row in rows)} of {len(rows)}", ", ".join(kinds) or "no incident"]
     for key, _ in _STAGES:
-        seconds = [row[key] for row in rows if key in row]
+        seconds = [value for row in rows if (value := getattr(row, key)) is not None]
         cells.append(f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else "-")
     return f"| {' | '.join(cells)} |"
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.init_time.page import ALONE
+from bench.init_time.rows import AloneRow
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
 from netlayer.layout import ParallelLayout
@@ -32,8 +32,8 @@ else:
 _METHODS = ("torch", "ours")
 
 
-def rows(layouts: Sequence[ParallelLayout], repeats: int, logs: Path) -> Iterator[dict[str, Any]]:
-    """A row for each layout and method: the median over `repeats` processes, of both methods in turn."""
+def rows(layouts: Sequence[ParallelLayout], repeats: int, logs: Path) -> Iterator[AloneRow]:
+    """Yield a row for each layout and method: the median over `repeats` processes; the methods take turns."""
     for layout in layouts:
         cpu_seconds: dict[str, list[float]] = {method: [] for method in _METHODS}
         for turn in range(repeats):
@@ -41,19 +41,11 @@ def rows(layouts: Sequence[ParallelLayout], repeats: int, logs: Path) -> Iterato
                 name = f"alone-{method}-{layout.world_size}-{turn}"
                 cpu_seconds[method] += launch(_start, 1, args=(layout, method), log_dir=logs / name)
         for method, seconds in cpu_seconds.items():
-            yield {
-                "table": ALONE,
-                "source": "measured",
-                "ranks": layout.world_size,
-                "method": method,
-                "store": "none",
-                "cpu_s": statistics.median(seconds),
-                "cpu_s_all": seconds,
-            }
+            yield AloneRow(layout.world_size, method, "none", statistics.median(seconds), seconds)
 
 
 def _start(_: RankContext, layout: ParallelLayout, method: str) -> float:
-    """Rank 0 of the layout; processor time until its groups stand, s."""
+    """Create the groups of rank 0 of the layout, and return the CPU seconds that it took."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 # makes "fake" a backend
 
     store, began = _Answers(), time.process_time()

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import click
 
@@ -22,6 +22,7 @@ from bench.init_time import alone as init_alone
 from bench.init_time import page as init_page
 from bench.init_time import real as init_real
 from bench.init_time import share as init_share
+from bench.init_time.rows import InitRow, Interrupted, RealRow, RecordedRow, ShareRow, describe
 from bench.init_time.server import check_files, check_redis
 from bench.init_time.share import MOST_S, Share
 from bench.init_time.traffic import StoreName, Way
@@ -31,8 +32,6 @@ from netlayer.errors import ConfigError
 from netlayer.layout import ParallelLayout
 from netlayer.progress import Stages
 from netlayer.results import RunRecord, utc_now, write_text
-
-Row = dict[str, Any]
 
 _WAYS = (Way("baseline", "tcp"), Way("torch", "tcp"), Way("ours", "tcp"), Way("ours", "redis"))
 _DEFAULT_RANKS = "128,2048,12288"
@@ -89,13 +88,15 @@ def command(
     _check(layouts, ways, layout, alones, think_s)
     out, started = open_out(options.out, "init_time"), utc_now()
     arguments = {"ranks": ranks, "store": stores, "real": real, "backend": backend, "eager": eager, "alone": alone}
-    rows: list[Row] = []
+    rows: list[InitRow] = []
 
     def keep() -> None:
         record = RunRecord(
             name="bench.init_time",
-            source="predicted" if any(row.get("source") == "predicted" for row in rows) else "measured",
-            rows=rows,
+            source="predicted"
+            if any(isinstance(row, ShareRow) and row.source == "predicted" for row in rows)
+            else "measured",
+            rows=[row.to_row() for row in rows],
             started_utc=started,
             ended_utc=utc_now(),
             arguments={**options.arguments(), **arguments, "repeats": repeats, "think_s": think_s},
@@ -103,7 +104,7 @@ def command(
             environment=environ.snapshot(options.seed),
             devices=[f"{gpu.name}" for gpu in environ.list_gpus()] or ["CPU"],
         )
-        _write(record, out, options.json_file)
+        _write(record, rows, out, options.json_file)
 
     try:
         with Stages() as stages:
@@ -112,10 +113,10 @@ def command(
             share_rows = init_share.rows(Share(repeats, think_s), layouts, ways, stages)
             for row in itertools.chain(_of_real(setting, ways, repeats), alone_rows, share_rows):
                 rows.append(row)
-                stages.say(init_page.line(row))
+                stages.say(describe(row))
     except BaseException as exc:
         if rows:
-            rows.append({"table": init_page.BROKEN_OFF, "reason": str(exc) or "interrupted"})
+            rows.append(Interrupted(str(exc) or "interrupted"))
             click.echo("what was measured until then is kept:", err=True)
             keep()
         raise
@@ -125,7 +126,7 @@ def command(
 
 
 def layout_of(ranks: int, field: str = "--ranks") -> ParallelLayout:
-    """Tensor and pipeline parallelism of 8 each from 64 ranks on, of 2 from 4 on, else data parallelism alone.
+    """Return a layout: tp and pp 8 each from 64 ranks on, 2 each from 4 on, else data parallelism alone.
 
     Raises:
         ConfigError: the ranks cannot be divided so.
@@ -137,7 +138,7 @@ def layout_of(ranks: int, field: str = "--ranks") -> ParallelLayout:
     return ParallelLayout(tp=degree, pp=degree, dp=ranks // degree**2)
 
 
-def _of_real(real: init_real.Real | None, ways: Sequence[Way], repeats: int) -> Iterator[Row]:
+def _of_real(real: init_real.Real | None, ways: Sequence[Way], repeats: int) -> Iterator[RealRow | RecordedRow]:
     if real:
         has_lazy = real.backend == "gloo" and any(way.store == "tcp" for way in ways)
         really = [*ways, *([Way("torch-lazy", "tcp")] if has_lazy else [])]
@@ -145,11 +146,11 @@ def _of_real(real: init_real.Real | None, ways: Sequence[Way], repeats: int) -> 
         yield from init_real.recorded(real, really)
 
 
-def _write(record: RunRecord, out: Path, json_file: Path | None) -> None:
+def _write(record: RunRecord, rows: Sequence[InitRow], out: Path, json_file: Path | None) -> None:
     click.echo(f"record: {record.save(out / 'records')}", err=True)
     if json_file:
         write_text(json_file, record.to_json())
-    click.echo(f"report: {init_page.build_page(record.rows).write(out)}", err=True)
+    click.echo(f"report: {init_page.build_page(rows).write(out)}", err=True)
 
 
 def _check(
@@ -162,7 +163,7 @@ def _check(
     """Refuse before the first cell what would fail at the last.
 
     Raises:
-        ConfigError: nothing was asked for, or this process may not open so many files.
+        ConfigError: there is nothing to measure, or this process may not open so many files.
         HardwareMissing: there is no Redis server here.
     """
     if not math.isfinite(think_s):

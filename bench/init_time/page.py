@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
+from bench.init_time.rows import (
+    BEHIND_GATE,
+    PARTS,
+    WHOLES,
+    AloneRow,
+    InitRow,
+    Interrupted,
+    RealRow,
+    RecordedRow,
+    ShareRow,
+)
 from netlayer.report import Axis, Report, charts
 from netlayer.report.theme import INK
 
-Row = Mapping[str, Any]
-
-LABEL = "store share, simulated ranks"
-REAL = "real ranks"
-RECORDED = "recorded"
-ALONE = "one rank's own work"
-BROKEN_OFF = "interrupted"
-"""The table of a row that says why no more rows follow."""
-
-BEHIND_GATE = {
-    "groups_s": "groups",
-    "backend_s": "backend",
-    "first_s": "first use",
-    "checkpoint_s": "checkpoint",
-    "step_s": "step",
-}
-PARTS = {"start_s": "start", "gate_s": "gate", **BEHIND_GATE}
-WHOLES = {"launched_s": "from launch", "whole_s": "behind gate"}
-_NAMES = {"baseline": "baseline", "torch": "torch", "torch-lazy": "lazy torch", "ours": "ours"}
 _COMPARED = {
     "groups_cpu_s": "processor time outside the backend",
     "groups_s": "time outside the backend, waits among it",
@@ -42,37 +35,9 @@ _COMPARED = {
 }
 
 
-def way_name(row: Row) -> str:
-    """Return the name of a row's way, such as `ours on Redis`."""
-    return f"{_NAMES[row['method']]} on {'Redis' if row['store'] == 'redis' else 'TCPStore'}"
-
-
-def line(row: Row) -> str:
-    """Format a row as text, while others are still to come."""
-    if row["table"] == ALONE:
-        return f"a rank of {row['ranks']:,}, {row['method']}: {row['cpu_s'] * 1e3:.2f} ms of processor for its groups"
-    who = f"{row['ranks']:,} ranks, {way_name(row)}"
-    if row["table"] == REAL:
-        parts = ", ".join(f"{title} {row[name]:.3f}" for name, title in PARTS.items())
-        return f"{who}: {row['launched_s']:.3f} s from launch, {row['whole_s']:.3f} behind the gate ({parts})"
-    if row["table"] == RECORDED:
-        agrees = (
-            "as modelled" if agrees_with_model(row) else f"modelled {row['modelled']:,}, {row['backend_modelled']:,}"
-        )
-        backend = f"{row['backend_operations']:,} of {row['backend']}"
-        return f"{who}: {row['operations']:,} store operations and {backend} recorded, {agrees}"
-    thinking = f", {row['think_s']:g} s of it thinking" if row["think_s"] else ""
-    return f"{who}: {row['seconds']:.3f} s{thinking}, {row['operations']:,} operations ({LABEL}, {row['source']})"
-
-
-def agrees_with_model(row: Row) -> bool:
-    """Whether a recording has as many operations as the closed form, ours and the backend's."""
-    return bool(row["operations"] == row["modelled"] and row["backend_operations"] == row["backend_modelled"])
-
-
-def exponents(rows: Iterable[Row]) -> dict[str, float]:
+def exponents(rows: Iterable[InitRow]) -> dict[str, float]:
     """Return by way the slope of log seconds (without think time) over log ranks, if two or more sizes are measured."""
-    frame = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == LABEL])
+    frame = _frame(row for row in rows if isinstance(row, ShareRow))
     slopes: dict[str, float] = {}
     if len(frame):
         for way, cells in frame[frame["source"] == "measured"].groupby("way", sort=False):
@@ -81,28 +46,34 @@ def exponents(rows: Iterable[Row]) -> dict[str, float]:
     return slopes
 
 
+def _frame(rows: Iterable[RealRow | RecordedRow | ShareRow]) -> pd.DataFrame:
+    """Return the columns of rows, and the name of each one's way."""
+    return pd.DataFrame([{**row.to_row(), "way": row.way} for row in rows])
+
+
 def _slope(x: pd.Series[Any], y: pd.Series[Any]) -> float:
     """Return the least-squares slope of log y over log x."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
+def summary(rows: Sequence[InitRow]) -> list[str]:
     """Summarise: growth with the ranks, and torch's ways over ours by seconds and operations."""
-    grows = "time but thinking" if any(row.get("think_s") for row in rows) else "time"
+    shares = [row for row in rows if isinstance(row, ShareRow)]
+    grows = "time but thinking" if any(row.think_s for row in shares) else "time"
     lines = [f"{way}: {grows} grows with the ranks to the power {slope:.2f}" for way, slope in exponents(rows).items()]
     for part, title in _COMPARED.items():
         lines += _compared(_medians(rows, part), title, ".4f", " s")
-    alone = [row for row in rows if row["table"] == ALONE]
+    alone = [row for row in rows if isinstance(row, AloneRow)]
     for torchs, ours in zip(alone[::2], alone[1::2], strict=False):
-        ratio = torchs["cpu_s"] / ours["cpu_s"]
-        lines.append(f"a rank of {ours['ranks']:,}, its own work: {ratio:,.2f} of torch's time over ours")
-    largest = max((row["ranks"] for row in rows if row["table"] == LABEL), default=0)
-    operations = {way_name(row): row["operations"] for row in rows if row["table"] == LABEL and row["ranks"] == largest}
+        ratio = torchs.cpu_s / ours.cpu_s
+        lines.append(f"a rank of {ours.ranks:,}, its own work: {ratio:,.2f} of torch's time over ours")
+    largest = max((row.ranks for row in shares), default=0)
+    operations = {row.way: row.operations for row in shares if row.ranks == largest}
     return lines + _compared(operations, f"operations of {largest:,} ranks", ",", "")
 
 
 def _compared(figures: dict[str, Any], title: str, spec: str, unit: str) -> list[str]:
-    """A line for each way of ours: the others' over its own, or its own where it is alone."""
+    """Return a line for each way of ours: the others' figures over its own, or its own if there are no others."""
     others = {way: value for way, value in figures.items() if not way.startswith("ours")}
     lines = []
     for way, own in figures.items():
@@ -112,18 +83,18 @@ def _compared(figures: dict[str, Any], title: str, spec: str, unit: str) -> list
     return lines
 
 
-def build_page(rows: Sequence[Row]) -> Report:
-    """The report; `Report.write` puts it into a folder."""
+def build_page(rows: Sequence[InitRow]) -> Report:
+    """Build the report; `Report.write` puts it into a folder."""
     report = Report("Group initialisation", "paper's baseline, today's torch, and netlayer.rendezvous")
     for row in rows:
-        if row["table"] == BROKEN_OFF:
-            report.verdict("FAIL", f"Interrupted: {row['reason']}; what was measured until then is below")
+        if isinstance(row, Interrupted):
+            report.verdict("FAIL", f"Interrupted: {row.reason}; what was measured until then is below")
     return report.fill(rows, [_real, _alone, _share, _meaning])
 
 
-def _real(report: Report, rows: Sequence[Row]) -> None:
+def _real(report: Report, rows: Sequence[InitRow]) -> None:
     """Add the section on real ranks: time from launch to the first step, by parts, and the store's operations."""
-    runs = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == REAL])
+    runs = _frame(row for row in rows if isinstance(row, RealRow))
     if not len(runs):
         return
     section = report.section("Real ranks", f"{runs['ranks'].iloc[0]} ranks on this machine.", source="measured")
@@ -141,8 +112,8 @@ def _real(report: Report, rows: Sequence[Row]) -> None:
         caption="Seconds, medians over turns: the whole of the last rank, parts as medians over ranks.",
     )
     section.chart(_stacked(medians, BEHIND_GATE), name="parts", caption="What is behind the gate, by its parts.")
-    recorded = [row for row in rows if row["table"] == RECORDED]
-    if recorded:
+    recorded = _frame(row for row in rows if isinstance(row, RecordedRow))
+    if len(recorded):
         columns = {
             "way": "way",
             "operations": "operations",
@@ -152,15 +123,14 @@ def _real(report: Report, rows: Sequence[Row]) -> None:
             "backend_modelled": "its own, modelled",
             "bytes": "bytes",
         }
-        frame = pd.DataFrame([{**row, "way": way_name(row)} for row in recorded])
         section.table(
-            _named(frame, columns),
+            _named(recorded, columns),
             caption="Store operations of all ranks, recorded by a relay, beside the closed form.",
         )
 
 
-def _alone(report: Report, rows: Sequence[Row]) -> None:
-    runs = pd.DataFrame([row for row in rows if row["table"] == ALONE])
+def _alone(report: Report, rows: Sequence[InitRow]) -> None:
+    runs = pd.DataFrame([row.to_row() for row in rows if isinstance(row, AloneRow)])
     if not len(runs):
         return
     intro = (
@@ -187,9 +157,9 @@ def _stacked(frame: pd.DataFrame, parts: dict[str, str]) -> alt.Chart | alt.Laye
     return charts.bars(long, "way", Axis("seconds", "seconds", "s"), colour="part", stacked=True)
 
 
-def _share(report: Report, rows: Sequence[Row]) -> None:
+def _share(report: Report, rows: Sequence[InitRow]) -> None:
     """Add the section on simulated ranks: seconds of the store's share by the number of ranks, and its growth."""
-    cells = pd.DataFrame([{**row, "way": way_name(row)} for row in rows if row["table"] == LABEL])
+    cells = _frame(row for row in rows if isinstance(row, ShareRow))
     if not len(cells):
         return
     think_s = cells["think_s"].max()
@@ -218,8 +188,8 @@ def _share(report: Report, rows: Sequence[Row]) -> None:
         section.text("; ".join(f"{way}: exponent {slope:.2f}" for way, slope in slopes.items()))
 
 
-def _meaning(report: Report, _rows: Sequence[Row]) -> None:
-    section = report.section("What is what")
+def _meaning(report: Report, _rows: Sequence[InitRow]) -> None:
+    section = report.section("Terms")
     section.text(
         "Real ranks start and import everything (`start`), wait at a gate until all are ready, and then open the "
         "store, make all groups of the layout, use each once, load a checkpoint and take one step. `backend` is what "
@@ -246,11 +216,12 @@ def _growth(cells: pd.DataFrame) -> alt.Chart | alt.LayerChart:
     return marked
 
 
-def _medians(rows: Iterable[Row], part: str) -> dict[str, float]:
+def _medians(rows: Iterable[InitRow], part: str) -> dict[str, float]:
+    """Return by way the median over the turns of real ranks; `part`: a key of `_COMPARED`."""
     by_way: dict[str, list[float]] = {}
     for row in rows:
-        if row["table"] == REAL:
-            standing_s = row["groups_s"] + row["backend_s"]
-            sums = {**row, "standing_s": standing_s, "used_s": standing_s + row["first_s"]}
-            by_way.setdefault(way_name(row), []).append(sums[part])
+        if isinstance(row, RealRow):
+            standing_s = row.parts.groups_s + row.parts.backend_s
+            sums = {**asdict(row.parts), "standing_s": standing_s, "used_s": standing_s + row.parts.first_s}
+            by_way.setdefault(row.way, []).append(sums[part])
     return {way: statistics.median(values) for way, values in by_way.items()}

@@ -1,4 +1,4 @@
-"""Real ranks on this machine make a layout's groups, each way in turn: what each part took, and what they said.
+"""Real ranks on this machine make a layout's groups, each way in turn: the time of each part, and their store traffic.
 
 Times are taken without a relay, recordings with one. Each way gets a fresh server of its own. Ranks import everything
 first and wait at a gate, so that a slow start of one is not the wait of another. Not covered: several machines.
@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench.init_time import ranks as init_ranks
-from bench.init_time.page import REAL, RECORDED, WHOLES
-from bench.init_time.ranks import Order
+from bench.init_time.ranks import Order, Parts
 from bench.init_time.record import Relay, Talk
+from bench.init_time.rows import WHOLES, RealRow, RecordedRow
 from bench.init_time.server import server
 from bench.init_time.traffic import (
     AFTERWARDS,
@@ -58,34 +57,27 @@ class Real:
     logs: Path
 
     def way(self, way: Way) -> Way:
-        """The way with the backend that its ranks will have."""
+        """Return the way with the backend that its ranks use."""
         lazy = way.method in LAZY
         names: dict[str, Backend] = {"gloo": "gloo-lazy" if lazy else "gloo", "nccl": "nccl"}
         return Way(way.method, way.store, names[self.backend])
 
 
-def timed(real: Real, ways: Sequence[Way], repeats: int) -> Iterator[dict[str, Any]]:
-    """Rows of each way, in turn, `repeats` times: of each part the median over the ranks, of `WHOLES` the most.
+def timed(real: Real, ways: Sequence[Way], repeats: int) -> Iterator[RealRow]:
+    """Start the ranks of each way `repeats` times, the ways in turn, and yield a row for each start.
 
-    One run before the first is discarded, and every turn begins with another way.
+    One start before the first is discarded, and every turn begins with another way.
     """
     _run(real, ways[0], "discarded", None)
     for turn in range(repeats):
         for way in [*ways[turn % len(ways) :], *ways[: turn % len(ways)]]:
-            rows = _run(real, way, f"{way.method}-{way.store}-{turn}", None)
-            yield {
-                "table": REAL,
-                "source": "measured",
-                "ranks": real.layout.world_size,
-                "method": way.method,
-                "store": way.store,
-                "turn": turn,
-                **{name: statistics.median(row[name] for row in rows) for name in rows[0]},
-                **{name: max(row[name] for row in rows) for name in WHOLES},
-            }
+            ranks = _run(real, way, f"{way.method}-{way.store}-{turn}", None)
+            seconds = {name: statistics.median(rank[name] for rank in ranks) for name in ranks[0]}
+            seconds |= {name: max(rank[name] for rank in ranks) for name in WHOLES}
+            yield RealRow(real.layout.world_size, way.method, way.store, turn, Parts(**seconds))
 
 
-def recorded(real: Real, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
+def recorded(real: Real, ways: Sequence[Way]) -> Iterator[RecordedRow]:
     """Yield a row for each way: operations that its ranks sent, by kind, and those of the closed form."""
     for plain in ways:
         way = real.way(plain)
@@ -95,21 +87,19 @@ def recorded(real: Real, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
         sets = sum(one.key.endswith(LAST_WORKER) and one.kind == "SET" for one in requests)
         backends = [one for one in requests if is_backend(one.key)]
         kinds = Counter(one.kind for one in requests)
-        yield {
-            "table": RECORDED,
-            "source": "measured",
-            "ranks": real.layout.world_size,
-            "method": way.method,
-            "store": way.store,
-            "backend": way.backend,
-            "operations": len(requests) - len(backends),
+        yield RecordedRow(
+            real.layout.world_size,
+            way.method,
+            way.store,
+            backend=way.backend,
+            operations=len(requests) - len(backends),
             # Ranks that come to a barrier in one instant may all take themselves for the last.
-            "modelled": operations(way, real.layout) + max(0, sets - 1 - num_groups(way, real.layout)),
-            "backend_operations": len(backends),
-            "backend_modelled": backend_operations(way, real.layout),
-            "bytes": sum(len(talk.sent) + talk.received_bytes for talk in talks),
-            "kinds": dict(sorted(kinds.items())),
-        }
+            modelled=operations(way, real.layout) + max(0, sets - 1 - num_groups(way, real.layout)),
+            backend_operations=len(backends),
+            backend_modelled=backend_operations(way, real.layout),
+            bytes=sum(len(talk.sent) + talk.received_bytes for talk in talks),
+            kinds=dict(sorted(kinds.items())),
+        )
 
 
 def is_backend(key: str) -> bool:
@@ -118,7 +108,7 @@ def is_backend(key: str) -> bool:
 
 
 def _run(real: Real, way: Way, name: str, talks: list[Talk] | None) -> list[dict[str, float]]:
-    """All ranks once; with `talks`, through a relay that puts what they said there."""
+    """Launch all ranks once and return the `Parts` of each as a dict; a relay adds their traffic to `talks`."""
     environ = init_ranks.environ(way.method, real.backend)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nl-init-")))

@@ -10,17 +10,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from bench.init_time.bytes import num_bytes
-from bench.init_time.page import LABEL
 from bench.init_time.replay import Replayed, TimeUp, replay
+from bench.init_time.rows import ShareRow
 from bench.init_time.traffic import Way, backend_operations, operations
 from netlayer.errors import CheckFailed
 from netlayer.layout import ParallelLayout
 from netlayer.progress import Stages
-
-Row = dict[str, Any]
 
 MOST_S = 300.0
 """What would take longer comes from the closed form."""
@@ -39,11 +36,12 @@ class Share:
     think_s: float = 0.0
 
 
-def rows(share: Share, layouts: Sequence[ParallelLayout], ways: Sequence[Way], stages: Stages) -> Iterator[Row]:
-    """A row for each layout, smallest first, and each way.
+def rows(share: Share, layouts: Sequence[ParallelLayout], ways: Sequence[Way], stages: Stages) -> Iterator[ShareRow]:
+    """Yield a row for each layout, smallest first, and each way.
 
     Raises:
-        As `replay`, but TimeUp; rows that came before stand, also that of the cell it ended where one repeat was done.
+        CheckFailed: the server failed, or there is no speed to predict from. The rows until then have been yielded,
+            and so has that of the cell in which it failed, if one of its repeats was done.
     """
     speeds: dict[Way, float] = {}
     for layout in layouts:
@@ -51,7 +49,9 @@ def rows(share: Share, layouts: Sequence[ParallelLayout], ways: Sequence[Way], s
             yield from _cell(share, way, layout, speeds, stages)
 
 
-def _cell(share: Share, way: Way, layout: ParallelLayout, speeds: dict[Way, float], stages: Stages) -> Iterator[Row]:
+def _cell(
+    share: Share, way: Way, layout: ParallelLayout, speeds: dict[Way, float], stages: Stages
+) -> Iterator[ShareRow]:
     """Yield the row of one way of starting at one number of ranks: measured if it is quick enough, else predicted.
 
     Args:
@@ -59,21 +59,25 @@ def _cell(share: Share, way: Way, layout: ParallelLayout, speeds: dict[Way, floa
     """
     backend = backend_operations(way, layout)
     total = operations(way, layout) + backend
-    common = {
-        "table": LABEL,
-        "ranks": layout.world_size,
-        "method": way.method,
-        "store": way.store,
-        "think_s": share.think_s,
-        "operations": total,
-        "backend_operations": backend,
-    }
+    names = layout.world_size, way.method, way.store
     if way not in speeds or share.think_s + total / speeds[way] <= MOST_S:
         runs, end = _replays(share, way, layout, total, stages)
         if runs:
             best = min(runs, key=lambda one: one.seconds)
             speeds[way] = best.operations / (best.seconds - share.think_s)
-            yield {**common, **_measured(runs, best)}
+            yield ShareRow(
+                *names,
+                think_s=share.think_s,
+                operations=best.operations,
+                backend_operations=backend,
+                source="measured",
+                seconds=best.seconds,
+                bytes=best.num_bytes,
+                seconds_median=statistics.median(one.seconds for one in runs),
+                seconds_all=[one.seconds for one in runs],
+                server_cpu_s=best.server_cpu_s,
+                generator_cpu_s=best.generator_cpu_s,
+            )
         if end is not None and not isinstance(end, TimeUp):
             raise end
         if isinstance(end, TimeUp):
@@ -82,13 +86,16 @@ def _cell(share: Share, way: Way, layout: ParallelLayout, speeds: dict[Way, floa
                 speeds[way] = _speed_until(end)
         if runs:
             return
-    yield {
-        **common,
-        "source": "predicted",
-        "seconds": share.think_s + total / speeds[way],
-        "bytes": num_bytes(way, layout),
-        "operations_per_s": speeds[way],
-    }
+    yield ShareRow(
+        *names,
+        think_s=share.think_s,
+        operations=total,
+        backend_operations=backend,
+        source="predicted",
+        seconds=share.think_s + total / speeds[way],
+        bytes=num_bytes(way, layout),
+        operations_per_s=speeds[way],
+    )
 
 
 def _replays(
@@ -108,19 +115,6 @@ def _replays(
         except BaseException as exc:  # noqa: BLE001 # the caller raises it
             return runs, exc
     return runs, None
-
-
-def _measured(runs: Sequence[Replayed], best: Replayed) -> Row:
-    return {
-        "source": "measured",
-        "seconds": best.seconds,
-        "seconds_median": statistics.median(one.seconds for one in runs),
-        "seconds_all": [one.seconds for one in runs],
-        "operations": best.operations,
-        "bytes": best.num_bytes,
-        "server_cpu_s": best.server_cpu_s,
-        "generator_cpu_s": best.generator_cpu_s,
-    }
 
 
 def _speed_until(end: TimeUp) -> float:

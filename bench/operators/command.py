@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,12 +31,74 @@ if TYPE_CHECKING:
 
     from bench.operators.cases import Case
 
-Row = dict[str, Any]
-
 _TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 _SLEEP_CYCLES = 10_000_000  # about 5 ms: the host launches all calls of a round meanwhile
 _SETTLING_S = 0.1
 _WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Times of a call in microseconds, and its share of the device's peak.
+
+    Args:
+        bytes_moved, flops: least that the operator needs; 0: not what bounds it.
+        share: of the memory bandwidth or of the peak FLOP/s; None where the device's is not known.
+    """
+
+    time_us: float
+    p10_us: float
+    p90_us: float
+    p99_us: float
+    each_us: Sequence[float]
+    bytes_moved: float
+    flops: float
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What the GPU ran for one call: kernels, those of them that only copy, and peak memory; None on a CPU."""
+
+    kernels: int | None = None
+    copies: int | None = None
+    memory_gib: float | None = None
+    kernel_names: Sequence[str] = ()
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record; the names of kernels on a GPU only."""
+        columns = {"kernels": self.kernels, "copies": self.copies, "memory_gib": self.memory_gib}
+        return columns if self.kernels is None else columns | {"kernel_names": [*self.kernel_names]}
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """One implementation of an operator in one direction.
+
+    Args:
+        failed: why it did not run; then nothing else is known.
+        error: largest relative error of its outputs against float64.
+        over_tolerance: largest ratio of an output's error to its tolerance.
+        figures: of its times; None until it was timed.
+    """
+
+    operator: str
+    system: str
+    failed: str = ""
+    direction: str = ""
+    error: float = 0.0
+    over_tolerance: float = 0.0
+    figures: Figures | None = None
+    launches: Launches = field(default_factory=Launches)
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        names = {"operator": self.operator, "system": self.system}
+        if self.failed:
+            return {**names, "failed": self.failed}
+        errors = {"direction": self.direction, "error": self.error, "over_tolerance": self.over_tolerance}
+        figures = asdict(self.figures) if self.figures else {}
+        return {**names, **errors, **figures, **self.launches.to_row()}
 
 
 @click.command()
@@ -69,7 +131,7 @@ def command(options: RunOptions, device: str, only: str, compiles: bool | None, 
     compiles = on_gpu if compiles is None else compiles
     out, started = open_out(options.out, "operators"), utc_now()
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
-    rows: list[Row] = []
+    rows: list[OperatorRow] = []
     patterns = [pattern for pattern in map(str.strip, only.split(",")) if pattern]
     for case in build_cases(sizes, place, compiles, options.seed):
         if not patterns or any(pattern in case.name for pattern in patterns):
@@ -85,7 +147,7 @@ def command(options: RunOptions, device: str, only: str, compiles: bool | None, 
     record = RunRecord(
         name="bench.operators",
         source="measured",
-        rows=rows,
+        rows=[row.to_row() for row in rows],
         started_utc=started,
         ended_utc=utc_now(),
         arguments={**options.arguments(), "device": device, "only": only, "repeats": repeats, "rounds": rounds},
@@ -99,12 +161,12 @@ def command(options: RunOptions, device: str, only: str, compiles: bool | None, 
     check(rows)
 
 
-def measure(case: Case, device: torch.device, name: str, repeats: int, rounds: int) -> list[Row]:
+def measure(case: Case, device: torch.device, name: str, repeats: int, rounds: int) -> list[OperatorRow]:
     """Measure each system and direction, one row each; a system that raises has a row with `failed` and no time."""
     import torch
 
     slopes: list[torch.Tensor] | None = None if case.has_backward else []
-    rows: list[Row] = []
+    rows: list[OperatorRow] = []
     expected: list[torch.Tensor] = []
     calls: dict[tuple[str, str], Callable[[], Sequence[torch.Tensor]]] = {}
     wide = [tensor.detach().double() for tensor in case.inputs]
@@ -118,42 +180,41 @@ def measure(case: Case, device: torch.device, name: str, repeats: int, rounds: i
             own = _calls(case, way, inputs, own_slopes)
             outputs = [*own[-1]()]
         except Exception as exc:  # noqa: BLE001 -- one system of several: its row says it, and the exit code
-            rows.append({"operator": case.name, "system": system, "failed": f"{type(exc).__name__}: {exc}"[:300]})
+            rows.append(OperatorRow(case.name, system, failed=f"{type(exc).__name__}: {exc}"[:300]))
             continue
         if system == "float64":
             expected = outputs
             continue
         errors = [_error(got, right) for got, right in zip(outputs, expected, strict=True)]
-        judged = {
-            "error": max(errors),
-            "over_tolerance": max(each / _tolerance(case, got) for each, got in zip(errors, outputs, strict=True)),
-        }
+        over = max(each / _tolerance(case, got) for each, got in zip(errors, outputs, strict=True))
         for direction, call in zip(case.directions, own, strict=True):
             calls[system, direction] = call
-            rows.append({"operator": case.name, "system": system, "direction": direction, **judged})
+            rows.append(OperatorRow(case.name, system, "", direction, max(errors), over))
     del expected, wide
     times = _time_in_turn(calls, device, repeats, rounds)
+    timed = []
     for row in rows:
-        if "failed" not in row:
-            key = row["system"], row["direction"]
-            row |= _figures(case, row["direction"], times[key], name) | _seen(calls[key], device)
-    return rows
+        key = row.system, row.direction
+        if row.failed:
+            timed.append(row)
+        else:
+            figures = _figures(case, row.direction, times[key], name)
+            timed.append(replace(row, figures=figures, launches=_launches(calls[key], device)))
+    return timed
 
 
-def check(rows: Sequence[Row]) -> None:
-    """Refuse figures of what computes something else.
+def check(rows: Sequence[OperatorRow]) -> None:
+    """Check that every implementation ran, and computed what float64 does.
 
     Raises:
-        CheckFailed: an error above the tolerance, or a system that did not run.
+        CheckFailed: an error is above the tolerance, or a system did not run.
     """
     for row in rows:
-        what = f"{row['operator']}, {row['system']}"
-        if "failed" in row:
-            raise CheckFailed(f"{what}: did not run: {row['failed']}")
-        if not row["over_tolerance"] < 1:
-            raise CheckFailed(
-                f"{what}: off by {row['error']:.2g} (relative), {row['over_tolerance']:.3g} x the tolerance"
-            )
+        name = f"{row.operator}, {row.system}"
+        if row.failed:
+            raise CheckFailed(f"{name}: did not run: {row.failed}")
+        if not row.over_tolerance < 1:  # a NaN too
+            raise CheckFailed(f"{name}: off by {row.error:.2g} (relative), {row.over_tolerance:.3g} x the tolerance")
 
 
 def _tolerance(case: Case, output: torch.Tensor) -> float:
@@ -259,28 +320,25 @@ def _time_on_host(call: Callable[[], object], repeats: int) -> list[float]:
     return times_us
 
 
-def _figures(case: Case, direction: str, each_us: list[float], name: str) -> Row:
+def _figures(case: Case, direction: str, each_us: list[float], name: str) -> Figures:
     index = case.directions.index(direction)
     median_us = statistics.median(each_us)
-    row: Row = {"time_us": median_us}
-    row |= {f"p{percent}_us": percentile(each_us, percent) for percent in (10, 90, 99)}
-    row["each_us"] = each_us
-    row |= {"bytes_moved": case.bytes_moved[index], "flops": case.flops[index], "share": None}
-    if row["flops"]:
-        todo, peak = row["flops"], peak_flops(name, "bfloat16")
+    p10_us, p90_us, p99_us = (percentile(each_us, percent) for percent in (10, 90, 99))
+    bytes_moved, flops = case.bytes_moved[index], case.flops[index]
+    if flops:
+        needed, peak = flops, peak_flops(name, "bfloat16")
     else:
-        todo, peak = row["bytes_moved"], memory_bandwidth(name)
-    if peak:
-        row["share"] = todo / peak / (median_us * 1e-6)
-    return row
+        needed, peak = bytes_moved, memory_bandwidth(name)
+    share = needed / peak / (median_us * 1e-6) if peak else None
+    return Figures(median_us, p10_us, p90_us, p99_us, each_us, bytes_moved, flops, share)
 
 
-def _seen(call: Callable[[], object], device: torch.device) -> Row:
-    """Kernels of one call, those of them that copy alone, and the most memory that it takes; null on a CPU."""
+def _launches(call: Callable[[], object], device: torch.device) -> Launches:
+    """Profile one call on a GPU; on a CPU nothing is known."""
     import torch
 
     if device.type != "cuda":
-        return {"kernels": None, "copies": None, "memory_gib": None}
+        return Launches()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -288,21 +346,19 @@ def _seen(call: Callable[[], object], device: torch.device) -> Row:
         call()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() or () if event.device_type.name == "CUDA"]
-    return {
-        "kernels": len(names),
-        "copies": sum("copy" in each.lower() or "CatArray" in each for each in names),
-        "memory_gib": (torch.cuda.max_memory_allocated() - before) / 2**30,
-        "kernel_names": names,
-    }
+    copies = sum("copy" in each.lower() or "CatArray" in each for each in names)
+    return Launches(len(names), copies, (torch.cuda.max_memory_allocated() - before) / 2**30, names)
 
 
-def _line(row: Row) -> str:
-    if "failed" in row:
-        return f"{row['operator']:22} {row['system']:24} failed: {row['failed']}"
-    share = "" if row["share"] is None else f"  {row['share']:5.1%} of the {'FLOPs' if row['flops'] else 'bandwidth'}"
-    seen = "" if row["kernels"] is None else f"  {row['kernels']} kernels, {row['copies']} copies"
-    memory = "" if row["memory_gib"] is None else f", {row['memory_gib']:.2f} GiB"
+def _line(row: OperatorRow) -> str:
+    if row.failed or row.figures is None:
+        return f"{row.operator:22} {row.system:24} failed: {row.failed}"
+    figures, launches = row.figures, row.launches
+    bound = "FLOPs" if figures.flops else "bandwidth"
+    share = "" if figures.share is None else f"  {figures.share:5.1%} of the {bound}"
+    kernels = "" if launches.kernels is None else f"  {launches.kernels} kernels, {launches.copies} copies"
+    memory = "" if launches.memory_gib is None else f", {launches.memory_gib:.2f} GiB"
     return (
-        f"{row['operator']:22} {row['system']:24} {row['direction']:17} {row['time_us']:10.1f} us"
-        f" ({row['p10_us']:.1f} to {row['p90_us']:.1f})  error {row['error']:.1e}{share}{seen}{memory}"
+        f"{row.operator:22} {row.system:24} {row.direction:17} {figures.time_us:10.1f} us"
+        f" ({figures.p10_us:.1f} to {figures.p90_us:.1f})  error {row.error:.1e}{share}{kernels}{memory}"
     )

@@ -71,6 +71,7 @@ def run_command(collective: Collective, request: Request) -> bool:
 
 
 def _save(record: RunRecord, request: Request, json_file: Path | None, stopped: str = "") -> None:
+    """Write the record as the JSON, CSV and JUnit files that were requested; `stopped`: why the run ended early."""
     if json_file is not None:
         tree = nccl_tests_json(record) | ({"errors": [stopped]} if stopped else {})
         write_text(json_file, json.dumps(tree, indent=1) + "\n")

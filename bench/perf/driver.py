@@ -79,7 +79,7 @@ class Case(NamedTuple):
 
 
 def load_collective(name: str) -> Collective:
-    """The collective of `bench.perf.collectives.<name>`."""
+    """Return the collective of `bench.perf.collectives.<name>`."""
     collective: Collective = importlib.import_module(f"bench.perf.collectives.{name}").COLLECTIVE
     return collective
 
@@ -122,7 +122,7 @@ def list_cases(collective: Collective, options: PerfOptions, backend: str, ranks
 
 
 def run_rank(context: RankContext, plan: Plan) -> None:
-    """Measure all that is planned as one rank, and report `Started` and rows; those of all ranks are alike."""
+    """Measure the plan as one rank, and report `Started` and rows; all ranks report the same."""
     options = plan.options
     timeout = timedelta(seconds=options.timeout_s) if options.timeout_s else None
     with meet(context.env, plan.url, timeout) as control:
@@ -139,7 +139,7 @@ def run_rank(context: RankContext, plan: Plan) -> None:
 
 
 def run_first_rank(context: RankContext, plan: Plan) -> None:
-    """`run_rank` for a launcher, which needs to hear of one rank only."""
+    """Run `run_rank` under a launcher, and report from rank 0 alone."""
     run_rank(context if context.env.rank == 0 else RankContext(context.env), plan)
 
 
@@ -173,7 +173,7 @@ def _run_all(context: RankContext, plan: Plan, backend: Backend, control: Contro
 
 
 def _affordable_bytes(backend: Backend, control: Control, options: PerfOptions) -> int:
-    """The largest size for which every rank has memory: two buffers, and masks while checking."""
+    """Return the largest size for which every rank has memory: two buffers, and masks while checking."""
     free = backend.free_bytes()
     most = options.max_bytes if free is None else int(free * _MEMORY_SHARE) // (3 if options.check else 2)
     # All ranks take the least of them: in a size that one rank skipped, the others would wait for it.
@@ -206,7 +206,7 @@ class _Bench:
         self._seed = 0
 
     def rows(self, sizes: Sequence[int]) -> Iterator[PerfRow]:
-        """Two rows a size: out of place, then in place."""
+        """Measure two rows a size: out of place, then in place."""
         cases, _ = list_cases(self._collective, self._options, self._backend.name, self._backend.ranks)
         for case in cases:
             self._control.barrier()
@@ -227,13 +227,13 @@ class _Bench:
             size *= 2
 
     def _calls(self, size: int, case: Case, in_place: bool, most: int) -> list[Call]:
-        """`most` calls; where the buffers are short they use the same stretches in turn."""
+        """Return `most` calls; if the buffers are short, calls use the same parts of them in turn."""
         elements = self._collective.count(size, DTYPES[case.dtype].itemsize, self._backend.ranks)
         calls = self._buffers.calls(self._collective, elements, case, in_place, max(most, 1))
         return [calls[number % len(calls)] for number in range(most)]
 
     def _bind(self, calls: Sequence[Call]) -> list[Launch]:
-        """A function for each call; calls on the same stretch share one."""
+        """Return a function for each call; calls on the same part of the buffers share one."""
         bound: dict[int, Launch] = {}
         for call in calls:
             if id(call) not in bound:
@@ -275,7 +275,7 @@ class _Bench:
         )
 
     def _prepare(self, call: Call, case: Case, seed: int) -> Data:
-        """Poison what comes out, then write what goes in: in that order, for in place they overlap."""
+        """Poison the output, then write the input: in this order, since they overlap in place."""
         op = case.op if self._collective.reduces else ""
         data = Data(self._backend.ranks, DTYPES[case.dtype], op, seed)
         poison(call.recv)
@@ -284,7 +284,7 @@ class _Bench:
         return data
 
     def _count_wrong(self, call: Call, case: Case, in_place: bool) -> int | None:
-        """Elements that came out wrong, on all ranks together; None where there was no check."""
+        """Return the number of wrong elements of all ranks; None if nothing is checked."""
         if self._options.check == 0 or (in_place and not self._collective.checks_in_place):
             return None
         backend, ranks = self._backend, self._backend.ranks
@@ -321,7 +321,7 @@ class Buffers:
     def calls(
         self, collective: Collective, count: int, case: tuple[str, str, int], in_place: bool, most: int
     ) -> list[Call]:
-        """Up to `most` calls, each on a stretch of its own as far as the buffers reach, so that no cache flatters.
+        """Return up to `most` calls, each on its own part of the buffers as far as they reach: caches do not help then.
 
         Args:
             count: elements of one part.
@@ -344,7 +344,7 @@ class Buffers:
         return calls
 
     def _share(self, whole: Tensor, extents: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Send and receive buffer in place: the smaller one is this rank's part of the larger one."""
+        """Return send and receive buffer in place: the smaller one is this rank's part of the larger one."""
         least = min(extents)
         if least * self._ranks != max(extents) or self._ranks == 1:  # of one length, or as near to it as a vector is
             return whole[: extents[0]], whole[: extents[1]]
@@ -369,7 +369,7 @@ class Timer:
         self._marks = backend.always_marks or bool(options.per_iter)
 
     def time(self, launches: Sequence[Launch]) -> Timing:
-        """Times in µs of one call; of single calls, where they are known, the longest of the ranks.
+        """Return times in µs: the mean of a call, and where known those of single calls, of the slowest rank.
 
         `launches` is `iters` times `agg_iters` calls.
         """
@@ -415,7 +415,7 @@ class Timer:
         )
 
     def _meet(self, launch: Launch) -> None:
-        """Begin together: a call that needs all ranks, so that devices are awake, then the same moment for all."""
+        """Make one call of all ranks, which wakes the devices, then have all begin at the same moment."""
         self._control.barrier()
         if self._backend.launches_ahead:
             launch()
@@ -429,7 +429,7 @@ class Timer:
         return [self._backend.batch(launches[first : first + size]) for first in range(0, len(launches), size)]
 
     def _run(self, launch_all: Launch) -> list[float]:
-        """Seconds until all was done and until all was launched."""
+        """Return the seconds until all calls were done, and until all were launched."""
         begin_s = time.perf_counter()
         launch_all()
         launched_s = time.perf_counter() - begin_s
@@ -437,7 +437,7 @@ class Timer:
         return [time.perf_counter() - begin_s, launched_s]
 
     def _run_marked(self, groups: Sequence[Launch]) -> tuple[list[float], list[float]]:
-        """Seconds as `_run`, and the seconds of single groups."""
+        """Return the seconds as `_run`, and those of each group."""
         backend = self._backend
         begin_s = time.perf_counter()
         marks = [backend.mark()]
@@ -473,7 +473,7 @@ class Timer:
         return [total_s, total_s], [backend.seconds(first, last) for first, last in pairs]
 
     def _run_graph(self, graph: Launch) -> list[float]:
-        """Seconds of one launch of a graph of all groups, until it was done and until it was launched.
+        """Launch a graph of all groups, and return the seconds until it was done and until it was launched.
 
         nccl-tests shows the second (-C) for all launches together; here it is of one, as the first.
         """
@@ -505,7 +505,7 @@ class Data:
         _tile(buffer.view(period.dtype), period)
 
     def count_wrong(self, result: Tensor, parts: Sequence[Part]) -> int:
-        """Elements of `result` that differ from what `parts` expect, in order.
+        """Return the number of elements of `result` that differ from what `parts` expect, in order.
 
         Parts that do not say how long they are share the result evenly; what is beyond the last one is not looked at.
         """
@@ -521,7 +521,7 @@ class Data:
         return wrong
 
     def _pattern(self, rank: int) -> Tensor:
-        """One period of a rank's input as int64."""
+        """Return one period of a rank's input as int64."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + rank)
         if self.op == "prod":
             return 1 + torch.randint(0, 2, (PERIOD,), generator=generator) * self._turn(rank, _MAX_DOUBLINGS)
@@ -534,12 +534,12 @@ class Data:
         return values * self._turn(rank, exact) if adds else values
 
     def _turn(self, rank: int, most: int) -> Tensor:
-        """1 where it is this rank's turn, else 0: at no element more than `most` ranks have theirs."""
+        """Return 1 at elements of this rank's turn, else 0; at most `most` ranks have their turn at one element."""
         stride = -(-self.ranks // most)
         return ((torch.arange(PERIOD) + rank) % stride == 0).long()
 
     def _bounds(self, part: Part) -> tuple[Tensor, Tensor]:
-        """One period of the least and of the greatest value allowed, from the part's first element on."""
+        """Return one period of the least and greatest allowed values, from the part's first element on."""
         if part.source is not None:
             low = high = self._pattern(part.source)
         elif self.op != "avg":
@@ -561,7 +561,7 @@ class Data:
         return _AVG_TOLERANCE_ULP + self.ranks if narrow else _AVG_TOLERANCE_ULP
 
     def _reduced(self) -> Tensor:
-        """One period of the reduction over all ranks, exact; the sum where the operator is the average."""
+        """Return one period of the exact reduction over all ranks; the sum if the operator is the average."""
         total = self._scaled(0)
         for rank in range(1, self.ranks):
             total = _combine(self.op, total, self._scaled(rank))
@@ -573,7 +573,7 @@ class Data:
 
 
 def poison(buffer: Tensor) -> None:
-    """Overwrite with what no check accepts: NaN, or a bit pattern that no result has."""
+    """Overwrite with values that no check accepts: NaN, or a bit pattern that no result has."""
     if buffer.dtype in _WIDER:
         buffer.view(torch.uint8).fill_(_POISON_FP8)
     elif buffer.dtype.is_floating_point:
@@ -591,7 +591,7 @@ def _combine(op: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _around(mean: Tensor, dtype: torch.dtype, tolerance_ulp: int) -> tuple[Tensor, Tensor]:
-    """The rounded mean, and some units in the last place to both sides."""
+    """Return the bounds of a rounded mean: some units in the last place below and above it."""
     rounded = mean.to(dtype).double()
     _, exponent = torch.frexp(rounded)
     ulp = torch.ldexp(torch.full_like(rounded, torch.finfo(dtype).eps), exponent - 1)
@@ -606,7 +606,7 @@ def _tile(buffer: Tensor, period: Tensor) -> None:
 
 
 def _count_outside(result: Tensor, low: Tensor, high: Tensor) -> int:
-    """NaN is outside of everything, so a result that was never written is wrong."""
+    """Count the elements outside the bounds; NaN is outside, so a result that was never written is wrong."""
     wrong = 0
     for stretch in torch.split(result, _BLOCK):
         block = stretch.to(low.dtype)

@@ -1,8 +1,8 @@
 """Rows of a bench and the record that they make, as nccl-tests writes it: the text table and the JSON of `-J`.
 
 `PerfRow` is what a rank reports, `Collector` makes records out of such rows, `LiveTable` prints each as it comes. The
-layout is that of nccl-tests 2.19.6, so that programs which read its output read ours. Omits nothing it prints for the
-flags that we honour; added are `#` lines on the backend, and on the algorithm and NVLS as NCCL tells of them.
+layout is that of nccl-tests 2.19.6, so that programs which read its output read ours. It has all that
+nccl-tests prints for the flags that we take, and further `#` lines: the backend, and NCCL's algorithm and NVLS.
 `perf_record` reads such JSON, ours or nccl-tests', so that two runs can be compared. Without torch: tables are made
 where there is none. Not covered: whether a figure is good; `netlayer accept judge` says that.
 """
@@ -119,7 +119,7 @@ class PerfRow:
 
 
 class Started(NamedTuple):
-    """A collective begins; `config` is what was resolved: devices, versions, sizes."""
+    """Begin of a collective; `config` is what was resolved: devices, versions, sizes."""
 
     name: str
     config: dict[str, Any]
@@ -151,7 +151,7 @@ class Collector:
         self._rows: list[PerfRow] = []
 
     def receive(self, message: object) -> None:
-        """One report, as it comes."""
+        """Take one report of a rank."""
         if isinstance(message, Started):
             self._close()  # ranks do not report an end: the next collective's start is it
             self._begun = self._open(message)
@@ -166,7 +166,7 @@ class Collector:
             self._on_row(self._begun, message)
 
     def finish(self) -> list[RunRecord]:
-        """All records; the ranks have ended."""
+        """Return all records, once the ranks have ended."""
         self._close()
         return self._records
 
@@ -209,21 +209,21 @@ class LiveTable:
         click.echo(format_row(row, record), nl=False)  # click flushes: a person sees each figure when it is there
 
     def so_far(self) -> RunRecord | None:
-        """The record of the lines that are whole; None where there is none."""
+        """Return the record of the complete lines until now; None if there is none."""
         # A line of the table is two rows, out of place and in place: one half alone has no place in the files.
         rows = [row.to_row() for row in self._rows[: len(self._rows) // 2 * 2]]
         return replace(self._begun, rows=rows, ended_utc=utc_now()) if self._begun and rows else None
 
 
 def format_table(record: RunRecord) -> str:
-    """The whole output of one bench, with its closing lines."""
+    """Format the whole output of one bench, with its closing lines."""
     # From the record's rows, not from what was measured: a file that is read again prints the same table.
     lines = (format_row(PerfRow.from_row(row), record) for row in record.rows)
     return "".join([format_head(record), *lines, format_foot(record)])
 
 
 def format_head(record: RunRecord) -> str:
-    """Everything above the first row."""
+    """Format the lines above the first row."""
     arguments, config = record.arguments, record.config
     version, factor = config["nccl_version"], arguments["step_factor"]
     step = f"{factor}(factor)" if factor > 1 else f"{arguments['step_bytes']}(bytes)"
@@ -261,7 +261,7 @@ def format_row(row: PerfRow, record: RunRecord) -> str:
 
 
 def format_foot(record: RunRecord) -> str:
-    """The closing lines: what went wrong, and the mean bandwidth."""
+    """Format the closing lines: wrong data, and the mean bandwidth."""
     wrong, mean = num_failed(record), mean_bus_bw(record)
     # Nobody asked for a bandwidth: no verdict is printed, as by nccl-tests.
     verdict = {None: "", True: "OK", False: "FAILED"}[fast_enough(record)]
@@ -279,19 +279,19 @@ def num_failed(record: RunRecord) -> int:
 
 
 def mean_bus_bw(record: RunRecord) -> float:
-    """Mean bus bandwidth over all sizes, in place and out of place alike, in GB/s."""
+    """Return the mean bus bandwidth over all sizes, in place and out of place, in GB/s."""
     # Not weighted by size, as in nccl-tests: small sizes, bound by latency, pull the mean down.
     return sum(row["bus_bw_gbs"] for row in record.rows) / len(record.rows) if record.rows else 0.0
 
 
 def fast_enough(record: RunRecord) -> bool | None:
-    """Whether the mean reaches the least bandwidth that was asked for; None where none was."""
+    """Return True if the mean reaches the least bandwidth of the options; None if they have none."""
     least = record.arguments["min_bw_gbs"]
     return None if least is None else mean_bus_bw(record) >= least * MIN_BW_SHARE
 
 
 def nccl_tests_json(record: RunRecord, argv: list[str] | None = None) -> dict[str, Any]:
-    """The tree that nccl-tests writes with `-J`, its odd types included; ours alone is `netlayer`."""
+    """Return the tree that nccl-tests writes with `-J`, with its types; only the key `netlayer` is ours."""
     variables = record.environment.get("variables", {})
     fast = fast_enough(record)
     return {
@@ -428,7 +428,7 @@ def _fit(value: float, width: int) -> str:
 
 
 def _pairs(record: RunRecord) -> Iterator[tuple[PerfRow, PerfRow]]:
-    """Rows two by two: out of place, and the same in place."""
+    """Return rows in pairs: out of place, and the same size in place."""
     # pairwise also yields each in-place row with the next size's row; the condition drops those.
     return ((out, into) for out, into in pairwise(map(PerfRow.from_row, record.rows)) if into.in_place)
 

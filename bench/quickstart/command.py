@@ -208,11 +208,11 @@ def _records(outcome: Outcome, seed: int, arguments: Mapping[str, Any], started:
             fabric(name="quickstart.fabric", source="simulated", rows=[fabric_summary(outcome)]),
             fabric(name="topology.ecmp", source="simulated", rows=simulated),
             fabric(
-                name="topology.ecmp", source="predicted", rows=[*predicted, *(row.row() for row in outcome.by_load)]
+                name="topology.ecmp", source="predicted", rows=[*predicted, *(row.to_row() for row in outcome.by_load)]
             ),
         ]
     return records
 
 
 def _of_source(rows: Sequence[TierCollisions], source: str) -> list[Row]:
-    return [row.row() for row in rows if row.source == source]
+    return [row.to_row() for row in rows if row.source == source]

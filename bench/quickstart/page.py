@@ -165,7 +165,7 @@ def _fabric(report: Report, outcome: Outcome) -> None:
         "same NICs and the same uplink capacity, with uplinks at NIC rate.",
         source="simulated",
     )
-    rows = pd.DataFrame([row.row() for row in outcome.collisions])
+    rows = pd.DataFrame([row.to_row() for row in outcome.collisions])
     uplinks = rows[(rows["tier"] == "tor-spine") & (rows["traffic"] == "permutation")].assign(
         design=lambda frame: frame["split"].map(_SPLIT)
     )
@@ -177,7 +177,7 @@ def _fabric(report: Report, outcome: Outcome) -> None:
             f"{int(uplinks['seeds'].max())} seeds; the closed form is a prediction.",
             source=["simulated", "predicted"],
         )
-    by_load = pd.DataFrame([row.row() for row in outcome.by_load]).assign(
+    by_load = pd.DataFrame([row.to_row() for row in outcome.by_load]).assign(
         design=lambda frame: frame["split"].map(_SPLIT)
     )
     section.chart(

@@ -8,6 +8,8 @@ reports/tune_202611.md as Markdown, and a record.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,16 @@ from bench.tune.profile import Gain
 from netlayer.command import RunOptions, run_options
 from netlayer.errors import ConfigError
 
+_EVERY_STEPS = "job.checkpoint.every_steps"
 _SIMULATED = ("placement.strategy", "NCCL_IB_QPS_PER_CONNECTION", "nic.profile")
 
 
 @click.command()
 @click.option("--device", default="H100", show_default=True, metavar="NAME", help="A100, H100, H200.")
-@click.option("--measured", "records", type=click.Path(path_type=Path), multiple=True, help="As of tune plan.")
-@click.option("--simulate", is_flag=True, help="As of tune plan.")
+@click.option(
+    "--measured", "records", type=click.Path(path_type=Path), multiple=True, help="As for `netlayer tune plan`."
+)
+@click.option("--simulate", is_flag=True, help="As for `netlayer tune plan`.")
 @run_options
 def main(options: RunOptions, device: str, records: tuple[Path, ...], simulate: bool) -> None:
     """Print what a plan gains over defaults and over everything off, and each setting's share, as Markdown.
@@ -52,99 +57,148 @@ def main(options: RunOptions, device: str, records: tuple[Path, ...], simulate: 
         with stages.open("settings off") as bar:
             rows = study_rows(planned, bar)
     arguments = {"device": device, "measured": [str(path) for path in records], "simulate": simulate}
-    keep_record(options, make_record(options, "tune.study", rows, started, arguments, config.model_dump(mode="json")))
+    columns = [row.to_row() for row in rows]
+    keep_record(
+        options, make_record(options, "tune.study", columns, started, arguments, config.model_dump(mode="json"))
+    )
     if str(options.json_file) != "-":
         for line in markdown(rows):
             click.echo(line)
 
 
-def study_rows(planned: Planned, on_progress: Any = lambda _done, _total, _name: None) -> list[dict[str, Any]]:
-    """Return a row for the whole against each comparison, and one a setting."""
+@dataclass(frozen=True)
+class WholeRow:
+    """The tuned step against a step with other settings: median seconds of both, and the share of the step saved."""
+
+    against: str
+    then_s: float
+    tuned_s: float
+    saved: Gain
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        times = {"then_s": self.then_s, "tuned_s": self.tuned_s}
+        return {"table": "whole", "against": self.against, **times, **_columns("saved", self.saved)}
+
+
+@dataclass(frozen=True)
+class SettingRow:
+    """One setting: its tuned and its default value, and the share of the step that it saves over default and off."""
+
+    setting: str
+    value: Any
+    default: Any
+    over_default: Gain
+    over_off: Gain
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        return {
+            "table": "setting",
+            "setting": self.setting,
+            "value": self.value,
+            "default": self.default,
+            **_columns("over_default", self.over_default),
+            **_columns("over_off", self.over_off),
+            "evidence": self.over_default.evidence,
+        }
+
+
+@dataclass(frozen=True)
+class LifeRow:
+    """The time between checkpoints over a run's life.
+
+    Args:
+        value: steps between two checkpoints.
+        every_s, usual_s: seconds between two checkpoints, as planned and by default.
+        ettr: effective training time ratio as planned.
+        over_default: points of it won over the default.
+    """
+
+    value: Any
+    every_s: float
+    usual_s: float
+    ettr: float
+    over_default: Gain
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
+        return {
+            "table": "life",
+            "setting": _EVERY_STEPS,
+            "value": self.value,
+            "every_s": self.every_s,
+            "usual_s": self.usual_s,
+            "ettr": self.ettr,
+            **_columns("over_default", self.over_default),
+            "evidence": "simulated",
+        }
+
+
+StudyRow = WholeRow | SettingRow | LifeRow
+
+
+def study_rows(planned: Planned, on_progress: Any = lambda _done, _total, _name: None) -> list[StudyRow]:
+    """Return a row for the whole step against each comparison, one a setting, and one for checkpoints if planned."""
     model, state = planned.model, planned.state
     assert model is not None
     assert state is not None
     plain = state
     for off in planned.offs.values():
         plain = off(plain)
-    rows = [
+    rows: list[StudyRow] = [
         _whole("defaults", model, state, estimated_start(planned)),
         _whole("all off", model, state, plain),
     ]
     for index, (key, off) in enumerate(planned.offs.items()):
         on_progress(index, len(planned.offs), key)
         setting, simulated = planned.settings[key], key in _SIMULATED
-        worth = model.gain(state, off(state), simulated=simulated)
-        gain = model.gain(state, planned.defaults[key](state), simulated=simulated)
-        rows.append(
-            {
-                "table": "setting",
-                "setting": key,
-                "value": setting.value,
-                "default": setting.default,
-                **_columns("over_default", gain),
-                **_columns("over_off", worth),
-                "evidence": gain.evidence,
-            }
-        )
+        over_off = model.gain(state, off(state), simulated=simulated)
+        over_default = model.gain(state, planned.defaults[key](state), simulated=simulated)
+        rows.append(SettingRow(key, setting.value, setting.default, over_default, over_off))
     if planned.checkpoints is not None:
-        checkpoints = planned.checkpoints
-        rows.append(
-            {
-                "table": "life",
-                "setting": "job.checkpoint.every_steps",
-                "value": planned.settings["job.checkpoint.every_steps"].value,
-                "every_s": checkpoints.every_s,
-                "usual_s": checkpoints.usual_s,
-                "ettr": checkpoints.ettr,
-                **_columns("over_default", checkpoints.gain),
-                "evidence": "simulated",
-            }
-        )
+        plan = planned.checkpoints
+        rows.append(LifeRow(planned.settings[_EVERY_STEPS].value, plan.every_s, plan.usual_s, plan.ettr, plan.gain))
     return rows
 
 
-def markdown(rows: list[dict[str, Any]]) -> list[str]:
+def markdown(rows: Sequence[StudyRow]) -> list[str]:
     """Return the rows as Markdown tables."""
     lines = ["| against | step then | step tuned | saved, of the step |", "|---|---|---|---|"]
-    for row in (row for row in rows if row["table"] == "whole"):
-        lines.append(f"| {row['against']} | {row['then_s']:.3f} s | {row['tuned_s']:.3f} s | {_cell(row, 'saved')} |")
+    for whole in (row for row in rows if isinstance(row, WholeRow)):
+        lines.append(f"| {whole.against} | {whole.then_s:.3f} s | {whole.tuned_s:.3f} s | {_cell(whole.saved)} |")
     lines += [
         "",
         "| setting | tuned | default | saved over the default | saved over off | evidence |",
         "|---|---|---|---|---|---|",
     ]
-    for row in (row for row in rows if row["table"] == "setting"):
-        value, default = (_text(row[name]) for name in ("value", "default"))
-        own = "is the default" if row["value"] == row["default"] else _cell(row, "over_default")
+    for one in (row for row in rows if isinstance(row, SettingRow)):
+        own = "is the default" if one.value == one.default else _cell(one.over_default)
         lines.append(
-            f"| `{row['setting']}` | {value} | {default} | {own} | {_cell(row, 'over_off')} | {row['evidence']} |"
+            f"| `{one.setting}` | {_text(one.value)} | {_text(one.default)} | {own} | {_cell(one.over_off)} "
+            f"| {one.over_default.evidence} |"
         )
-    for row in (row for row in rows if row["table"] == "life"):
+    for life in (row for row in rows if isinstance(row, LifeRow)):
         lines += [
             "",
-            f"A save each {row['every_s']:,.0f} s ({row['value']} steps) against each {row['usual_s']:,.0f} s: "
-            f"effective training time {row['ettr']:.1%}, {_cell(row, 'over_default', unit=' points')} more (simulated)",
+            f"A save each {life.every_s:,.0f} s ({life.value} steps) against each {life.usual_s:,.0f} s: "
+            f"effective training time {life.ettr:.1%}, {_cell(life.over_default, ' points')} more (simulated)",
         ]
     return lines
 
 
-def _whole(against: str, model: StepModel, tuned: State, then: State) -> dict[str, Any]:
+def _whole(against: str, model: StepModel, tuned: State, then: State) -> WholeRow:
     times, others = model.steps(tuned), model.steps(then)
-    return {
-        "table": "whole",
-        "against": against,
-        "then_s": float(np.median(others)),
-        "tuned_s": float(np.median(times)),
-        **_columns("saved", gain_of(1 - times / others, "formula")),
-    }
+    saved = gain_of(1 - times / others, "formula")
+    return WholeRow(against, float(np.median(others)), float(np.median(times)), saved)
 
 
 def _columns(name: str, gain: Gain) -> dict[str, float]:
     return {f"{name}_share": gain.share, f"{name}_low_share": gain.low, f"{name}_high_share": gain.high}
 
 
-def _cell(row: dict[str, Any], name: str, scale: float = 100, unit: str = "%") -> str:
-    share, low, high = (scale * row[f"{name}{part}_share"] for part in ("", "_low", "_high"))
+def _cell(gain: Gain, unit: str = "%") -> str:
+    share, low, high = (100 * value for value in (gain.share, gain.low, gain.high))
     return f"{share:.2f}{unit} ({low:.2f} to {high:.2f})"
 
 

@@ -157,7 +157,7 @@ def plan_buckets(
 def _pack_whole(
     parameters: Sequence[tuple[str, torch.Size]], world_size: int, align: int, first_rank: int
 ) -> tuple[tuple[Slot, ...], int]:
-    """Place whole parameters on ranks, the largest first, each where least lies; return slots, and a shard's size.
+    """Place whole parameters on ranks, the largest first, on the rank with least; return slots and a shard's size.
 
     Args:
         first_rank: which rank, modulo their number, has the largest: another one in each bucket.
@@ -210,7 +210,7 @@ class GradientShard:
         return self._pieces
 
     def release(self) -> None:
-        """Give the memory back, unless it was given in."""
+        """Free the memory, unless the caller owns it."""
         if not self._stays:
             self._flat_S = self._pieces = None
 
@@ -240,7 +240,7 @@ class Piece:
 
 
 def _kernel_syncs(master_S: Tensor, shard_S: Tensor) -> bool:
-    """Whether `collectives.sharded.sync_masters_kernel` computes on these.
+    """Whether `collectives.sharded.sync_masters_kernel` can run on these tensors.
 
     Triton's interpreter rounds to bfloat16 otherwise than GPUs and torch do, so there it is left to torch.
     """
@@ -340,7 +340,7 @@ class Bucket:
     """Whether there is memory for the parameters as the module has them, once they are gathered."""
 
     def note_holders(self) -> None:
-        """Note who holds the memory of the parameters, when all that does has a right to: others are aliases later."""
+        """Note the present holders of the parameters' memory; any that come later count as aliases."""
         self._num_holders = [num_holders(parameter) for parameter in self.parameters]
 
     def note_copied_in(self) -> None:
@@ -352,11 +352,11 @@ class Bucket:
 
     @property
     def steppable_shard(self) -> Tensor | None:
-        """Return `shard_S` where an optimiser may write it with the masters; None: there is none, or it is freed."""
+        """Return `shard_S` if an optimiser may write it with the masters; None if there is none, or it is freed."""
         return None if self.reshards else self.shard_S
 
     def copy_in_shard(self) -> None:
-        """Put the master shard where an all-gather in place takes it from."""
+        """Copy the master shard to where an in-place all-gather reads it."""
         # An optimiser that has written `shard_S` with the masters spares this pass over the shard.
         if self.shard_S is not None and (self.reshards or self._copied_in != self.master_S._version):
             self.shard_S.copy_(self.master_S)
@@ -377,7 +377,7 @@ class Bucket:
 
     @torch.no_grad()
     def sync_masters(self) -> None:
-        """Take over into the master shard what was written into the parameters.
+        """Copy into the master shard what was written into the parameters.
 
         An element counts as written where it is not what its master rounds to: all others keep their precision.
         """
@@ -395,7 +395,7 @@ class Bucket:
             torch.where(is_kept_S, self.master_S, self.shard_S, out=self.master_S)
 
     def note_masters_loaded(self) -> None:
-        """Note that masters were set with all their digits: a load of the parameters, which rounds, leaves them."""
+        """Note that masters were loaded in full precision, so that loading the (rounded) parameters keeps them."""
         self._loaded = self.master_S._version
 
     def holds_masters(self) -> bool:
@@ -431,13 +431,13 @@ class Bucket:
             return self._places() == self._addresses
 
     def _places(self) -> tuple[tuple[int, int], ...]:
-        """Return where each parameter lies: its address, or, where memory comes and goes, storage and offset."""
+        """Return each parameter's address, or its storage and offset if the memory is freed and allocated again."""
         if self.reshards:
             return tuple((p.untyped_storage()._cdata, int(p.storage_offset())) for p in self.parameters)
         return tuple((p.data_ptr(), 0) for p in self.parameters)
 
     def has_aliases(self) -> bool:
-        """Whether somebody holds a tensor over the memory of a parameter, such as its `.data`."""
+        """Whether the program holds a tensor over the memory of a parameter, such as its `.data`."""
         with torch._C.DisableTorchFunctionSubclass():
             return any(
                 num_holders(parameter) > usual
@@ -462,7 +462,7 @@ class Bucket:
 
     @property
     def is_wide_enough(self) -> bool:
-        """Whether gradients add up in a place where they lose no digits."""
+        """Whether gradients add up in a dtype that loses no digits."""
         return self.local_N is not None and self.local_N.dtype == torch.promote_types(
             self.local_N.dtype, self.plan.dtype
         )
@@ -565,7 +565,7 @@ class Bucket:
         return self.gradient.flat
 
     def release_gradient(self) -> None:
-        """Give the memory of the reduced gradient back until the next one comes; not while a piece has one."""
+        """Free the memory of the reduced gradient until the next one comes; not while a piece has one."""
         if all(piece.parameter.grad is None for piece in self.pieces):
             self.gradient.release()
 
@@ -623,7 +623,7 @@ class Bucket:
                 self.parameters[position].grad = self._stand_ins[position]
 
     def note_cleared(self, hides: bool, positions: Iterable[int] | None = None) -> None:
-        """Find whose `.grad` somebody has set to None since `show_reduced`: into `cleared`.
+        """Add to `cleared` the parameters whose `.grad` the program has set to None since `show_reduced`.
 
         Args:
             hides: take the stand-ins away, for new gradients to come.

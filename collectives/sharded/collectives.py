@@ -1,31 +1,32 @@
 """Collectives of a sharded model: all-gathers of parameters, reduce-scatters of gradients, and the comparison of steps.
 
 A `ReduceScatter` has three backends: gloo, NCCL with or without windows, and copy engines. An `AllGather` has gloo, and
-NCCL with or without windows, from which its copy engines gather where the group was made for that. Each says where what
-travels lies, and launches it on a communicator. Which bucket leaves when is `collectives.sharded.reduce`'s and
-`collectives.sharded.gather`'s; the buffers of a bucket are `collectives.sharded.bucket`'s. The
-comparison of steps, a collective before a round of reductions, stays here so that a gradient passes no further module.
+NCCL with or without windows, from which its copy engines gather where the group was made for that. Each backend chooses
+the buffers, and launches the collective on a communicator. `collectives.sharded.reduce` and
+`collectives.sharded.gather` decide which bucket is launched when; the buffers of a bucket are in
+`collectives.sharded.bucket`. The comparison of steps, a collective before a round of reductions, stays here so that a
+gradient passes no further module.
 
 [Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
 divided before the sum, by a power of two no less than the number of ranks (it rounds nothing but what is subnormal),
 and the rest of the mean's factor comes after it. Other dtypes have room, and are divided once, after the sum.
 
 [Note: means] Where NCCL divides by a power of two as it adds, that loses nothing and saves a pass over each shard; from
-windows it would take its slower kernels for that. `PeerReduce` divides as it adds. So elsewhere sums come, and are
-scaled as they are stored. Whoever divides the loss by the number of ranks wants no more than the sum (`mean=False`):
-nothing is scaled then.
+windows it would take its slower kernels for that. `PeerReduce` divides as it adds. All other backends return sums,
+which are scaled as they are stored. A program that divides its loss by the number of ranks needs the sum
+(`mean=False`), which is not scaled.
 
 [Note: replicas] Where several groups hold the same shards, each sum is all-reduced among the ranks that hold the same
 shard, in the dtype of the sum, before it is scaled and stored: bucket by bucket, after its reduce-scatter.
 
 [Note: what a check costs] A rank that skips a step alone launches the same collectives as the others, only for other
-data: nothing that is exchanged anyway would tell. So each rank sends the step that it is at, in a gather of its own
-before a round of reductions: not with the gradients (a rank sees its own slice of their sum alone), nor with the
-parameters (a shard has no room that would not tear parameters apart). Rounds 1, 2, 4, 8 and each 16th are checked: what
-has gone apart stays apart, so it is found all the same, and 15 of 16 rounds have no collective more. On CUDA nobody
-waits for it: the numbers are looked at in the next round, when they have come long ago. The first round waits, for what
-ranks do differently may hang there. A watch hears of it, a recorder does not. Nothing is compared inside the capture of
-a CUDA graph, or on a muted communicator.
+data: no collective that runs anyway would show it. So each rank sends its step number in a gather of its own before a
+round of reductions: not with the gradients (a rank sees only its own slice of their sum), nor with the parameters (a
+shard has no room for it). Rounds 1, 2, 4, 8 and each 16th are checked: ranks that differ keep differing, so they are
+found all the same, and 15 of 16 rounds have no further collective. On CUDA the host does not wait: it reads the numbers
+in the next round, when they have arrived long ago. The first round waits, for ranks that differ there may hang. A watch
+sees these gathers, a recorder does not. Nothing is compared inside the capture of a CUDA graph, or on a muted
+communicator.
 
 [Note: which step] The announced one (`ShardedDataParallel.start_step`, `Watch.begin_step`, `Recorder.begin_step`).
 Where not every rank announces one: the steps taken so far, and the forward passes in training that no backward pass

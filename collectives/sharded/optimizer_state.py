@@ -609,6 +609,7 @@ def _serving_get(original: Callable[..., Any], fqns_of: Callable[..., Iterable[s
 def _serving_load(original: Callable[..., None], fqns_of: Callable[..., Iterable[str]]) -> Callable[..., None]:
     """Wrap torch's `_load_optim_state_dict` so that optimisers over shards load their state by parameter names."""
 
+    # Loads optimizers of this module by name, and passes all others on to torch's function.
     @functools.wraps(original)
     def load(
         model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], state_dict: dict[str, Any], info: Any

@@ -1,20 +1,20 @@
 """Reduce-scatters of gradients, launched while the backward pass goes on (MegaScale 3.2).
 
 A round is one reduce-scatter of every bucket. Each backward pass outside `no_sync` is one round: a bucket is launched
-when all its gradients have come, what is then left is launched at the end of the pass, with zeros for parameters that
-got no gradient. A `BackwardStep` may step the optimiser bucket by bucket after the reductions of a step's last pass.
-Not covered: what a reduce-scatter itself is (`collectives.sharded.collectives`), and telling ranks apart, so every
-rank must run the same number of such passes between two calls of `finish`.
+when all its gradients have come; the others are launched at the end of the pass, with zeros for parameters without a
+gradient. A `BackwardStep` may step the optimiser bucket by bucket after the reductions of a step's last pass.
+Not covered: what a reduce-scatter itself is (`collectives.sharded.collectives`), and ranks that run different programs:
+every rank must run the same number of such passes between two calls of `finish`.
 
 [Note: launch order] A backend matches collectives by the order in which each rank launches them. Autograd may complete
 buckets in any order, and in another one on another rank (branches, unused parameters). So buckets are launched strictly
 from the last to the first, about the order in which gradients come; one that is ready early waits for its turn. Gathers
 may share the communicator: all that were begun are launched before a round, and those inside it at its fixed points.
 
-[Note: slots] Operators may write gradients straight to where they leave from (`collectives.sharded.slot`). In a round
-that is what will travel, in the dtype of the reduction, for the bucket alone that is launched next: its memory is then
-the one that is free, on every rank the same; what comes for others is copied at their launch. Where gradients add up
-over passes it is the wide sum on this rank. One rank alone has but one place: what the optimiser reads.
+[Note: slots] Operators may write gradients straight into the buffer that is sent (`collectives.sharded.slot`). In a
+round that is the send buffer of the bucket that is launched next, in the dtype of the reduction: its memory is free
+then, on every rank the same. Gradients of other buckets are copied at their launch. Where gradients add up over passes,
+the slot is in the wide sum on this rank. A rank alone has one place: the gradient that the optimiser reads.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _STEPPED = frozenset({GradientState.STEPPED, GradientState.STEP_FINISHED})
 
 
 class ReduceScatterQueue:
-    """Reduce-scatters of buckets, under way or landed, in the order of their launch.
+    """Reduce-scatters of buckets, under way or complete, in the order of their launch.
 
     Args:
         reduce_scatter: launches one.
@@ -86,7 +86,7 @@ class ReduceScatterQueue:
         return work
 
     def launch_rest_of_previous(self) -> None:
-        """Land the last but one: after the sends of the last, by when parts of peers in step have arrived.
+        """Complete the reduction before the last: by now, after the last one's sends, its parts have arrived.
 
         What lands may raise, and what was sent is still to be added: so it is no part of `launch`.
         """
@@ -94,7 +94,7 @@ class ReduceScatterQueue:
             self._works[-2][1].launch_rest()
 
     def launch_rest(self) -> None:
-        """Land the last one too: nothing comes after it."""
+        """Complete the last reduction too: none follows it."""
         if self._works:
             self._works[-1][1].launch_rest()
 
@@ -257,7 +257,7 @@ class GradientReduce:
         set_slot_source(parameter, SlotSource(give, defers, defer, promise))
 
     def _slot(self, index: int, position: int) -> GradientSlot | None:
-        """Return the place for a parameter's gradient, or None; begin the backward pass if that is its first one."""
+        """Return the slot for a parameter's gradient, or None; the first call begins the backward pass."""
         # An operator may ask for its slot before autograd calls the first hook.
         if not self._in_backward:
             self._begin_backward()
@@ -279,7 +279,7 @@ class GradientReduce:
 
     @contextmanager
     def deferring(self) -> Iterator[DeferredWeightGrads]:
-        """A backward pass inside leaves the gradients of linears' weights; it is no round, what computes them may be.
+        """Have backward passes in the block defer weight gradients of linears; computing them later may be a round.
 
         Raises:
             ValueError: every pass is a round, from stage 2 on; or the optimiser steps in the backward pass; or this is
@@ -317,7 +317,7 @@ class GradientReduce:
         return has_place
 
     def _promise(self, index: int, position: int, write: Write) -> Promise | None:
-        """Let a gradient come later in this backward pass: its bucket is not complete before; None: it has no place."""
+        """Let a gradient come later in this backward pass; its bucket waits for it. None if it has no slot."""
         if not self._in_backward:
             self._begin_backward()
         self._open(index)
@@ -468,7 +468,7 @@ class GradientReduce:
             self.state = GradientState.EMPTY
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, finished or not; every rank does so at the same place."""
+        """Drop all gradients, finished or not; every rank must call it at the same place."""
         if self.broken:
             self.abandon()
         # Reductions in flight still write into what is dropped here.
@@ -564,7 +564,7 @@ class GradientReduce:
             )
 
     def _exchange_used(self) -> None:
-        """Let all ranks know which parameters have a gradient; whoever has all of them never waits for the answer."""
+        """Exchange which parameters have a gradient; a rank that has all of them never waits for the others."""
         comm, replicas = self.comm, self._replicas
         if self._used_by_all is not None:
             self._used_by_all[0].wait()  # of a round before: it has landed long ago
@@ -606,7 +606,7 @@ class GradientReduce:
         return unused & {place for place, is_used in zip(places, shared.tolist(), strict=True) if not is_used}
 
     def _take_cleared(self, hides: bool) -> set[tuple[int, int]]:
-        """Forget the reduced gradients of parameters whose `.grad` somebody has set to None: their (bucket, position).
+        """Drop and return (bucket, position) of reduced gradients whose `.grad` the program has set to None.
 
         Args:
             hides: take away what stands for the other ones, for new gradients to come.
@@ -675,7 +675,7 @@ class GradientReduce:
         return index in self._reduced or self.buckets[index].keep_reduced()
 
     def _step_state(self) -> StepState:
-        """Return where this rank's program stands and its settings, for all ranks to compare."""
+        """Return this rank's step and settings, for all ranks to compare."""
         hook = self.post_reduce_hook
         return StepState(
             announced=announced_step(self.step, self.comm),

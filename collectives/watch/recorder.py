@@ -113,7 +113,7 @@ class Collective:
 
     @property
     def ended(self) -> Mark | None:
-        """Return the time of its end; that of its wait where there is no better one."""
+        """Return the time of the collective's end, or of its wait if its own end is not known."""
         return self.end if self.end is not None else self.wait_end_ns or None
 
     # Set by `Recorder.launching`, for the block alone.
@@ -145,7 +145,7 @@ class Collective:
 
 
 class Span(NamedTuple):
-    """Something with a beginning and an end, on the host's clock: one slice of a trace. Picklable."""
+    """Interval with a beginning and an end on the host's clock: one slice of a trace. Picklable."""
 
     name: str
     lane: str
@@ -156,7 +156,7 @@ class Span(NamedTuple):
 
 
 class _Timed:
-    """Begin and end of its block on the compute stream; kept once it is through, not outside a step or in a capture."""
+    """Begin and end of a block on the compute stream; dropped outside a step and in a capture."""
 
     __slots__ = ("_can_capture", "_recorder", "_start", "end", "start")
 
@@ -259,7 +259,7 @@ class StepComm:
         return sum(collective.num_bytes for collective in self.collectives)
 
     def counts(self) -> Counter[tuple[str, str]]:
-        """Number of collectives launched in this step, by (group, kind)."""
+        """Return the number of collectives launched in this step, by (group, kind)."""
         return _count(self.collectives)
 
     @property
@@ -269,7 +269,7 @@ class StepComm:
 
     @property
     def computations(self) -> Sequence[Computation]:
-        """Return what was computed in it, with begins and ends."""
+        """Return the computations of the step, with begins and ends."""
         return self._computed
 
     @property
@@ -316,7 +316,7 @@ class StepComm:
         return self.exposed_s / self.step_s if self.step_s > 0 else 0.0
 
     def spans(self) -> list[Span]:
-        """The step, its computations, its waits and its collectives, on the host's clock; waits for all of them.
+        """Return the step, its computations, waits and collectives on the host's clock; waits for all of them.
 
         A collective without a wait so far is omitted on the CPU, where its end is not known.
         """
@@ -337,7 +337,7 @@ class StepComm:
         return spans
 
     def _idle_s(self, wait: Wait) -> float:
-        """Seconds of a wait before its collective could start, and in which no other one was under way.
+        """Return the seconds of a wait before its collective could start, in which no other one was under way.
 
         The wait is over.
         """
@@ -374,7 +374,7 @@ class _Busy:
         self._before = list(itertools.accumulate(lengths, initial=0))
 
     def within(self, start_ns: int, end_ns: int) -> int:
-        """Nanoseconds of start..end that lie in the intervals."""
+        """Return the nanoseconds of start..end that lie in the intervals."""
         return self._until(end_ns) - self._until(start_ns)
 
     def _until(self, time_ns: int) -> int:
@@ -386,17 +386,17 @@ class _Busy:
 
 
 class Observer(Protocol):
-    """Takes what a recorder has recorded, as it comes; its calls return at once."""
+    """Receiver of what a recorder records, as it is recorded; its calls return at once."""
 
     def add_step(self, comm: StepComm) -> None:
-        """A step that was closed; its last times, and ends of its collectives, may still be on their way."""
+        """Take a step that was closed; its last times, and ends of its collectives, may not be known yet."""
 
     def add_collective(self, collective: Collective) -> None:
-        """A collective that was launched outside any step."""
+        """Take a collective that was launched outside any step."""
 
 
 class Recorder:
-    """Records the collectives of one rank; give None where a recorder is asked for to record nothing, at no cost.
+    """Recorder of the collectives of one rank. Functions that take a recorder take None too, and record nothing then.
 
     Args:
         device: where the computation runs; a CUDA device is timed by events: two for what is launched, and
@@ -461,11 +461,11 @@ class Recorder:
         return self._time_base
 
     def counts(self) -> Counter[tuple[str, str]]:
-        """Number of collectives by (group, kind), inside and outside steps, since the start or `reset`."""
+        """Return the number of collectives by (group, kind), inside and outside steps, since the start or `reset`."""
         return Counter(self._numbers) - self._at_reset
 
     def reset(self) -> None:
-        """Forget counts and steps; an open step goes on."""
+        """Drop counts and steps; an open step goes on."""
         # The numbers go on: they are compared between ranks.
         self._at_reset = Counter(self._numbers)
         self.steps.clear()

@@ -175,6 +175,7 @@ class _Flows:
 
 
 def _slice(span: Span, trace: RankTrace, tid: int, origin_ns: int) -> Event:
+    """Return a span as a complete event of Chrome's trace format, in microseconds since `origin_ns`."""
     return {
         "ph": "X",
         "name": _title(span),

@@ -159,8 +159,8 @@ def retransmit(
             findings = Findings(settings, flaps, *parts, longest_s=longest_s, nccl=nccl, command=_command_line())
             build_page(findings).write(out.part)
         tables = {
-            "recoveries": [row.row() for row in predicted],
-            "advices": [row.row() for row in advice_rows],
+            "recoveries": [row.to_row() for row in predicted],
+            "advices": [row.to_row() for row in advice_rows],
             "ring": ring_table,
         }
         _keep(out, tables, started, options, _command_line())

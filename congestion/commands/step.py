@@ -116,7 +116,7 @@ def step(
             whole = None
             if check:
                 whole = parts if last == whole_counts else run(whole_counts, stages, "whole, to check")[0]
-        rows = [_total(parts, whole), *({"table": "segment", **one.row()} for one in parts)]
+        rows = [_total(parts, whole), *({"table": "segment", **one.to_row()} for one in parts)]
         rows[0]["engine"] = [_engine(outcome) for outcome in runs]
         arguments = {"step": ",".join(map(str, plan.segments)), "exact": exact, "within": within, "check": check}
         config = {**plan.config, "congestion": settings.model_dump(mode="json")}
@@ -204,7 +204,7 @@ def _simulate(
 
 
 def _total(parts: Sequence[Repeated], whole: Sequence[Repeated] | None) -> dict[str, Any]:
-    rows = [one.row() for one in parts]
+    rows = [one.to_row() for one in parts]
     total: dict[str, Any] = {"table": "step", **{key: sum(row[key] for row in rows) for key in _SUMS}}
     total["exact"] = all(one.is_exact for one in parts)
     if whole is not None:

@@ -67,7 +67,7 @@ def wide(rows: Sequence[Recovery]) -> pd.DataFrame:
     frame = pd.DataFrame(
         [
             {
-                **row.setting.row(),
+                **row.setting.to_row(),
                 "gives up after": "never" if row.error_s is None else duration(row.error_s),
                 "flap": duration(row.flap_s),
                 "outcome": _QP_ERROR if row.recovery_s is None else duration(row.recovery_s),
@@ -123,11 +123,11 @@ def _recoveries(report: Report, findings: Findings) -> None:
         "modes": (by_mode, "By NIC and mode, with one timeout: early retransmissions decide what a short flap costs."),
     }
     for name, (settings, caption) in curves.items():
-        rows = [row.row() for row in recoveries(settings, flaps) if row.survives]
+        rows = [row.to_row() for row in recoveries(settings, flaps) if row.survives]
         if rows and (name == "recovery" or len(settings) > 1):
             section.chart(_curves(pd.DataFrame(rows)), name=name, caption=caption)
     longest = pd.DataFrame(
-        {**one.row(), "T": f"T = {one.timeout}", "R": f"R = {one.retry_cnt}", "longest_s": one.timers.last_send_s}
+        {**one.to_row(), "T": f"T = {one.timeout}", "R": f"R = {one.retry_cnt}", "longest_s": one.timers.last_send_s}
         for timeout in sorted({one.timeout for one in by_timeout} | _TIMEOUTS)
         for retry_cnt in range(1, 8)
         for one in [replace(last, timeout=timeout, retry_cnt=retry_cnt)]
@@ -163,7 +163,7 @@ def _judged(findings: Findings) -> str:
 
 def _advices(report: Report, findings: Findings) -> None:
     """Add the section on the least timeout that outlives a flap, and what it costs when a path is dead."""
-    rows = pd.DataFrame([advice.row() for advice in findings.advices])
+    rows = pd.DataFrame([advice.to_row() for advice in findings.advices])
     section = report.section(
         "Which timeout for which flap",
         "A longer timeout outlives a longer flap, and takes longer to find that a path is dead: until then NCCL stands "

@@ -46,7 +46,7 @@ class Setting:
             return "no floor"
         return "on" if self.adaptive else "off"
 
-    def row(self) -> Row:
+    def to_row(self) -> Row:
         return {"nic": self.nic, "timeout": self.timeout, "retry_cnt": self.retry_cnt, "adaptive": self.mode}
 
 
@@ -72,10 +72,10 @@ class Recovery:
         """Whether the queue pair outlives the flap."""
         return self.recovery_s is not None
 
-    def row(self) -> Row:
+    def to_row(self) -> Row:
         """Return the columns of a record."""
         return {
-            **self.setting.row(),
+            **self.setting.to_row(),
             "flap_s": self.flap_s,
             "survives": self.survives,
             "recovery_s": self.recovery_s,
@@ -107,7 +107,7 @@ class FlapAdvice:
     recovery_s: float
     error_s: float | None
 
-    def row(self) -> Row:
+    def to_row(self) -> Row:
         """Return the columns of a record."""
         return {**asdict(self), "source": "predicted"}
 
@@ -175,7 +175,7 @@ def ring_rows(
             predicted = float(recovery_s(timers, flap_s))
             rows.append(
                 {
-                    **setting.row(),
+                    **setting.to_row(),
                     "flap_s": flap_s,
                     **_ring_row(outcome, whole),
                     "predicted_s": predicted if np.isfinite(predicted) else None,

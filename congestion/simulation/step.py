@@ -104,7 +104,7 @@ class Repeated:
             return self.total_ps, self.total_ps
         return whole + self.skipped * min(self.seen_ps), whole + self.skipped * max(self.seen_ps)
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return a row for tables, in seconds."""
         low, high = self.bounds_ps
         return {

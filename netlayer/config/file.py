@@ -1,4 +1,4 @@
-"""The tree's way in and out: defaults < TOML file < `--set a.b=value`, and back to TOML.
+"""Reading and writing of the configuration tree: defaults < TOML file < `--set a.b=value`, and back to TOML.
 
 Not covered: which sections and keys there are, and their rules (`netlayer.config.tree`).
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_config(path: Path | None = None, overrides: Iterable[str] = (), *, option: str = "--config") -> Config:
-    """The resolved tree: defaults, then the TOML file, then each `a.b=value`.
+    """Return the resolved tree: defaults, then the TOML file, then each `a.b=value`.
 
     Args:
         option: what gave the path, for errors.
@@ -39,7 +39,7 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = (), *, opti
 
 
 def read_override(override: str, example: str) -> tuple[str, object]:
-    """Key and value of `a.b=value`.
+    """Return key and value of `a.b=value`.
 
     Raises:
         ConfigError: it has no key or no equals sign.
@@ -52,7 +52,7 @@ def read_override(override: str, example: str) -> tuple[str, object]:
 
 
 def example(name: str) -> Path:
-    """The path of one of `examples/`, in a checkout or as the installed package carries them."""
+    """Return the path of a file of `examples/`, in a checkout or in the installed package."""
     path = examples_folder() / f"{name}.toml"
     if path.is_file():
         return path
@@ -60,7 +60,7 @@ def example(name: str) -> Path:
 
 
 def to_toml(config: Config, *, describe: bool = False) -> str:
-    """The tree as TOML that `load_config` reads back to the same; `describe` adds each key's description."""
+    """Format the tree as TOML that `load_config` reads back; `describe` adds each key's description."""
     document = tomlkit.document()
     _fill(document, config, describe)
     return tomlkit.dumps(document)
@@ -112,7 +112,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _resolve(path: list[str]) -> list[str]:
-    """`overlap.dp` means `job.overlap.dp`: a first word that only one section knows may stand without it."""
+    """Complete a short key: `overlap.dp` is `job.overlap.dp`, since only one section has `overlap`."""
     if path[0] in Config.model_fields:
         return path
     owners = [

@@ -16,13 +16,13 @@ from netlayer.config.checkpoint import CheckpointConfig as CheckpointConfig
 from netlayer.config.errors import SWITCH_OR_AUTO, translate
 from netlayer.config.launch import LaunchConfig as LaunchConfig
 from netlayer.config.launch import StoreConfig as StoreConfig
+from netlayer.config.model import RecomputeModule, RecomputeModules, settle_recompute
+from netlayer.config.model import RopeScalingConfig as RopeScalingConfig
 from netlayer.config.observe import ObserveConfig
 from netlayer.config.parallel import ParallelConfig as ParallelConfig
 from netlayer.config.parallel import check_context, check_fp8
-from netlayer.config.recompute import RecomputeModule, RecomputeModules, settle_recompute
 from netlayer.config.renamed import with_new_keys
 from netlayer.config.resilience import ResilienceConfig
-from netlayer.config.rope import RopeScalingConfig as RopeScalingConfig
 from netlayer.config.section import Section as Section
 from netlayer.errors import ConfigError
 from netlayer.units import parse_rate, parse_size

@@ -151,7 +151,7 @@ class ForkServer:
 
     @property
     def refusal(self) -> str:
-        """Why it forks nothing; empty: it does, or it is still loading."""
+        """Reason for which the server forks nothing; empty if it does, or is still loading."""
         self._look(0.0)
         return self._refusal or ""
 
@@ -190,6 +190,7 @@ class ForkServer:
         self._process.wait()
 
     def _look(self, seconds: float) -> None:
+        """Wait up to `seconds` for the server's first message, that it is ready or why it refuses, or for its end."""
         if self._refusal is not None:
             return
         readable = select.select([self._socket], [], [], seconds)[0]

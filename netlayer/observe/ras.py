@@ -662,6 +662,7 @@ def _numbers(ranks: Iterable[Rank]) -> list[int]:
 
 
 def _row(comm: Communicator) -> dict[str, Any] | None:
+    """Return a row about a communicator with ranks that lag, are missing or have errors; None if it has none."""
     behind = comm.behind()
     if not behind and not comm.missing and not comm.errors:
         return None

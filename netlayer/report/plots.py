@@ -34,7 +34,7 @@ class Plot:
     source: tuple[Source, ...]
 
     def png(self, stamp: str) -> bytes:
-        """The picture at twice the screen's resolution; `stamp` is under its title, for a picture travels alone."""
+        """Return the plot as PNG at twice the screen's resolution, with `stamp` under its title."""
         spec = copy.deepcopy(self.spec)
         if spec.get("width") == "container":
             spec["width"] = PNG_WIDTH

@@ -1,17 +1,18 @@
-"""All ranks of a run wait here until each of them has come; those who have not are named.
+"""All ranks of a run wait here until every rank has arrived; an error names the ranks that have not.
 
-[Note: two operations a rank] Who comes adds one to a counter and waits for a key that the last one sets: over all
-ranks O(n), whatever the store, where all come within some seconds. The counter's name holds a digest of what must be
-the same on every rank, so a rank with another world size or version is never counted. Who has waited for some seconds
-also writes down who it is, and then waits for the verdict alone; the first of those reads what was written, says every
-ten seconds who is missing, and gives the verdict at its deadline. Where it dies, the next one reads. Who waits long
-asks a TCPStore every half second: its own wait hears no Ctrl-C, and torch logs each one that ends in time.
+[Note: two operations a rank] A rank that arrives adds one to a counter and waits for a key that the last one sets. If
+all arrive within seconds, these are O(n) operations over all ranks, whatever the store. The counter's name holds a
+digest of the values that all ranks must share, so a rank with another world size or version is not counted. A rank
+that has waited for some seconds also writes its card (rank, host, values) to the store, and then waits for the verdict
+alone. The first of these ranks reads the cards, logs every ten seconds which ranks are missing, and writes the verdict
+at its deadline. If it dies, the next one takes over. At a TCPStore a rank polls every half second in place of the
+store's own wait, which Ctrl-C does not interrupt, and of which torch logs each one that times out.
 
-[Note: a rank that comes twice] The counter's upper bits add up a mark of each rank, so who fills the world sees in the
-one sum whether it is the sum of all ranks. Where it is not, all write down who they are, and both are named.
+[Note: a rank that arrives twice] The counter's upper bits add up a mark of each rank. The rank that completes the count
+compares this sum with that of all ranks. If they differ, all ranks write their cards, and the error names both hosts.
 
-[Note: one verdict] That all have come, or why not, is one key that is set once (`compare_set`): who comes later,
-be it the last rank of the world, hears the same as the others.
+[Note: one verdict] The outcome (all have arrived, or why not) is one key that is set once (`compare_set`), so a rank
+that arrives later, even the last of the world, gets the same outcome as the others.
 
 Not covered: a server that is stopped and keeps its connections; TCPStore's client waits for it without end.
 """
@@ -45,12 +46,12 @@ __all__ = ["await_all"]
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 5.0  # after it a rank writes down who it is
-_SLICE_S = 2.0  # between two looks of the one that reads
-_LOOK_S = 0.5  # between two looks of each that waits long at a TCPStore
+_PATIENCE_S = 5.0  # after it a rank writes its card
+_SLICE_S = 2.0  # between two reads of the cards
+_LOOK_S = 0.5  # between two polls of a TCPStore
 _MOST_IN_TURN = 3  # slices after its deadline, a rank at the most takes over from a reader that died
-_TELL_EVERY_S = 10.0
-_HEARD_S = 5.0  # the longest that the rank which serves the store stays for the others to hear a failure
+_LOG_EVERY_S = 10.0
+_INFORMED_S = 5.0  # longest that the rank which serves the store stays for the others to read a failure
 _POLL_S = 0.05
 _SHORTEST_S = 0.01
 _CHUNK = 64  # ranks that write to one key
@@ -58,7 +59,7 @@ _MOST_NAMED = 8
 _WORLD_SIZE = "world size"
 _COUNT_BITS = 24  # of the counter; the marks of all ranks add up above it, and stay below 2^63
 _MARK_BITS = 20
-_VERDICT, _HEARD, _READERS = "verdict", "heard", "readers"
+_VERDICT, _INFORMED, _READERS = "verdict", "heard", "readers"
 
 
 def await_all(
@@ -74,14 +75,14 @@ def await_all(
 ) -> None:
     """Return when all ranks have called this with the same values.
 
-    Every call wants keys of its own: give it a PrefixStore.
+    Each call needs keys of its own: pass a PrefixStore.
 
     Args:
-        same: what must agree on all ranks besides the world size, by name.
-        timeout: the longest wait of the rank that came first; those after it wait as long as it does, and a few
-            seconds longer for its verdict.
-        patience_s: after this much of it, half of `timeout` at the most, names are exchanged.
-        serves: the store ends with this process, which therefore stays a moment for the others to hear a failure.
+        same: values by name that must be equal on all ranks, besides the world size.
+        timeout: longest wait of the rank that arrived first; later ones wait as long as it does, and a few seconds
+            longer for its verdict.
+        patience_s: seconds after which a rank writes its card; at most half of `timeout`.
+        serves: the store ends with this process, so it stays a moment for the others to read a failure.
         names: numbers by which errors name the ranks, those of another world, in rank order; None: `rank` itself.
 
     Raises:
@@ -99,7 +100,7 @@ def await_all(
         waiting.wait()
     except (RanksMissing, ConfigError):
         with contextlib.suppress(dist.DistError, StoreError):  # what is known already matters more
-            waiting.say_heard(stays=serves)
+            waiting.acknowledge(stays=serves)
         raise
     except dist.DistNetworkError as exc:
         whose = "rank 0, or whoever else serves it, has ended or given up; see its log"
@@ -114,7 +115,7 @@ def await_all(
 
 @dataclass(frozen=True)
 class _Card:
-    """A rank that has come."""
+    """A rank that has arrived, as it writes itself to the store."""
 
     rank: int
     host: str
@@ -130,6 +131,8 @@ class _Card:
 
 
 class _Waiting:
+    """One rank's wait for the others; see the notes above."""
+
     def __init__(
         self,
         store: Store,
@@ -149,8 +152,9 @@ class _Waiting:
         self._is_tcp = isinstance(_bottom(store), TCPStore)
 
     def wait(self) -> None:
+        """Count this rank, and wait until all are counted or the verdict says why not."""
         self._limit()
-        come, marks = self._come(1 + (_mark(self._rank) << _COUNT_BITS))
+        come, marks = self._arrive(1 + (_mark(self._rank) << _COUNT_BITS))
         if come > self._world_size:
             rule = f"has {come} ranks of {self._world_size}"
             raise ConfigError("run", None, rule, "a rank came twice, or the store holds an older run: take another id")
@@ -163,50 +167,52 @@ class _Waiting:
         elif not self._waits_for(self._all_here, self._patience_s):
             self._wait_long()
 
-    def say_heard(self, stays: bool) -> None:
+    def acknowledge(self, stays: bool) -> None:
         """Count this rank as informed; if it `stays`, return when every rank that left a card is."""
-        num_informed, until_s = self._store.add(_HEARD, 1), time.monotonic() + _HEARD_S
+        num_informed, until_s = self._store.add(_INFORMED, 1), time.monotonic() + _INFORMED_S
         while stays and num_informed < len(self._cards()) and time.monotonic() < until_s:
-            num_informed = self._store.add(_HEARD, 0)
+            num_informed = self._store.add(_INFORMED, 0)
             time.sleep(_POLL_S)
 
-    def _come(self, amount: int) -> tuple[int, int]:
-        """Add `amount` to the counter, and return how many have come and the sum of their marks."""
+    def _arrive(self, amount: int) -> tuple[int, int]:
+        """Add `amount` to the counter, and return how many ranks have arrived and the sum of their marks."""
         total = self._store.add(self._count, amount)
         return total & ((1 << _COUNT_BITS) - 1), total >> _COUNT_BITS
 
     def _limit(self) -> None:
-        """Let further requests wait for an absent store no longer than ranks are waited for."""
+        """Limit how long requests wait for a store that is away to the time left until the deadline."""
         self._store.set_timeout(timedelta(seconds=max(self._deadline_s - time.monotonic(), _SHORTEST_S)))
 
     def _wait_long(self) -> None:
+        """Write this rank's card, and wait for the verdict, or find it if no other rank does."""
         self._limit()
         card = _Card(self._rank, socket.gethostname(), _local_world_size(), self._values)
         append: Any = self._store.append  # type: ignore[attr-defined] # not in torch's types
         append(f"cards/{card.rank // _CHUNK}", json.dumps(asdict(card)) + "\n")
         turn = min(self._store.add(_READERS, 1) - 1, _MOST_IN_TURN)
-        grace_s = turn * min(_SLICE_S, self._patience_s)  # for the verdict of the one that reads, else it has died
+        grace_s = turn * min(_SLICE_S, self._patience_s)  # for the reader's verdict; without one the reader has died
         if not turn or not self._waits_for(_VERDICT, self._deadline_s + grace_s - time.monotonic()):
             self._read_until_decided()
-        self._hear()
+        self._apply(self._store.get(_VERDICT))
 
     def _read_until_decided(self) -> None:
-        tell_s = time.monotonic()
+        """Read the cards of waiting ranks again and again, until this rank or another has written the verdict."""
+        log_s = time.monotonic()
         while not self._waits_for(_VERDICT, min(_SLICE_S, self._patience_s)):
             self._limit()
             cards, now_s = self._cards(), time.monotonic()
             self._refuse_differing(cards)
             self._refuse_twice(cards)
-            # Who has just come has not written yet, and is not to be called missing.
-            have_written = len(cards) >= self._come(0)[0]
+            # A rank that has just arrived has no card yet, and must not be called missing.
+            have_written = len(cards) >= self._arrive(0)[0]
             if now_s >= self._deadline_s and (have_written or now_s >= self._deadline_s + self._patience_s):
                 self._give_up(cards)
-            if now_s >= tell_s:
-                tell_s += _TELL_EVERY_S
-                logger.warning("%s; giving up in %.0f s", self._words(cards), max(self._deadline_s - now_s, 0))
+            if now_s >= log_s:
+                log_s += _LOG_EVERY_S
+                logger.warning("%s; giving up in %.0f s", self._describe(cards), max(self._deadline_s - now_s, 0))
 
     def _waits_for(self, key: str, seconds: float) -> bool:
-        """Whether the key is set within so long. A store that is away is waited for too, up to the deadline."""
+        """Return True if the key is set within `seconds`; a store that is away is waited for up to the deadline."""
         until_s = time.monotonic() + seconds
         if self._is_tcp and key == _VERDICT:
             while not self._store.check([key]):
@@ -226,13 +232,11 @@ class _Waiting:
         return True
 
     def _decide(self, verdict: dict[str, Any]) -> None:
-        """Give the verdict, unless there is one; raise what it says unless all have come."""
-        self._obey(self._store.compare_set(_VERDICT, "", json.dumps(verdict)))
+        """Write the verdict unless there is one, and raise what it says unless all have arrived."""
+        self._apply(self._store.compare_set(_VERDICT, "", json.dumps(verdict)))
 
-    def _hear(self) -> None:
-        self._obey(self._store.get(_VERDICT))
-
-    def _obey(self, verdict_json: bytes) -> None:
+    def _apply(self, verdict_json: bytes) -> None:
+        """Raise the error that a verdict names; return if all have arrived."""
         verdict = json.loads(verdict_json)
         if "missing" in verdict:
             missing, message = tuple(self._names[rank] for rank in verdict["missing"]), verdict["said"]
@@ -246,7 +250,7 @@ class _Waiting:
             raise ConfigError("run", None, rule, "start every rank of the run alike")
 
     def _give_up(self, cards: list[_Card]) -> None:
-        self._decide({"missing": self._missing(cards), "said": self._words(cards)})
+        self._decide({"missing": self._missing(cards), "said": self._describe(cards)})
 
     def _refuse_differing(self, cards: Iterable[_Card]) -> None:
         by_name: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -274,7 +278,7 @@ class _Waiting:
             self._decide({"field": "RANK", "value": self._names[twice[0]], "rule": rule})
 
     def _cards(self) -> list[_Card]:
-        """Return the cards of those who have waited long, in rank order."""
+        """Return the cards that were written, in rank order."""
         last = (self._world_size - 1) // _CHUNK
         keys = [f"cards/{chunk}" for chunk in range(last + 1)]
         lines = [line for key in keys if self._store.check([key]) for line in self._store.get(key).splitlines()]
@@ -283,9 +287,10 @@ class _Waiting:
     def _missing(self, cards: Iterable[_Card]) -> list[int]:
         return sorted(set(range(self._world_size)) - {card.rank for card in cards})
 
-    def _words(self, cards: list[_Card]) -> str:
+    def _describe(self, cards: list[_Card]) -> str:
+        """Return which ranks are missing, of which hosts, and how many have arrived."""
         missing = self._missing(cards)
-        # Ranks are numbered host by host: who has come tells where its neighbours belong.
+        # Ranks are numbered host by host, so a card tells the host of its neighbours too.
         hosts = {
             rank: card.host
             for card in cards
@@ -309,12 +314,12 @@ def _local_world_size() -> int:
 
 
 def _mark(rank: int) -> int:
-    """A number that belongs to the rank, and is in no row with those of its neighbours."""
+    """Return a number of the rank that is unrelated to those of its neighbours, so that sums tell ranks apart."""
     return int.from_bytes(hashlib.blake2b(str(rank).encode(), digest_size=4).digest()) >> (32 - _MARK_BITS)
 
 
 def _bottom(store: Store) -> Store:
-    """The store below all prefixes."""
+    """Return the store below all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store

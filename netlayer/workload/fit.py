@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from netlayer.config.recompute import RECOMPUTE_MODULES
+from netlayer.config.model import RECOMPUTE_MODULES
 from netlayer.config.tree import ClusterConfig, JobConfig, ModelConfig
 from netlayer.errors import ConfigError
 from netlayer.workload.memory import estimate, gib

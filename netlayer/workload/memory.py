@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from netlayer.config.recompute import RecomputeModule
+from netlayer.config.model import RecomputeModule
 from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.workload.bucket_units import BucketUnit, bucket_units
 from netlayer.workload.buckets import (

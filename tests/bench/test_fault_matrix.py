@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 import bench.fault_matrix.__main__ as fault_matrix
 from bench.fault_matrix.report import BEGIN, END, lower_bound, main
+from bench.fault_matrix.rows import FaultRow
 from netlayer.errors import CheckFailed, ConfigError
 from netlayer.results import RunRecord
 
-Row = dict[str, Any]
 Losses = dict[int, float]
 
 
@@ -106,10 +106,10 @@ def test_a_run_that_was_stopped_in_time_goes_on_until_its_chain_is_whole(
     """Three calls: two faults of the first run, its third one, and the run after it; losses are those of all steps."""
     calls: list[tuple[str, int, list[str]]] = []
 
-    def run(folder: Path, _config: object, kinds: list[str], number: int, *rest: Any) -> tuple[list[Row], Losses]:
+    def run(folder: Path, _config: object, kinds: list[str], number: int, *rest: Any) -> tuple[list[FaultRow], Losses]:
         before = list(rest[-1])
         calls.append((folder.name, len(before), list(kinds)))
-        rows = before + [row(number, kind) for kind in kinds[: 1 if before else 2]]
+        rows = before + [FaultRow.from_row(row(number, kind)) for kind in kinds[: 1 if before else 2]]
         return rows, {step: float(step) for step in range(10 * len(rows))}
 
     monkeypatch.setattr(fault_matrix, "_run", run)
@@ -120,3 +120,12 @@ def test_a_run_that_was_stopped_in_time_goes_on_until_its_chain_is_whole(
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [each["run"] for each in rows] == [0, 0, 0, 1, 1]
     assert [(each["losses_equal"], each["losses"]) for each in rows] == [(30, 30)] * 3 + [(20, 20)] * 2
+
+
+def test_rows_of_earlier_records_are_read_and_written_as_they_are() -> None:
+    files = sorted((Path(__file__).parents[2] / "reports").glob("fault_matrix_cpu_*.json"))
+    records = [one for one in (json.loads(file.read_text()) for file in files) if one["name"] == "bench.fault_matrix"]
+    rows = [each for one in records for each in one["rows"]]
+    assert rows
+    for each in rows:
+        assert FaultRow.from_row(each).to_row() == each

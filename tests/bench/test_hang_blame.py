@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import hang_blame
-from bench.hang_blame import LAYOUTS, job_of, measure, measure_healthy, table
+from bench.hang_blame import LAYOUTS, HangRow, job_of, measure, measure_healthy, table
 from trainer.data.prepare import Corpus
 from trainer.train import prepare
 
@@ -33,24 +32,25 @@ def corpus_of(layout: str, folder: Path) -> Corpus:
 )
 def test_the_rank_with_the_fault_is_named(layout: str, kind: str, line: str, tmp_path: Path) -> None:
     row = measure(layout, kind, random.Random(0), corpus_of(layout, tmp_path), tmp_path)
-    assert row["right"], row
-    assert line in row["message"]
+    assert row.right, row
+    assert line in row.message
 
 
 @pytest.mark.slow
 def test_nobody_is_named_in_a_run_that_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_blame, "_SLEEP_S", 4.0)
     row = measure_healthy("dp2", random.Random(0), tmp_path)
-    assert row["right"], row
+    assert row.right, row
 
 
 def test_the_table_counts_by_layout_and_fault() -> None:
-    common: dict[str, Any] = {"layout": "dp2", "fault": "stop", "step_s": 0.5}
     rows = [
-        {**common, "right": True, "after_s": 1.0, "after_steps": 2.0},
-        {**common, "right": False, "after_s": 2.0, "after_steps": 4.0},
-        {"layout": "tp2", "fault": "none", "right": True},
+        HangRow("dp2", "stop", 0, [0], True, 0.5, step=7, after_s=1.0, after_steps=2.0),
+        HangRow("dp2", "stop", 1, [], False, 0.5, step=7, after_s=2.0, after_steps=4.0),
+        HangRow("tp2", "none", 0, [], True, 0.5),
     ]
+    columns = ["layout", "fault", "rank", "step", "named", "right", "step_s", "after_s", "after_steps", "message"]
+    assert list(rows[0].to_row()) == columns
     lines = table(rows).splitlines()
     assert lines[2] == "| dp2 | stop | 2 | 1 | 0.50 | 1.50 (2.00) | 3.0 (4.0) |"
     assert lines[3] == "| all in turn | none | 1 | 1 (nobody) | | | |"

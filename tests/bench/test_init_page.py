@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from bench.init_time.page import LABEL, REAL, build_page, exponents, line, summary
+from bench.init_time.page import build_page, exponents, summary
+from bench.init_time.ranks import Parts
+from bench.init_time.rows import RealRow, ShareRow, describe
 
 
 def share(method: str, ranks: int, seconds: float, source: str = "measured", store: str = "tcp", **more):
-    figures = {"operations": 100 * ranks, "bytes": 1000 * ranks, "think_s": 0.0, **more}
-    names = {"table": LABEL, "ranks": ranks, "method": method, "store": store, "source": source}
-    return {**names, "seconds": seconds, **figures}
+    counts = {"operations": 100 * ranks, "backend_operations": 0, "bytes": 1000 * ranks}
+    return ShareRow(ranks, method, store, **{"think_s": 0.0, "source": source, "seconds": seconds, **counts, **more})
 
 
 def real(method: str, store: str, factor: float):
     parts = ("gate", "groups", "groups_cpu", "backend", "first", "checkpoint", "step")
     figures = {f"{name}_s": 0.01 * factor for name in parts}
     wholes = {"start_s": 3.0, "whole_s": 0.05 * factor, "launched_s": 3.0 + 0.06 * factor}
-    return {"table": REAL, "ranks": 8, "method": method, "store": store, "turn": 0, **figures, **wholes}
+    return RealRow(8, method, store, 0, Parts(**figures, **wholes))
 
 
 def test_one_size_alone_has_no_exponent():
@@ -43,8 +44,8 @@ def test_every_line_of_a_summary_ends_in_a_figure():
 
 
 def test_a_line_has_both_wholes_and_what_was_thought():
-    assert "3.060 s from launch, 0.050 behind the gate" in line(real("ours", "redis", 1.0))
-    assert "2.500 s, 2 s of it thinking" in line(share("ours", 128, 2.5, think_s=2.0))
+    assert "3.060 s from launch, 0.050 behind the gate" in describe(real("ours", "redis", 1.0))
+    assert "2.500 s, 2 s of it thinking" in describe(share("ours", 128, 2.5, think_s=2.0))
 
 
 def test_the_page_names_its_columns_stacks_the_parts_and_marks_what_is_predicted():

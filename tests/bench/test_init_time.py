@@ -16,10 +16,10 @@ from bench.init_time import command as init_time
 from bench.init_time import server as init_server
 from bench.init_time import share as init_share
 from bench.init_time.bytes import num_bytes
-from bench.init_time.page import ALONE, BROKEN_OFF, LABEL, agrees_with_model
 from bench.init_time.real import Real, recorded, timed
 from bench.init_time.record import Talk
 from bench.init_time.replay import Replayed, replay
+from bench.init_time.rows import ALONE, BROKEN_OFF, LABEL
 from bench.init_time.traffic import Request, Way, backend_operations, encode, last_words, operations, requests
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.layout import ParallelLayout
@@ -67,9 +67,9 @@ def test_what_is_encoded_is_what_the_recorder_reads(way):
 def test_real_ranks_say_what_is_modelled(tmp_path):
     real = Real(ParallelLayout(tp=2, dp=2), "gloo", False, tmp_path)
     rows = list(recorded(real, [Way("torch", "tcp"), REDIS]))
-    assert [row["method"] for row in rows] == ["torch", "ours"]
-    assert all(agrees_with_model(row) for row in rows), rows
-    assert rows[1]["operations"] == 3 * 4 + 1
+    assert [row.method for row in rows] == ["torch", "ours"]
+    assert all(row.agrees_with_model for row in rows), rows
+    assert rows[1].operations == 3 * 4 + 1
 
 
 @pytest.mark.slow
@@ -77,12 +77,12 @@ def test_real_ranks_say_what_is_modelled(tmp_path):
 def test_every_way_says_what_is_modelled_and_its_groups_sum_right(tmp_path):
     real = Real(ParallelLayout(tp=2, pp=2, dp=2), "gloo", False, tmp_path)
     ways = [*TCP, REDIS]
-    assert all(agrees_with_model(row) for row in recorded(real, ways))
+    assert all(row.agrees_with_model for row in recorded(real, ways))
     rows = list(timed(real, ways, 1))  # each rank checks its groups' sums
     assert len(rows) == len(ways)
     for row in rows:
-        assert row["source"] == "measured"
-        assert row["launched_s"] > row["start_s"] + row["whole_s"] - row["gate_s"] > 0
+        assert row.to_row()["source"] == "measured"
+        assert row.parts.launched_s > row.parts.start_s + row.parts.whole_s - row.parts.gate_s > 0
 
 
 def replayed(way: Way, layout: ParallelLayout, *_: object, **__: object) -> Replayed:

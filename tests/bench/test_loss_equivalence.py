@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import pytest
 
 from bench.loss_equivalence import compare
@@ -5,7 +7,7 @@ from bench.loss_equivalence import compare
 
 def test_each_step_shows_both_losses_and_how_far_they_are_apart() -> None:
     alone, several = [{"step": 1, "loss": 7.5}], [{"step": 1, "loss": 7.25}]
-    assert compare(alone, several) == [
+    assert [asdict(row) for row in compare(alone, several)] == [
         {"step": 1, "loss_one_rank": 7.5, "loss_ranks": 7.25, "difference": 0.25},
     ]
 

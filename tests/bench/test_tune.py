@@ -290,13 +290,14 @@ def test_without_a_device_no_gain_of_a_step_is_given() -> None:
 
 
 def test_study_sets_the_plan_against_defaults_and_against_all_off(planned: Any) -> None:
-    rows = study_rows(planned)
+    study = study_rows(planned)
+    rows = [row.to_row() for row in study]
     against = {row["against"]: row for row in rows if row["table"] == "whole"}
     assert against["all off"]["then_s"] >= against["defaults"]["then_s"] >= against["defaults"]["tuned_s"]
     for row in (row for row in rows if row["table"] == "setting"):
         assert row["over_off_low_share"] <= row["over_off_share"] <= row["over_off_high_share"]
         assert row["value"] != row["default"] or row["over_default_share"] == 0
-    lines = markdown(rows)
+    lines = markdown(study)
     assert sum(line.startswith("| `") for line in lines) == len(planned.offs)
 
 

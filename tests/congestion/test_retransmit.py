@@ -217,4 +217,4 @@ def test_records_have_the_columns_and_values_that_they_had_as_mappings():
     settings = [Setting("connectx-5", 14, 3), Setting("connectx-5", 18, 7, False), Setting("rxe", 14, 7)]
     rows = [recoveries(settings, [0.001, 0.5, 5.0]), advices([0.01, 5.0], "connectx-5", 7)]
     golden = Path(__file__).parent / "golden" / "retransmit_rows.json"
-    assert json.dumps([[row.row() for row in part] for part in rows]) == golden.read_text(encoding="utf-8").strip()
+    assert json.dumps([[row.to_row() for row in part] for part in rows]) == golden.read_text(encoding="utf-8").strip()

@@ -87,7 +87,7 @@ def test_what_is_left_repeats_what_was_seen_three_times() -> None:
     assert one.took_ps == (12, 11, 10, 10, 20)
     assert one.total_ps == 63 + 95 * 10
     assert one.bounds_ps == (one.total_ps, one.total_ps)
-    row = one.row()
+    row = one.to_row()
     assert (row["simulated"], row["period"], row["skipped_as"], row["total_s"]) == (5, 1, "repeats exactly", 1013e-12)
 
 

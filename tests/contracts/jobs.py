@@ -53,7 +53,7 @@ SWITCHES: Mapping[tuple[str, str], Sequence[Any]] = {
     ("overlap", "peer_memory"): (True, False),
     ("overlap", "peer_reduce"): (True, False),
     ("optimizer", "name"): ("adamw", "lamb"),
-    ("batch", "global_batch_size"): (16, 8),
+    ("batch", "global_batch_size"): (8, 4),
 }
 Choice = tuple[int, ...]
 """An index into the values of each switch."""
@@ -123,7 +123,7 @@ def float8() -> list[JobConfig]:
         tree = {
             "model": {**shape, **narrow, "fp8": recipe, "fp8_tp_gather": "tp" in degrees},
             "parallel": {"dp": 1, "zero": zero, **degrees},
-            "batch": {"global_batch_size": 8, "micro_batch_size": 1},
+            "batch": {"global_batch_size": 4, "micro_batch_size": 1},
             "overlap": {"bucket_mib": bucket_mib},
         }
         jobs.append(build_config({"cluster": {"gpus_per_server": RANKS}, "job": tree}).job)

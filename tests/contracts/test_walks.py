@@ -19,16 +19,12 @@ MOST = {
     "flow": 39,
     "nic apply": 18,
     "nccl-tests row": 6,
-    "job file": 121,
+    "job file": 119,
 }
-# Nine or ten of each are the rank's events, from the monitor to its file: each is also used without the others.
-# `netlayer.config.parallel` and `.checkpoint` are sections that had no place in the tree's module any more; memory is
-# counted by the same buckets as are made (`netlayer.workload.buckets`), and a supervisor asks for progress
-# (`trainer.resilience.progress`). Pods of Kubernetes have a section file too, and a machine's boot has one home.
-# What is recomputed has a file beside the tree's too (`netlayer.config.recompute`), and so have scaled positions
-# (`netlayer.config.rope`), for the tree's was full. Bytes and memory ask one module for what shares a bucket
-# (`netlayer.workload.bucket_units`), where each had its own list. Late steps have one beside the monitor.
-MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 74, 8
+# Ten of each record the rank's events, from the monitor with its late steps to the file. Five are sections of the
+# configuration that do not fit into the tree's module. Ten of `netlayer.workload` estimate memory; `bucket_units` is
+# apart from `buckets` because collectives use the latter without a configuration. Nine let ranks meet.
+MOST_UP_TO_THE_LOOP, MOST_ON_THE_PATH_TO_THE_LOOP = 73, 8
 _PARAGRAPHS = {
     "gradient": "**A gradient**",
     "reduced gradient": "**A reduced gradient**",

@@ -53,7 +53,7 @@ def test_megascale_collides_less_with_the_split() -> None:
 
 def test_there_is_a_row_for_every_case_and_it_is_json() -> None:
     rows = compare_split(_tree(), seeds=[3, 4])
-    columns = [row.row() for row in rows]
+    columns = [row.to_row() for row in rows]
     assert json.loads(json.dumps(columns, allow_nan=False)) == columns
     assert len(rows) == 2 * len(USUAL_TRAFFICS) * (len(USUAL_HASHES) * 7 + 4)
     assert {row.source for row in _pick(rows, hash_name=CLOSED_FORM)} == {"predicted"}

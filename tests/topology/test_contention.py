@@ -91,7 +91,7 @@ def test_shares_of_a_group_by_hand() -> None:
     (uplinks,) = [each for each in members(held.loaded) if each.tier == Tier.TOR_SPINE]
     assert uplinks.share.shape == (1, held.loaded.fabric.design.tor_uplinks)
     assert sorted(uplinks.share[0])[-3:] == [0, 0.25, 0.75]
-    row = uplinks.row()
+    row = uplinks.to_row()
     assert (row["max_share"], row["unused_members"], row["groups"]) == (0.75, row["members"] - 2, 1)
     assert row["binomial_deviation"] == pytest.approx(np.sqrt((row["members"] - 1) / 4))
     assert uplinks.first_link.tolist() == [held.loaded.fabric.tier_links(Tier.TOR_SPINE).start]

@@ -69,7 +69,7 @@ def test_every_rate_has_a_bottleneck_and_names_say_where() -> None:
 
 def test_rows_are_means_over_seeds_and_json() -> None:
     rows = graph_rows(diamond(), _flows([(0, 2), (1, 2)]), seeds=range(4), hashes=["random", "crc16"])
-    columns = [row.row() for row in rows]
+    columns = [row.to_row() for row in rows]
     assert json.loads(json.dumps(columns, allow_nan=False)) == columns
     tiers = ["host-switch1", "switch1-switch2", "switch2-switch1", "switch1-host", "fabric"]
     assert [(row.hash_name, row.tier) for row in rows] == [

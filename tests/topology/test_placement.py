@@ -144,7 +144,7 @@ def test_around_failed_servers_few_ranks_move() -> None:
     assert 10 <= found.slots_moved == len(moved) <= 30
     assert found.cost_after <= found.cost_before
     assert not found.cut_short
-    row = found.row("given", 8)
+    row = found.to_row("given", 8)
     assert (row["ranks_moved"], row["start"]) == (8 * len(moved), "given")
     assert improve(fabric, flows, start, usable_servers(cluster.servers, busy, lost), max_seconds=0).cut_short
     kept = found.given_up(start)

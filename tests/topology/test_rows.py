@@ -33,6 +33,6 @@ def rows_of(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_records_have_the_same_columns_and_values(name: str) -> None:
-    rows = [row.row() for row in rows_of(name)]
+    rows = [row.to_row() for row in rows_of(name)]
     assert [list(row) for row in rows] == [list(row) for row in GOLDEN[name]]
     assert json.dumps(rows) == json.dumps(GOLDEN[name])

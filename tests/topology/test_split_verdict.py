@@ -31,7 +31,7 @@ def test_where_it_halves_is_interpolated_between_the_loads() -> None:
     (claim,) = claims(_rows((0.25, 0.3), (0.5, 0.55), (1.0, 0.8)))
     assert claim.halves == ((0.25, pytest.approx(0.45)),)
     assert claim.words == "halved up to 45% load, lowered above; x0.80 at full load"
-    assert claim.row()["lowered_at"] == "from 45% load"
+    assert claim.to_row()["lowered_at"] == "from 45% load"
 
 
 def test_a_curve_that_comes_back_has_two_stretches() -> None:

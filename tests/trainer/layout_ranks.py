@@ -336,7 +336,7 @@ def mean_loss(model: ParallelModel, loss: Tensor) -> float:
 
 
 def whole(model: ParallelModel, *, gradients: bool = False) -> State:
-    """Every parameter as one process has it, or its gradient, from all ranks."""
+    """Return on rank 0 every parameter as one process has it, or its gradient, from all ranks; nothing on others."""
     own: dict[str, tuple[Any, Tensor]] = {}
     for chunk in model.chunks:
         cut = parts(chunk.module)
@@ -354,8 +354,12 @@ def whole(model: ParallelModel, *, gradients: bool = False) -> State:
         own |= {name: (cut.get(name), tensor.cpu()) for name, tensor in state.items()}
     each: list[dict[str, tuple[Any, Tensor]]] = [own]
     if model.layout.world_size > 1:
+        # To one rank alone: reading the tensors of all others took each rank as long as two steps.
+        is_first = dist.get_rank() == 0
         each = [{} for _ in range(model.layout.world_size)]
-        dist.all_gather_object(each, own)
+        dist.gather_object(own, each if is_first else None)
+        if not is_first:
+            return {}
     found: State = {}
     for stage in range(model.layout.pp):
         ranks = [model.layout.rank(tp=tp, pp=stage) for tp in range(model.layout.tp)]

@@ -44,30 +44,31 @@ QWEN = {
     "norm_eps": 1e-3,
     "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64},
 }
+TWO_LAYERS = {"layers": 2}  # enough where no pipeline cuts the model, at half the time
 COVER = [
     ({"tp": 2, "pp": 2}, {**PARALLEL, "qk_norm": True, "head_dim": 4}, {}),
     ({"pp": 2, "dp": 2, "vpp": 2}, LLAMA, {}),
-    ({"tp": 2, "dp": 2}, QWEN, {}),
-    ({"tp": 4}, {**PARALLEL, "recompute": "full"}, {"tp": False}),
+    ({"tp": 2, "dp": 2}, {**QWEN, **TWO_LAYERS}, {}),
+    ({"tp": 4}, {**PARALLEL, **TWO_LAYERS, "recompute": "full"}, {"tp": False}),
     ({"pp": 4}, {"recompute": "selective"}, {"pp": False}),
-    ({"dp": 4}, PARALLEL, {"dp": False}),
+    ({"dp": 4}, {**PARALLEL, **TWO_LAYERS}, {"dp": False}),
     ({"tp": 2, "pp": 2, "vpp": 2}, LLAMA, {"save_gathered_input": True}),
     ({"pp": 2, "dp": 2, "vpp": 2}, PARALLEL, {"pp": False}),
-    ({"tp": 2, "dp": 2}, PLAIN, {"save_gathered_input": True}),
+    ({"tp": 2, "dp": 2}, TWO_LAYERS, {"save_gathered_input": True}),
     ({"tp": 2, "pp": 2}, {"recompute": "full"}, {}),  # cut in the midst of a block
 ]
 SHARDED = [
-    ({"dp": 4, "zero": 2}, LLAMA, {}),
+    ({"dp": 4, "zero": 2}, {**LLAMA, **TWO_LAYERS}, {}),
     ({"dp": 4, "zero": 3}, PLAIN, {}),
-    ({"tp": 2, "dp": 2, "zero": 3}, {**QWEN, "recompute": "selective"}, {"prefetch": 1}),
+    ({"tp": 2, "dp": 2, "zero": 3}, {**QWEN, "layers": 3, "recompute": "selective"}, {"prefetch": 1}),
     ({"pp": 2, "dp": 2, "zero": 3}, {**LLAMA, "recompute": "full"}, {}),
     ({"pp": 2, "dp": 2, "vpp": 2, "zero": 3}, PARALLEL, {"dp": False}),
     ({"pp": 2, "dp": 2, "zero": 2}, PLAIN, {}),
 ]
 
 REPLICATED = [
-    ({"dp": 2, "dp_replicate": 2}, PLAIN, {}),
-    ({"tp": 2, "dp_replicate": 2}, QWEN, {}),
+    ({"dp": 2, "dp_replicate": 2}, TWO_LAYERS, {}),
+    ({"tp": 2, "dp_replicate": 2}, {**QWEN, **TWO_LAYERS}, {}),
     ({"dp": 2, "dp_replicate": 2, "zero": 3}, PARALLEL, {}),
 ]
 MORE_REPLICATED = [
@@ -199,10 +200,10 @@ def test_replicas_train_as_one_process_in_float32(work: Work, by_rank: ByRank) -
 
 
 COPIED: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
-    ({"dp": 4}, PARALLEL, {}),
+    ({"dp": 4}, {**PARALLEL, **TWO_LAYERS}, {}),
     ({"pp": 2, "dp": 2, "vpp": 2}, LLAMA, {}),
-    ({"tp": 2, "dp": 2}, PLAIN, {}),
-    ({"dp": 4}, LLAMA, {"peer_reduce": False}),
+    ({"tp": 2, "dp": 2}, TWO_LAYERS, {}),
+    ({"dp": 4}, {**LLAMA, **TWO_LAYERS}, {"peer_reduce": False}),
 ]
 
 
@@ -270,7 +271,7 @@ SLOTTED: list[tuple[dict[str, int], dict[str, Any]]] = [
     4,
     layout_ranks.slotted,
     [
-        job_of(degrees, {"layers": 2, **model}, {}).model_copy(
+        job_of(degrees, {"layers": 1, **model}, {}).model_copy(
             update={"batch": BatchConfig(global_batch_size=size, micro_batch_size=2)}
         )
         for degrees, model in SLOTTED

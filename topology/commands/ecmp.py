@@ -178,7 +178,7 @@ def _compare(
             observe=distribution.add,
             progress=bar,
         )
-    tables = {"collisions": [row.row() for row in rows]}
+    tables = {"collisions": [row.to_row() for row in rows]}
     return rows, tables | {"link_use": distribution.link_rows(), "tor_collisions": distribution.tor_rows()}
 
 

@@ -62,7 +62,7 @@ def run(options: RunOptions, params: dict[str, Any]) -> None:
             for name, table in tables.items():
                 save_table(pd.DataFrame(table).assign(**which), out.part, name)
             kept = {
-                "collisions": [row.row() for row in rows],
+                "collisions": [row.to_row() for row in rows],
                 "time": [{**which, "flows": len(flows), **loaded.times()}],
                 "bottleneck": [{**which, **row} for row in loaded.bottlenecks()],
             }

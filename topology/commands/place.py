@@ -137,7 +137,7 @@ def command(
                 improved, then = improved.given_up(start), {**now, "placement": improved.placement.name}
             placements.append(improved.placement)
             rows.append(then)
-            optimised.append(improved.row(start.name, cluster.gpus_per_server))
+            optimised.append(improved.to_row(start.name, cluster.gpus_per_server))
         for placement, row in zip(placements, rows, strict=True):
             row["unusable_servers"] = int((~usable[placement.server]).sum())
             row["over_best_share"] = _over(row["time_s"], min(float(each["time_s"]) for each in rows))

@@ -77,9 +77,9 @@ def command(options: RunOptions, seeds: int, processes: int | None, dask: str | 
             with stages.open("page"):
                 page = build_page(findings).write(out.part)
         tables = {
-            "claims": [claim.row() for claim in findings.claims],
-            "split": [shares.row() for shares in findings.by_load],
-            "ratios": [ratio.row() for ratio in findings.ratios],
+            "claims": [claim.to_row() for claim in findings.claims],
+            "split": [shares.to_row() for shares in findings.by_load],
+            "ratios": [ratio.to_row() for ratio in findings.ratios],
             "link_use": findings.link_use,
             "tor_collisions": findings.tor_collisions,
             "tiers": use_rows(findings.loads),

@@ -45,8 +45,8 @@ class Members:
         """Actual over expected share, less 1."""
         return self.share / self.expected - 1
 
-    def row(self) -> dict[str, Any]:
-        """The tier in one row; deviations are root mean squares over members, averaged over groups."""
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record; deviations are root mean squares over members, averaged over groups."""
         spread = np.sqrt((self.deviation**2).mean(axis=1))
         ideal = np.sqrt((self.share.shape[1] - 1) / self.num_flows)
         return {

@@ -99,7 +99,7 @@ class TierCollisions:
             excess_std=excess_std,
         )
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return the columns of a record; of an imported fabric without a share of overloaded links."""
         columns = {"hash" if name == "hash_name" else name: value for name, value in asdict(self).items()}
         if self.split is None:
@@ -126,7 +126,7 @@ class LoadCollisions:
     collision_share: float
     excess: float
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return the columns of a record."""
         return {"split": self.split, "source": "predicted", **{k: v for k, v in asdict(self).items() if k != "split"}}
 

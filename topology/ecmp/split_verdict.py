@@ -66,7 +66,7 @@ class UplinkShares:
     def source(self) -> str:
         return "simulated" if self.seeds else "predicted"
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return the columns of a record."""
         figures = {"collision_share": self.collision_share, "excess": self.excess}
         if not self.seeds:
@@ -95,7 +95,7 @@ class SplitRatio:
     with_split: float
     ratio: float | None
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return the columns of a record."""
         names = {"hash_name": "hash", "with_split": "with"}
         return {names.get(name, name): value for name, value in asdict(self).items()}
@@ -139,7 +139,7 @@ class Claim(NamedTuple):
         """The load up to which it is halved without a gap; None where it is not at the lowest load."""
         return self.halves[0][1] if self.halves and self.halves[0][0] <= self.first_load else None
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return a line of texts and numbers for a table."""
         stretches = {"halved_at": self.halves, "lowered_at": self.lowers, "raised_at": self.raises}
         return {

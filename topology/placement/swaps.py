@@ -68,7 +68,7 @@ class Improved:
         placement = Placement(self.placement.name, start.server)
         return dataclasses.replace(self, placement=placement, cost_after=self.cost_before, slots_moved=0)
 
-    def row(self, start: str, gpus_per_server: int) -> dict[str, Any]:
+    def to_row(self, start: str, gpus_per_server: int) -> dict[str, Any]:
         """Return a row for a table; `start`: the name of the placement that was improved."""
         return {
             "start": start,

@@ -60,7 +60,7 @@ class Choice:
             return "even"
         return "polarised" if len(self.routers) < len(self.share) else "uneven"
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return a row for a table."""
         return {
             "hop": self.ttl,

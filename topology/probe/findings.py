@@ -58,7 +58,7 @@ def of_pair(
         measured={
             "summary": [pair.summary(choices)],
             "hop": [{**ends, **row} for row in pair.hops()],
-            "choice": [{**ends, **choice.row()} for choice in choices],
+            "choice": [{**ends, **choice.to_row()} for choice in choices],
             "path": [{**ends, **row} for row in pair.paths()],
         },
         predicted={

@@ -129,7 +129,7 @@ class PathSpread:
         return rows
 
     def expected(self, choices: Sequence[Choice]) -> Rows:
-        """The share of each hop's flows due to each router that was seen there, from the flows before it: predicted."""
+        """Return, for each hop, the share of its flows that each router seen there should get from the hop before."""
         rows: Rows = []
         for ttl in self.ttls.tolist():
             due = _expected_flows([choice for choice in choices if choice.ttl == ttl])

@@ -147,7 +147,7 @@ def _split(report: Report, findings: Findings) -> None:
         "sharing: in company on an uplink at all.",
         source=["simulated", "predicted"],
     )
-    frame = pd.DataFrame([row.row() for row in findings.ratios if row.ratio is not None])
+    frame = pd.DataFrame([row.to_row() for row in findings.ratios if row.ratio is not None])
     section.chart(
         charts.line(
             frame[frame["source"] == "predicted"],
@@ -170,7 +170,7 @@ def _split(report: Report, findings: Findings) -> None:
         caption=f"ToR uplinks; simulated: mean of {findings.seeds} seeds at {len(LOADS)} loads, the closed form at "
         "more; in between, a straight line.",
     )
-    wide = pd.DataFrame([row.row() for row in findings.by_load]).assign(
+    wide = pd.DataFrame([row.to_row() for row in findings.by_load]).assign(
         design=lambda rows: rows["split"].map({True: "with", False: "no"})
     )
     wide = wide[wide["hash"].isin(["closed form", HASH]) & wide["load"].isin(LOADS)]

@@ -47,7 +47,7 @@ class Meta:
         job: the job of the run, section by section.
         corpus: digests of the text and of the tokenizer; empty where the run had none.
         digests: of every other file by its name; of one of tensors it is that of its header, or its digests.
-        field: how the user named it, for errors.
+        field: option by which the user named it, for errors.
         passed_over: newer folders that `find` left: pending, or without `meta.json`.
         data: datasets (`Sampler.state`) and `num_samples` that were trained on; None: drawn with replacement.
         format: how tensors are stored.
@@ -106,10 +106,10 @@ class Meta:
 
 
 def find(path: Path, field: str = "--resume") -> Meta:
-    """The checkpoint at `path`, or the newest good one below it (`checkpoints/` of a run too).
+    """Return the metadata of the checkpoint at `path`, or of the newest good one below it or its `checkpoints/`.
 
     Args:
-        field: how the user named it, for errors.
+        field: option by which the user named it, for errors.
 
     Raises:
         ConfigError: there is none, or it is damaged.

@@ -188,7 +188,7 @@ def _in_whole(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
     """Yield the boxes of the whole tensor that a box of a rank's part covers, as `whole_boxes` yields them.
 
-    What is adjacent in the part need not be in the whole: there rows of other ranks lie between, and the box is cut.
+    Rows that are adjacent in the part may have rows of other ranks between them in the whole: there the box is cut.
 
     Args:
         offsets, sizes: of the box, in the rank's part.

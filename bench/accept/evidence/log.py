@@ -296,6 +296,8 @@ def _is_folder(path: Path) -> bool:
 
 
 def _files_below(folder: Path, skipped: list[str]) -> Iterator[Path]:
+    """Yield the regular files below a folder, in order; add a line to `skipped` for each that is not read, and why."""
+
     def unreadable(error: OSError) -> None:
         skipped.append(f"{one_line(str(error.filename))}: cannot be read ({error.strerror})")
 

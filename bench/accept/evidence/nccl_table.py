@@ -304,6 +304,7 @@ def _shape(row: Row) -> int:
 
 
 def _fits(row: Row, name: str, form: _Form) -> bool:
+    """Return True if a row's columns (reduction, root, deviation) can be those of the collective `name`."""
     if row.has_distance:
         return name == "sendrecv"
     reduces, has_root = row.op not in (None, "none"), row.root is not None and row.root >= 0

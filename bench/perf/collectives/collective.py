@@ -86,7 +86,7 @@ class Collective:
     one_launch: bool = True
 
     def count(self, size_bytes: int, width_bytes: int, ranks: int) -> int:
-        """Elements of one part for a size asked for; `width_bytes` is the size of an element."""
+        """Return the elements of one part for a requested size; `width_bytes` is the size of an element."""
         elements = size_bytes // width_bytes
         if not self.sends_all and not self.receives_all:
             return elements
@@ -99,7 +99,7 @@ class Collective:
         return (ranks if self.sends_all else 1), (ranks if self.receives_all else 1)
 
     def elements(self, count: int, width_bytes: int, ranks: int) -> tuple[int, int]:
-        """Elements of the send and of the receive buffer."""
+        """Return the elements of the send and of the receive buffer."""
         if self.extents is not None:
             return self.extents(count, width_bytes, ranks)
         sent, received = self.buffer_parts(ranks)
@@ -152,7 +152,7 @@ _ON_ONE_HOST = ("TREE", "NVLS")
 
 
 def wire_share(collective: str, algorithm: str, protocol: str, ranks: int, *, one_host: bool) -> float | None:
-    """Bytes on the busiest rank's link over the size of a collective; None where it is not known.
+    """Return the bytes on the busiest rank's link over the size of a collective; None if it is not known.
 
     Not derived here, and so None: calls between two ranks, of which NCCL's log does not tell the protocol, trees and
     NVLS over several hosts, CollNet.

@@ -262,7 +262,7 @@ def _print_notes(
             "ports of switches have the numbers of `netlayer topology build`: compare with your switches' names"
         )
         notes.append(
-            "ECMP's hash is left alone: netlayer topology cure, and netlayer nic switch --hash-seed --hash-offset"
+            "ECMP's hash is left alone: netlayer topology optimize, and netlayer nic switch --hash-seed --hash-offset"
         )
     rates = sorted({bps for one in switches for _, bps in one.ports})
     if len(rates) > 1 and profile.switch.kmin_bytes is not None:

@@ -87,7 +87,7 @@ def _record(solution: Solution, rows: Sequence[Row], started: str) -> str:
     from netlayer.environ import snapshot
     from netlayer.results import RunRecord, utc_now
 
-    tables = [{"table": "solution", **solution.row()}, *({"table": "trade_off", **row} for row in rows)]
+    tables = [{"table": "solution", **solution.to_row()}, *({"table": "trade_off", **row} for row in rows)]
     return RunRecord(
         name="congestion.nic.timers",
         source="predicted",
@@ -104,7 +104,7 @@ def _print(solution: Solution, rows: Sequence[Row]) -> None:
 
     advice = solution.advice
     print_rows(f"predicted: R = {advice.retry_cnt}, a flap of {duration(solution.flap_s)}", rows, _TABLE)
-    detection = "never (it does not give up)" if solution.row()["error_s"] is None else duration(advice.error_s)
+    detection = "never (it does not give up)" if solution.to_row()["error_s"] is None else duration(advice.error_s)
     click.echo(
         f"T = {advice.timeout}: outlives {duration(advice.lower_s)} on any NIC; {solution.nic} finds a dead path"
     )

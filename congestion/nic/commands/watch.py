@@ -215,7 +215,7 @@ def _finish(
 
     start = int(log.time_ns[0])
     events = detector.events
-    rows = [{"after_s": (event.begin_ns - start) / 1e9, **event.row()} for event in events]
+    rows = [{"after_s": (event.begin_ns - start) / 1e9, **event.to_row()} for event in events]
     record = RunRecord(
         name="congestion.nic.watch",
         source="measured" if log.about.get("source") == "measured" else "simulated",

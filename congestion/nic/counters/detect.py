@@ -74,8 +74,8 @@ class Event:
     unit: str
     end_ns: int | None = None
 
-    def row(self) -> dict[str, Any]:
-        """One row for a record."""
+    def to_row(self) -> dict[str, Any]:
+        """Return the columns of a record."""
         whole = dict(vars(self))
         whole["lasted_s"] = None if self.end_ns is None else (self.end_ns - self.begin_ns) / 1e9
         return whole

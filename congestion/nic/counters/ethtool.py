@@ -55,7 +55,7 @@ class Ethtool:
         return cls(netdev, port, sock, names)
 
     def read(self) -> list[int]:
-        """The watched numbers, -1 each where the interface has gone."""
+        """Return the watched counters; -1 for each if the interface has gone."""
         try:
             numbers = read_numbers(self._sock, self._netdev, self._num)
         except OSError:

@@ -19,7 +19,7 @@ def of_fabric(devices: Sequence[Device], cluster: ClusterConfig) -> list[Device]
 
 
 def differences(devices: Sequence[Device], cluster: ClusterConfig) -> list[str]:
-    """Describe what is not as the cluster file says; empty where all is."""
+    """Return a line for each difference between a host's NICs and the cluster file; empty if there is none."""
     good, expected = len(of_fabric(devices, cluster)), cluster.nics_per_server
     if good == expected:
         return []

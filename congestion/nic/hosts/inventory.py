@@ -269,7 +269,7 @@ def ionic_folder(tree: Tree, name: str, pci: str) -> str:
 
 
 def _find_gpus(tree: Tree) -> dict[str, tuple[str, ...]]:
-    """The way to each GPU, by address."""
+    """Return the bridges above each GPU, by PCI address."""
     paths = {}
     for address in tree.names("sys/bus/pci/devices"):
         kind = tree.text(f"sys/bus/pci/devices/{address}/class") or "" if is_pci(address) else ""
@@ -281,6 +281,7 @@ def _find_gpus(tree: Tree) -> dict[str, tuple[str, ...]]:
 def _nearest(
     tree: Tree, way: tuple[str, ...], node: int, gpus: dict[str, tuple[str, ...]]
 ) -> tuple[tuple[str, str], ...]:
+    """Return the GPUs that are nearest to a NIC over PCIe, each with its level; `way`: bridges above the NIC."""
     levels = {}
     for address, other in gpus.items():
         numa = tree.text(f"sys/bus/pci/devices/{address}/numa_node")

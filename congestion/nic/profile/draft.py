@@ -83,7 +83,7 @@ class Draft:
         warning: str = "",
         allowed: tuple[int, int] | None = None,
     ) -> None:
-        """A program's setting that shall be `value`; one that reads as none, on firmware without it, cannot be had."""
+        """Add the step by which a program sets `value`, or note that the firmware has no such setting."""
         step = ToolStep(self.device.name, setting.tool, name, value, unit, reason, warning, setting, allowed)
         step.check()
         row = tool_row(self.tools, step, self.answers)

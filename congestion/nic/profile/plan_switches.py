@@ -1,7 +1,7 @@
 """The switches of a cluster file by what is set on them alike: those of a level whose ports have the same rates.
 
 Ports get the names that each system gives them by number: a fabric's own may differ, which is said. Not covered: seeds
-and offsets of ECMP, which `netlayer topology cure` searches and `netlayer nic switch` writes.
+and offsets of ECMP, which `netlayer topology optimize` searches and `netlayer nic switch` writes.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class Solution:
     preset: int
     preset_survives: bool
 
-    def row(self) -> Row:
-        """One row for the record; `None` where a NIC never gives up."""
+    def to_row(self) -> Row:
+        """Return the columns of a record; `None` where a NIC never gives up."""
         return {
             "flap_s": self.flap_s,
             "margin_share": self.margin,

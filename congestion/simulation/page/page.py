@@ -118,6 +118,7 @@ def _overview(report: Report, findings: Findings) -> None:
 
 
 def _tiles(findings: Findings) -> list[Figure]:
+    """Return the figures at the top of the page: the law that completed first, the least paused, the lower bound."""
     tiles, several = [], len(findings.rows) > 1
     if findings.ended:
         best = min(findings.ended, key=lambda row: float(row["completion_us"]))

@@ -88,7 +88,7 @@ def pack_levels(table: NDArray[np.float64]) -> tuple[NDArray[np.uint8], float, f
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: numbers of NumPy as Python's, what is not finite as null, other objects as their text."""
+    """Return a value that JSON can hold: NumPy's numbers as Python's, NaN as null, other objects as text."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | range):

@@ -375,7 +375,7 @@ class KubernetesBackend:
         return f"{RUN_LABEL}={self._spec.run}"
 
     def _list(self) -> str:
-        """Take in all pods of the run, and return the version of the list."""
+        """List all pods of the run, mark those that are gone, and return the list's resource version."""
         begin_s = time.monotonic()
         pods = self._core.list_namespaced_pod(
             self.namespace, label_selector=self._selector, _request_timeout=_REQUEST_S
