@@ -28,7 +28,6 @@ from trainer.resilience.journal import entries
 
 _STEPS = 1_000_000  # it is stopped before
 _START_S = 600.0
-_HEARTBEAT_S = 2.0  # default of local nodes
 
 
 @click.command()
@@ -45,7 +44,7 @@ def main(options: RunOptions, minutes: float, nodes: int) -> None:
     started = utc_now()
     out = (options.out or Path("runs") / "healthy").absolute()
     out.mkdir(parents=True, exist_ok=True)
-    config = config_of(nodes, _STEPS, text_folder(out), heartbeat_s=_HEARTBEAT_S)  # the rest as users have it
+    config = config_of(nodes, _STEPS, text_folder(out), heartbeat_s=0.0)  # 0: the default, as the rest
     draw, stops = random.Random(options.seed), Counter[str]()
     job = FaultyJob(out / "run", config)
     with ending_at(signal.SIGTERM):

@@ -117,7 +117,7 @@ class FaultyJob:
             nodes=nodes,
             ranks_per_node=1,
             threads=1,
-            heartbeat_s=settings.heartbeat_s,
+            heartbeat_s=settings.interval_s,
             environ={
                 VARIABLE: str(out / "faults.json"),
                 "NETLAYER_RUN_BACKEND": config.job.launch.backend,

@@ -30,6 +30,7 @@ from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.machine import State
 from trainer.resilience.messages import (
     Assignment,
+    CheckResult,
     Heartbeat,
     RankStatus,
     Refused,
@@ -40,6 +41,10 @@ from trainer.resilience.messages import (
 
 _STEP_S = 12.0
 _RAMP_S = 180.0
+_CHECKS = tuple(
+    CheckResult(name=name, passed=True, detail="what was read is what was written", seconds=0.05)
+    for name in ("disk", "memory", "clock", "gemm", "copy", "nic_loopback", "all_reduce", "all_to_all", "kernel_log")
+)
 
 
 class _Nothing:
@@ -86,9 +91,7 @@ def main(options: RunOptions, executors: int, ranks: int, interval: float, secon
     started = utc_now()
     with tempfile.TemporaryDirectory(prefix="nl-") as temporary, EmbeddedRedis() as server:
         folder = RunFolder(Path(temporary))
-        spec = Spec(
-            secrets.token_hex(8), "scale", ("none",), executors, ranks, 1, interval, {}, ResilienceConfig(checks="off")
-        )
+        spec = Spec(secrets.token_hex(8), "scale", ("none",), executors, ranks, 1, interval, {}, ResilienceConfig())
         folder.create(spec, "")
         folder.set_store_url(server.url)
         command = [sys.executable, "-m", "bench.fault_matrix.scale", "--fleet", temporary]
@@ -168,7 +171,7 @@ def simulate_fleet(out: str, executors: int) -> None:
     bus = Bus(folder.store_url(), spec.run)
     boots = [secrets.token_hex(8) for _ in range(executors)]
     followed = [(0, 0)] * executors
-    incarnations, seqs = [0] * executors, [0] * executors
+    incarnations, seqs, checks_of = [0] * executors, [0] * executors, [0] * executors
     begin_s, sent = time.monotonic(), 0
     trains_since_s = 0.0
     while True:
@@ -181,6 +184,8 @@ def simulate_fleet(out: str, executors: int) -> None:
             order = unseal(data, token, Assignment, spec.run, name)
             followed[index] = (order.epoch, order.seq)
             incarnations[index] = order.incarnation if order.action == "train" else 0
+            if order.action == "check":
+                checks_of[index] = order.check
             if order.action == "train":
                 trains_since_s = trains_since_s or time.monotonic()
         except Refused:
@@ -212,6 +217,8 @@ def simulate_fleet(out: str, executors: int) -> None:
             port=29500,
             ranks=rows if incarnations[index] else (),
             lines=tuple(f"rank {first}: step {step}, loss 2.000, 40,000 tokens/s, MFU 0.55" for _ in range(6)),
+            checks_of=checks_of[index],
+            checks=_CHECKS if checks_of[index] else (),
             tx_bytes=sent * 10**6,
             rx_bytes=sent * 10**6,
         )

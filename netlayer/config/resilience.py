@@ -105,3 +105,8 @@ class ResilienceConfig(Section):
     orphan_s: float = Field(
         120.0, gt=0, description="seconds without a driver after which executors end their processes, and themselves"
     )
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two heartbeats of a node: `heartbeat_s`, or the backend's default where that is 0."""
+        return self.heartbeat_s or (2.0 if self.backend == "local" else 10.0)

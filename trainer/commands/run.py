@@ -362,7 +362,7 @@ def _create(folder: RunFolder, config: Config, seed: int) -> None:
         nodes=nodes,
         ranks_per_node=per_node,
         threads=max(1, cores // ranks_here),
-        heartbeat_s=settings.heartbeat_s or (2.0 if is_local else 10.0),
+        heartbeat_s=settings.interval_s,
         environ={"NETLAYER_RUN_BACKEND": backend},
         preload=PRELOADED if settings.warm else (),
         resilience=settings,

@@ -21,6 +21,7 @@ least).
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
 from collections import deque
@@ -97,7 +98,7 @@ class Finding:
         return Finding(**{**tree, "when": Moment.from_json(tree.get("when"))})
 
 
-@dataclass
+@dataclass(slots=True)
 class NodeView:
     """A node as the driver knows it: its last heartbeat, and when that came by the driver's monotonic clock.
 
@@ -123,17 +124,26 @@ class NodeView:
     are_ended: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        ranks = self.heartbeat.ranks
-        self.newest = max(ranks, key=lambda each: each.step, default=None)
-        self.lowest_step = min((each.step for each in ranks), default=None)
-        self.are_ended = all(each.state == "ended" for each in ranks)
-        self.is_in_phase = any(each.phase and each.state != "ended" for each in ranks)
-        self.is_blocked = any(each.state == "blocked" for each in ranks)
-        is_well = all(
-            each.is_finite and (each.state == "running" or (each.state == "ended" and each.exit_code == 0))
-            for each in ranks
-        )
-        self.is_clean = is_well and not self.heartbeat.matches
+        self.newest, self.lowest_step = None, None
+        self.is_clean = not self.heartbeat.matches
+        self.is_in_phase = self.is_blocked = False
+        self.are_ended = True
+        for each in self.heartbeat.ranks:  # one pass: most of what a heartbeat costs, after its decoding
+            if self.newest is None or each.step > self.newest.step:
+                self.newest = each
+            if self.lowest_step is None or each.step < self.lowest_step:
+                self.lowest_step = each.step
+            if each.state != "ended":
+                self.are_ended = False
+                if each.phase:
+                    self.is_in_phase = True
+                if each.state != "running":
+                    self.is_clean = False
+                    self.is_blocked = self.is_blocked or each.state == "blocked"
+            elif each.exit_code != 0:
+                self.is_clean = False
+            if not each.is_finite:
+                self.is_clean = False
 
 
 @dataclass
@@ -153,6 +163,8 @@ class View:
 
     def __init__(self, heartbeat_s: float) -> None:
         self.nodes: dict[str, NodeView] = {}
+        self.unclean: set[str] = set()
+        """Nodes whose last heartbeat has something that may be a finding."""
         self.expected: dict[str, float] = {}
         """Since when each node is waited for, monotonic seconds; heartbeats of no other are taken."""
         self.losses: deque[float] = deque(maxlen=_KEPT_STEPS)
@@ -171,6 +183,8 @@ class View:
         self.has_news = True
         """Whether a heartbeat has come, since this was last cleared, that is more than a sign of life."""
         self.clocks = NodeClocks()
+        self._furthest = (-1, 0, "")  # incarnation and step that were told of last, and by which node
+        self._looked = (-1, 0, 0)  # how many of the members are known to be past which step, in which incarnation
         self._traffic: dict[str, deque[tuple[float, int, int]]] = {}  # when heard, bytes since the boot, step
         self._heartbeat_s = heartbeat_s
 
@@ -181,12 +195,18 @@ class View:
             return False
         if known and known.heartbeat.boot != heartbeat.boot and heartbeat.boots < known.heartbeat.boots:
             return False  # of an executor that is gone
-        stopped = known.stopped_since_s if known else {}
-        is_stopped = {each.rank for each in heartbeat.ranks if each.state in ("stopped", "blocked")}
-        since = {rank: stopped.get(rank, now_s) for rank in is_stopped}
-        view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s, since)
+        view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s)
+        if view.is_clean:
+            self.unclean.discard(heartbeat.node)
+        else:
+            self.unclean.add(heartbeat.node)
+            stopped = known.stopped_since_s if known else {}
+            is_stopped = {each.rank for each in heartbeat.ranks if each.state in ("stopped", "blocked")}
+            view.stopped_since_s = {rank: stopped.get(rank, now_s) for rank in is_stopped}
         if view.is_in_phase:
             self.in_phase_s = now_s
+        if view.newest is not None:
+            self._furthest = max(self._furthest, (heartbeat.incarnation, view.newest.step, heartbeat.node))
         if view.newest is not None and heartbeat.tx_bytes:
             moved = self._traffic.setdefault(heartbeat.node, deque(maxlen=_KEPT_STEPS))
             if not moved or now_s - moved[-1][0] > self._heartbeat_s / 2:  # not what is told at once, between two
@@ -215,6 +235,9 @@ class View:
 
     def follow_steps(self, members: Sequence[str], incarnation: int, now_s: float) -> None:
         """Note the newest step of the members, and its time and loss."""
+        told_of, step, _ = self._furthest
+        if told_of == incarnation and step <= self.step:  # most looks end here
+            return
         newest = self.newest(members, incarnation)
         if newest is None or newest.step <= self.step:
             return
@@ -241,18 +264,27 @@ class View:
 
         None: fewer than three ranks tell that, or one has told of no step since the last look.
         """
-        for name in members:  # most looks end here: of thousands of ranks, one is behind as a rule
-            view = self.nodes.get(name)
-            if view is None or view.heartbeat.incarnation != incarnation or view.lowest_step is None:
-                continue
-            if view.lowest_step <= self.looked_step:
+        num_past = self._looked[2] if self._looked[:2] == (incarnation, self.looked_step) else 0
+        for place in range(num_past, len(members)):  # most looks end here: of thousands of ranks, one is behind
+            if self._is_behind(members[place], incarnation):
+                self._looked = (incarnation, self.looked_step, place)  # those before it stay past that step
                 return None
         ranks = list(self.ranks(members, incarnation))
         if len(ranks) < 3:
             return None
-        waits = sorted((rank.exposed, rank.rank, node) for node, rank in ranks if rank.exposed is not None)
+        waits = [(rank.exposed, rank.rank, node) for node, rank in ranks if rank.exposed is not None]
         self.looked_step = self.step
-        return (*waits[0][1:], waits[1][0] - waits[0][0]) if len(waits) > 2 else None
+        if len(waits) < 3:
+            return None
+        (least, rank, node), (second, _, _) = heapq.nsmallest(2, waits)
+        return rank, node, second - least
+
+    def _is_behind(self, name: str, incarnation: int) -> bool:
+        """Whether a rank of a node has told of no step of the incarnation since the last look."""
+        view = self.nodes.get(name)
+        if view is None or view.heartbeat.incarnation != incarnation or view.lowest_step is None:
+            return False
+        return view.lowest_step <= self.looked_step
 
     def usual_gap(self, rank: int) -> float | None:
         """Share of a normal step by which a rank waits less than all others, median; None: too little is known."""
@@ -323,7 +355,7 @@ def find(
         typical_ms: the job's typical step, of this and earlier incarnations; 0: not known.
     """
     findings = [*_lost(view, members, settings.missed, now_s, now_ns)]
-    unclean = [name for name in members if name in view.nodes and not view.nodes[name].is_clean]
+    unclean = [name for name in members if name in view.unclean] if view.unclean else []
     by_rank = {rank.rank: node for node, rank in view.ranks(members, incarnation)} if unclean else {}
     blocked = [name for name in unclean if view.nodes[name].is_blocked]
     is_shared = len(blocked) > 1 and len(blocked) > _MOST_LOST * len(members)  # [Note: silence]

@@ -1,7 +1,7 @@
 """The driver of a run: it hears heartbeats, moves the state machine, and tells every node what to do.
 
 Each round it takes what executors and commands have sent, asks the handler of its state whether an event has happened,
-writes the transition down, and sends the assignments that follow from state and facts (`_assignment`). Not covered: how
+writes the transition down, and sends the assignments that follow from state and facts. Not covered: how
 messages go (`link`), which nodes there are (`roster`), what is wrong (`detect`), what is done about it (`policy`).
 """
 
@@ -22,13 +22,13 @@ from trainer.resilience.folder import RunFolder
 from trainer.resilience.journal import Journal
 from trainer.resilience.link import Link
 from trainer.resilience.machine import TERMINAL, Event, State
-from trainer.resilience.messages import Assignment, plain
-from trainer.resilience.roster import Roster
+from trainer.resilience.messages import plain
+from trainer.resilience.processes import LOAD_S
+from trainer.resilience.roster import OBEY_S, Roster
 
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0  # for the cause, where only its symptoms have come
-_OBEY_S = 30.0  # from an assignment to no process: a node that takes longer is lost
 _LEAVE_S = 10.0
 _RETRY_S = 5.0  # after a write that has failed
 _MAX_INCIDENTS = 100
@@ -285,13 +285,13 @@ class Driver:
         # A wall clock that was set back must not make the pause longer than any.
         if 0 < facts.not_before_s - self._wall() <= self.settings.backoff_most_s:
             return None
-        healthy = self.roster.heard(now_s)
-        free = [name for name in healthy if name not in facts.members]
-        passed = [name for name in free if name in facts.checked and name not in facts.unclear]
+        healthy, before, checked = self.roster.heard(now_s), set(facts.members), set(facts.checked)
+        free = [name for name in healthy if name not in before]
+        passed = {name for name in free if name in checked and name not in facts.unclear}
         # Those that have passed their checks first, then in the order in which they came.
-        free.sort(key=lambda name: (name not in passed, name not in facts.checked))
+        free.sort(key=lambda name: (name not in passed, name not in checked))
         # A member whose self-check could not be made gives its place to a standby that has passed, if there is one.
-        unclear = [name for name in facts.members if name in healthy and name in facts.unclear]
+        unclear = [name for name in facts.members if name in facts.unclear and name in healthy]
         kept = set(healthy) - set(unclear[: len(passed)])
         members = [name if name in kept else "" for name in facts.members] or [""] * self.spec.nodes
         members = [name or (free.pop(0) if free else "") for name in members]
@@ -316,12 +316,16 @@ class Driver:
             for name in lost:
                 self.roster.remove(name)
             return Event.NODE_LOST, {"nodes": lost}
-        is_known = all(name in facts.checked or self.roster.checks_of(name) is not None for name in facts.members)
-        failed = self.roster.failed_checks(facts.members) if is_known else {}
+        waiting = self.roster.without_checks(facts.members)
+        failed = {} if waiting else self.roster.failed_checks(facts.members)
+        if waiting and now_s - self._entered_s > self.roster.check_limit_s + LOAD_S:
+            failed = self.roster.give_up_checks(waiting, now_s - self._entered_s)
+            if not failed:  # a standby that has passed its own takes the place, if there is one
+                return Event.CHECKS_FAILED, {"unclear": {name: facts.unclear[name] for name in waiting}}
         if failed:
             self.roster.evict_failed(failed)
             return Event.CHECKS_FAILED, {"checks": failed}
-        if any(name not in facts.checked for name in facts.members):
+        if not set(facts.members).issubset(facts.checked):
             return None
         known = self.view.nodes.get(facts.members[0])
         if known is None or not known.heartbeat.port:  # a driver that has just taken over may not have heard of it
@@ -405,8 +409,8 @@ class Driver:
                 # It may still run processes that would write into the run: ended before anybody takes its place.
                 self.roster.remove(name)
                 continue
-            if now_s - self._entered_s > _OBEY_S:
-                text = f"its processes are not ended after {_OBEY_S:g} s"
+            if now_s - self._entered_s > OBEY_S:
+                text = f"its processes are not ended after {OBEY_S:g} s"
                 incident.add([detect.Finding("node_lost", "cause", name, None, text, int(self._wall() * 1e9))])
                 self.roster.remove(name)
                 continue
@@ -425,7 +429,7 @@ class Driver:
         present = [name for name in facts.members if self.roster.is_here(name, now_s)]
         if self.settings.checks != "off":
             waiting = [name for name in present if self.roster.checks_of(name) is None]
-            limit_s = self.settings.checks_s * (1 + self.settings.checks_retries) + _OBEY_S
+            limit_s = self.roster.check_limit_s
             if waiting and now_s - self._entered_s < limit_s:
                 return None
             facts.unclear |= dict.fromkeys(waiting, f"no result of its self-check within {limit_s:g} s")
@@ -543,33 +547,9 @@ class Driver:
         self._move(Event.FAULT, {"findings": [finding.to_json() for finding in incident.findings]})
         self._say(f"fault after step {self._done_steps()}: {plain(findings[0].text, 300)}")
 
-    def _assignment(self, name: str) -> Assignment:
-        """Assignment of a node in the present state; its `seq` is set when it is sent."""
-        facts = self.facts
-        idle = Assignment(run=self.spec.run, node=name, epoch=facts.epoch, seq=0, action="idle")
-        if name in facts.evicted or facts.state in TERMINAL:
-            return idle.model_copy(update={"action": "leave"})
-        is_member = name in facts.members
-        if is_member and facts.state in (State.START, State.RUN, State.DRAIN, State.STOP):
-            if facts.state is State.STOP and (self._kills or not facts.incarnation):
-                return idle
-            place: dict[str, Any] = {
-                "action": "train" if facts.state in (State.START, State.RUN) else "drain",
-                "incarnation": facts.incarnation,
-                "node_rank": facts.members.index(name),
-                "num_nodes": self.spec.nodes,
-                "master_address": facts.master[0],
-                "master_port": facts.master[1],
-            }
-            return idle.model_copy(update=place)
-        wants_check = facts.state in (State.VERIFY, State.DIAGNOSE) if is_member else facts.state is not State.SUSPEND
-        if wants_check and name not in facts.checked and self.settings.checks != "off" and facts.check:
-            return idle.model_copy(update={"action": "check", "check": facts.check})
-        return idle
-
     def _send(self, now_s: float) -> None:
         basis = (self.journal.seq, len(self.facts.checked), len(self.roster.expected), self._kills)
-        self.link.send(now_s, self.roster.expected, self._assignment, basis)
+        self.link.send(now_s, self.roster.expected, self.roster.assignments(kills=self._kills), basis)
 
     def write_status(self) -> None:
         """Write what the driver sees, for `netlayer run status`; at most once a second, a hundred nodes each."""
@@ -591,9 +571,11 @@ class Driver:
             if self._backend.has_died(name):
                 findings.append(detect.Finding("node_lost", "cause", name, None, "its executor has ended", now_ns))
                 continue
+            known = self.view.nodes.get(name)
+            if known is None or known.heartbeat.incarnation == facts.incarnation:  # nearly all, in each look
+                continue
             order = self.link.followed(name)
-            has_none = self.view.nodes[name].heartbeat.incarnation != facts.incarnation if order else False
-            if order and order.action == "train" and has_none:
+            if order and order.action == "train":
                 text = f"it has no processes of incarnation {facts.incarnation}: its executor was started anew"
                 findings.append(detect.Finding("exited", "cause", name, None, text, now_ns))
         return findings

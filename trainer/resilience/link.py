@@ -19,7 +19,7 @@ from trainer.resilience import store_host
 from trainer.resilience.bus import TAKE, Bus
 from trainer.resilience.detect import View
 from trainer.resilience.folder import RunFolder, Spec
-from trainer.resilience.messages import Assignment, Beacon, Heartbeat, Refused, plain, seal, unseal
+from trainer.resilience.messages import Assignment, Beacon, HeartbeatReader, Refused, plain, seal
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Link:
         self._folder, self._spec, self._epoch, self._view = folder, spec, epoch, view
         self._open_bus, self._owns_store, self._clock, self._on_return = open_bus, owns_store, clock, on_return
         self._token = folder.token()
+        self._reader = HeartbeatReader(self._token, spec.run)
         self._bus: Bus | None = None
         self._store: subprocess.Popen[bytes] | None = None
         self._store_started_s = -_STORE_S
@@ -113,7 +114,7 @@ class Link:
 
     def _take(self, data: bytes, now_s: float, received_ns: int, is_wanted: Callable[[str], bool]) -> None:
         try:
-            heartbeat = unseal(data, self._token, Heartbeat, self._spec.run)
+            heartbeat = self._reader.read(data)
         except Refused as exc:
             self.refused += 1
             if self.refused <= _MAX_REFUSED_SHOWN:

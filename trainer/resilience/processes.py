@@ -36,7 +36,8 @@ _BLOCKED_S = 10.0  # in the kernel, before it is told: a disk is slow now and th
 _KILLED_S = 10.0
 _KEEPER = "import sys; sys.path[:0] = [sys.argv.pop()]; from netlayer.launch.keeper import keep; keep()"
 _MAX_READ = 1 << 18  # bytes of one log at a time
-_LOAD_S = 300.0  # for the imports, where a file system is slow
+LOAD_S = 300.0
+"""Of a node for the imports, at most, where a file system is slow."""
 _MOST_SERVERS = 3
 
 
@@ -162,9 +163,9 @@ class Warm:
         """Whether it will fork, and does not yet."""
         if self._server is None or not self._server.is_loading:
             return False
-        if time.monotonic() - self._loading_s < _LOAD_S:
+        if time.monotonic() - self._loading_s < LOAD_S:
             return True
-        logger.warning("imports are not done after %g s: what is started is not forked", _LOAD_S)
+        logger.warning("imports are not done after %g s: what is started is not forked", LOAD_S)
         self.end()
         return False
 

@@ -1,16 +1,21 @@
-"""The nodes of a run: asked for, expected, heard of, checked, evicted."""
+"""The nodes of a run: asked for, expected, heard of, told what to do, checked, evicted."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
+from typing import Any
 
 from trainer.resilience.backends import Backend
 from trainer.resilience.detect import View
 from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.journal import Journal
-from trainer.resilience.messages import CheckResult, plain
+from trainer.resilience.machine import TERMINAL, State
+from trainer.resilience.messages import Assignment, CheckResult, plain
 
+OBEY_S = 30.0
+"""From an assignment to its outcome, at most: a node that takes longer is lost."""
 _MAX_REASON = 600
 _MOST_USELESS = 6
 _MOST_FAILED = 0.5  # share of the nodes above which a failed check is rather the fault of what they share
@@ -81,7 +86,7 @@ class Roster:
 
     def num_standbys(self, now_s: float) -> int:
         """Count the nodes that could take a member's place; a backend that has more counts as enough for all."""
-        here = sum(name not in self._facts.members for name in self.heard(now_s))
+        here = len(set(self.heard(now_s)).difference(self._facts.members))
         has_more = self._settings.replace and self._backend.name(self._facts.next_node)
         return here + (self._spec.nodes if has_more else 0)
 
@@ -155,7 +160,65 @@ class Roster:
         known = self._view.nodes.get(name)
         return known.heartbeat.pid if known else 0
 
+    def assignments(self, *, kills: bool) -> Callable[[str], Assignment]:
+        """Return what gives a node's assignment in the present state; its `seq` is set when it is sent.
+
+        Args:
+            kills: the run stops without a checkpoint.
+        """
+        facts = self._facts
+
+        @cache  # in most rounds nobody asks; after a transition it is about thousands of nodes
+        def tables() -> tuple[dict[str, int], set[str]]:
+            return {name: place for place, name in enumerate(facts.members)}, set(facts.checked)
+
+        def of(name: str) -> Assignment:
+            places, checked = tables()
+            idle = Assignment(run=self._spec.run, node=name, epoch=facts.epoch, seq=0, action="idle")
+            if name in facts.evicted or facts.state in TERMINAL:
+                return idle.model_copy(update={"action": "leave"})
+            is_member = name in places
+            if is_member and facts.state in (State.START, State.RUN, State.DRAIN, State.STOP):
+                if facts.state is State.STOP and (kills or not facts.incarnation):
+                    return idle
+                place: dict[str, Any] = {
+                    "action": "train" if facts.state in (State.START, State.RUN) else "drain",
+                    "incarnation": facts.incarnation,
+                    "node_rank": places[name],
+                    "num_nodes": self._spec.nodes,
+                    "master_address": facts.master[0],
+                    "master_port": facts.master[1],
+                }
+                return idle.model_copy(update=place)
+            is_in_check = facts.state in (State.VERIFY, State.DIAGNOSE)
+            wants_check = is_in_check if is_member else facts.state is not State.SUSPEND
+            if wants_check and name not in checked and self._settings.checks != "off" and facts.check:
+                return idle.model_copy(update={"action": "check", "check": facts.check})
+            return idle
+
+        return of
+
     # ---- self-checks ----
+
+    @property
+    def check_limit_s(self) -> float:
+        """Seconds within which a node that has its imports has told of its self-check, whatever came out."""
+        return self._settings.checks_s * (1 + self._settings.checks_retries) + OBEY_S
+
+    def without_checks(self, names: Iterable[str]) -> list[str]:
+        """Return the nodes whose self-check has no result since they came, or since the last fault."""
+        checked = set(self._facts.checked)
+        return [name for name in names if name not in checked and self.checks_of(name) is None]
+
+    def give_up_checks(self, names: Iterable[str], waited_s: float) -> dict[str, str]:
+        """Take nodes for checked, with an unclear result, that tell of none; return those that fail by that."""
+        text = f"no result of its self-check within {waited_s:.0f} s"
+        if self._settings.checks_unclear == "evict":
+            return dict.fromkeys(names, text)
+        for name in names:
+            self._facts.unclear[name] = text
+            self._facts.checked.append(name)
+        return {}
 
     def take_checks(self) -> None:
         """Note the nodes whose self-check has passed; a standby whose check has failed is evicted.
@@ -167,23 +230,29 @@ class Roster:
             if len(facts.checked) != len(self.expected) - len(facts.evicted):
                 facts.checked = [name for name in self.expected if name not in facts.evicted]
             return
-        new = sorted(self._view.nodes.keys() - set(facts.checked) - facts.evicted.keys())
+        checked = set(facts.checked)
+        new = sorted(self._view.nodes.keys() - checked - facts.evicted.keys())
+        new = [name for name in new if self.checks_of(name) is not None]
+        if not new:
+            return
         here = [name for name in facts.members if name in self._view.nodes and name not in facts.evicted]
-        are_known = all(name in facts.checked or self.checks_of(name) is not None for name in here)
+        are_known = all(name in checked or self.checks_of(name) is not None for name in here)
+        # Counted once: thousands of nodes answer at about the same time, and each is judged with all members.
+        failures, members = self._count_failures(here), set(here)
         for name in new:
-            if self.checks_of(name) is None:
-                continue
-            is_member = name in here
-            together = here if is_member else [*here, name]
-            failed = self.failed_checks(together if are_known else [name]).get(name)
-            if failed and (is_member or not are_known):
+            if name in members:
+                shared = _shared(failures, len(here))
+            else:
+                shared = _shared(failures + self._count_failures([name]), len(here) + 1)
+            failed = self._text(name, self._has_failed(shared if are_known else set()))
+            if failed and (name in members or not are_known):
                 continue  # for the driver, which looks at all members together; or until these are known
             if failed:
                 self.evict_failed({name: failed})
                 self._journal.note("standby evicted", nodes=[name], text=failed)
                 continue
             facts.unclear.pop(name, None)
-            if text := self.unclear_checks(together).get(name):
+            if text := self._text(name, _is_unclear(shared)):
                 facts.unclear[name] = text
             else:
                 self.num_useless = 0
@@ -201,38 +270,35 @@ class Roster:
 
         One that fails on most nodes at once, of several, says more of what they share than of each: it is unclear.
         """
-        shared = self._shared_failures(names)
-        is_strict = self._settings.checks_unclear == "evict"
-
-        def is_failed(check: CheckResult) -> bool:
-            return (check.passed is False and check.name not in shared) or (is_strict and check.is_unclear)
-
-        return self._texts(names, is_failed)
+        return self._texts(names, self._has_failed(_shared(self._count_failures(names), len(names))))
 
     def unclear_checks(self, names: Collection[str]) -> dict[str, str]:
         """Checks that say neither that a node is well nor that it is not, by node."""
-        shared = self._shared_failures(names)
-        return self._texts(names, lambda check: check.is_unclear or (check.passed is False and check.name in shared))
+        return self._texts(names, _is_unclear(_shared(self._count_failures(names), len(names))))
 
-    def _shared_failures(self, names: Collection[str]) -> set[str]:
-        failures = Counter(
-            check for name in names for check in {e.name for e in self._last_checks(name) if e.passed is False}
-        )
-        return {check for check, num in failures.items() if num > 1 and num > _MOST_FAILED * len(names)}
+    def _has_failed(self, shared: Collection[str]) -> Callable[[CheckResult], bool]:
+        is_strict = self._settings.checks_unclear == "evict"
+        return lambda check: (check.passed is False and check.name not in shared) or (is_strict and check.is_unclear)
 
-    def _last_checks(self, name: str) -> tuple[CheckResult, ...]:
-        """Results of a node's self-check since it came, or since the last fault, in this round or one before."""
-        if name in self._facts.checked and name in self._view.nodes:
-            return self._view.nodes[name].heartbeat.checks
-        return self.checks_of(name) or ()
-
-    def _texts(self, names: Collection[str], is_chosen: Callable[[CheckResult], bool]) -> dict[str, str]:
-        texts = {}
+    def _count_failures(self, names: Iterable[str]) -> Counter[str]:
+        """Count the nodes on which a check has failed, by check: since they came, or since the last fault."""
+        checked, failures = set(self._facts.checked), Counter[str]()
         for name in names:
-            chosen = [f"{each.name}: {each.detail}" for each in self.checks_of(name) or () if is_chosen(each)]
-            if chosen and self._settings.checks != "off":
-                texts[name] = plain("; ".join(chosen), _MAX_REASON)
-        return texts
+            known = self._view.nodes.get(name)
+            # In this round of checks or one before.
+            checks = known.heartbeat.checks if known and name in checked else self.checks_of(name) or ()
+            failures.update({each.name for each in checks if each.passed is False})
+        return failures
+
+    def _texts(self, names: Iterable[str], is_chosen: Callable[[CheckResult], bool]) -> dict[str, str]:
+        return {name: text for name in names if (text := self._text(name, is_chosen))}
+
+    def _text(self, name: str, is_chosen: Callable[[CheckResult], bool]) -> str:
+        """The chosen ones of a node's checks in one line; empty: there are none."""
+        if self._settings.checks == "off":
+            return ""
+        chosen = (f"{each.name}: {each.detail}" for each in self.checks_of(name) or () if is_chosen(each))
+        return plain("; ".join(chosen), _MAX_REASON)
 
     def skipped_checks(self) -> list[str]:
         """Checks that members could not make, with the reason: what is not known is said."""
@@ -243,3 +309,12 @@ class Roster:
             if each.passed is None and not each.is_unclear
         }
         return sorted(skipped)
+
+
+def _shared(failures: Counter[str], num_nodes: int) -> set[str]:
+    """Return the checks that have failed on most nodes at once, of several."""
+    return {check for check, num in failures.items() if num > 1 and num > _MOST_FAILED * num_nodes}
+
+
+def _is_unclear(shared: Collection[str]) -> Callable[[CheckResult], bool]:
+    return lambda check: check.is_unclear or (check.passed is False and check.name in shared)

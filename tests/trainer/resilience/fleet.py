@@ -89,7 +89,7 @@ class FakeNode:
         self.is_finite = True
         self.step = 0
         self.checks_of = 0
-        self.fails_checks = self.cannot_check = False
+        self.fails_checks = self.cannot_check = self.ignores_checks = False
         self.machine, self.moved_bytes = name, 0
         self.beacon_ns = self.ended_ns = 0
         self.matches: list[LogMatch] = []
@@ -138,7 +138,7 @@ class FakeNode:
             self.incarnation, self.exit_code, self.was_ended = wanted.incarnation, None, False
             self.is_stopped, self.is_finite, self.step, self.matches = False, True, 0, []
             self.fleet.starts.append((self.incarnation, self.name))
-        if wanted.action == "check":
+        if wanted.action == "check" and not self.ignores_checks:
             self.checks_of = wanted.check
 
     def now_ns(self) -> int:

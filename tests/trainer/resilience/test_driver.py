@@ -715,6 +715,52 @@ def test_nodes_that_all_fail_their_self_check_alone_are_not_asked_for_without_en
     assert fleet.driver.facts.next_node <= 8
 
 
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_node_that_never_tells_of_its_self_check_holds_no_run_up(spares: int, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=spares, gather_s=3000.0)
+    fleet.until_step(8)
+    node = fleet.node(1)
+    node.ignores_checks = True
+    node.die(-9)
+    fleet.until(lambda: fleet.driver.facts.restarts == 1 and fleet.driver.facts.state is State.RUN, 3000.0)
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.driver.facts.evicted == {}
+    assert (node.name in fleet.driver.facts.members) is (spares == 0)
+    assert any(f"{node.name} trains unchecked" in line for line in fleet.lines) is (spares == 0)
+
+
+def test_a_node_that_never_tells_of_its_self_check_is_evicted_where_the_user_wants_that(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, checks_unclear="evict")
+    fleet.until(lambda: "node-0" in fleet.nodes)
+    fleet.nodes["node-0"].ignores_checks = True
+    fleet.until(lambda: bool(fleet.driver.facts.evicted), 3000.0)
+    assert fleet.finish() is State.COMPLETED
+    [(name, reason)] = fleet.driver.facts.evicted.items()
+    assert name == "node-0"
+    assert "no result of its self-check within" in reason
+
+
+def test_nodes_that_answer_at_once_are_each_looked_at_a_bounded_number_of_times(tmp_path: Path) -> None:
+    """Thousands of nodes tell of their self-checks within one round after a fault."""
+
+    def num_calls(nodes: int) -> int:
+        fleet = Fleet(tmp_path / str(nodes), nodes=nodes)
+        fleet.until_state(State.VERIFY)
+        roster, calls = fleet.driver.roster, 0
+        checks_of = roster.checks_of
+
+        def counted(name: str) -> Any:
+            nonlocal calls
+            calls += 1
+            return checks_of(name)
+
+        roster.checks_of = counted  # type: ignore[method-assign]
+        fleet.until_state(State.START)
+        return calls
+
+    assert num_calls(32) < 3 * num_calls(16)
+
+
 def test_a_check_that_is_made_at_last_is_no_longer_unclear(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, spares=1)
     fleet.until_step(8)

@@ -13,7 +13,9 @@ from trainer.resilience.messages import (
     MAX_BYTES,
     Assignment,
     Beacon,
+    CheckResult,
     Heartbeat,
+    HeartbeatReader,
     LogMatch,
     RankStatus,
     Refused,
@@ -43,6 +45,36 @@ def test_a_message_comes_out_as_it_went_in() -> None:
     assert unseal(seal(BEAT, TOKEN), TOKEN, Heartbeat, "r") == BEAT
     assignment = Assignment(run="r", node="node-1", epoch=1, seq=2, action="train", incarnation=3)
     assert unseal(seal(assignment, TOKEN), TOKEN, Assignment, "r", "node-1") == assignment
+
+
+# What looks like other fields of a heartbeat, in a text.
+LIKE_KEYS = ["", "fine", '],"tx_bytes":1', ',"checks":[]', '"}],"tx_bytes":', "\\", 'a"b']
+TEXTS = st.sampled_from(LIKE_KEYS) | st.text(max_size=20)
+CHECKS = st.lists(
+    st.builds(CheckResult, name=TEXTS, passed=st.sampled_from([True, False, None]), detail=TEXTS), max_size=3
+).map(tuple)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), CHECKS, TEXTS, st.integers(0, 2)), max_size=8))
+def test_a_reader_of_many_heartbeats_gives_each_as_it_was_sent(rows: list[Any]) -> None:
+    reader = HeartbeatReader(TOKEN, "r")
+    for node, checks, line, num_bytes in [each for row in rows for each in (row, row)]:
+        update = {"node": node, "checks": checks, "checks_of": len(checks), "lines": (line,), "tx_bytes": num_bytes}
+        beat = BEAT.model_copy(update=update)
+        assert reader.read(seal(beat, TOKEN)) == beat
+
+
+def test_a_reader_refuses_what_it_has_not_read_whole() -> None:
+    reader = HeartbeatReader(TOKEN, "r")
+    beat = BEAT.model_copy(update={"checks": (CheckResult(name="gemm", passed=True, detail="d"),), "tx_bytes": 1})
+    data = seal(beat, TOKEN)
+    assert reader.read(data) == beat
+    with pytest.raises(Refused, match="MAC"):
+        reader.read(data[:-2] + b"2}")
+    # A second list of results, as no executor sends it: the last one counts, as without a reader.
+    body = data[32:].replace(b',"tx_bytes":1', b',"tx_bytes":1,"checks":[{"name":"copy","passed":false,"detail":""}]')
+    twice = _mac(TOKEN, "heartbeat", "r", "node-1", body) + body
+    assert reader.read(twice) == unseal(twice, TOKEN, Heartbeat, "r")
 
 
 @pytest.mark.parametrize(
