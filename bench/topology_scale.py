@@ -131,7 +131,7 @@ def command(options: RunOptions, pods: Sequence[int], repeats: int, qps: int, ha
     record = RunRecord(
         name="bench.topology_scale",
         source="measured",
-        rows=[row.to_row() for row in (*rows, *growth)],
+        rows=[*(row.to_row() for row in rows), *(each.to_row() for each in growth)],
         started_utc=started,
         ended_utc=utc_now(),
         arguments={**options.arguments(), "pods": list(pods), "repeats": repeats, "qps": qps, "hash": hash_name},
