@@ -422,6 +422,7 @@ def _counters(
         kept = (every != faults.silent) | (at < end_s - _HANG_S)
         at, power, every = at[kept], power[kept], every[kept]
     common = {"kind": "counter", "source": "monitor", "run": "synthetic", "attempt": 0}
+    common |= {"clock_offset_ns": 0, "clock_error_ns": 50_000}
     watts = {**common, "name": "gpu.power", "rank": every, "host": _hosts(every), "unit": "W"}
     watts |= {"start_ns": _whole_ns(at), "end_ns": _whole_ns(at), "value": power}
     tables = [table_of(watts, len(at))]

@@ -2,9 +2,11 @@
 
 [Note: late steps] A step reaches the monitor's ring when it ends, and in a run that hangs it never does. So of a step
 that is open for longer than 5 s and twice the one before, the monitor's thread hands over what has ended, and marks
-that the step is `late`, ever more seldom, and at least once a minute. A process that is stopped or dead gives no such
-mark: that tells it from those that wait for it. The mark says in which collective a rank waits, for whatever is on the
-way says nothing: a receive is posted early, and a forward pass contains the waits for its parameters.
+that the step is `late`: as soon as something else of it has ended or the rank waits for something else, so that the
+newest mark is never older than the record, and else ever more seldom, at least once a minute. A process that is stopped
+or dead gives no such mark: that tells it from those that wait for it. The mark says in which collective a rank waits,
+for whatever is on the way says nothing: a receive is posted early, and a forward pass contains the waits for its
+parameters.
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collectives.watch.recorder import StepComm
+    from collectives.watch.recorder import Collective, StepComm
 
 LATE_S = 5.0
-"""Age from which a step is late, and least pause between two marks that say so, seconds."""
+"""Age from which a step is late, and least pause between two marks that say the same, seconds."""
 _MOST_PAUSE_S = 60.0
 _LATE_STEPS = 2.0
 _NUM_KEPT = 8  # late steps that have ended, and whose rows are on their way
@@ -33,15 +35,15 @@ class OpenStep:
         opened: the step of a recorder, or the number of a monitor's own; None: no step is open.
         usual_s: what the step before took.
         handed: `id` of the parts that were handed over before the step's end.
-        is_mark_due: nothing has said for a while that the step is late.
+        marked_s, marked: when it was marked as late last, and what was so then: what had ended, and the wait.
     """
 
     opened: StepComm | int | None
     usual_s: float
     since_s: float = field(default_factory=time.monotonic)
     handed: set[int] = field(default_factory=set)
-    is_mark_due: bool = False
     marked_s: float = 0.0
+    marked: tuple[int, Collective | None] = (0, None)
 
     @property
     def age_s(self) -> float:
@@ -58,21 +60,40 @@ class OpenStep:
         """Its number."""
         return self.opened if isinstance(self.opened, int) or self.opened is None else self.opened.step
 
+    def open_wait(self) -> Collective | None:
+        """Collective that the rank waits for now; None: none that is known."""
+        try:
+            return self.comm.open_wait() if self.comm is not None else None
+        except RuntimeError:  # of an event that a graph has captured
+            return None
 
-def describe_wait(comm: StepComm | None, ranks_of: Callable[[str], str | None]) -> dict[str, Any] | None:
+    def take_mark(self, wait: Collective | None, num_ended: int = 0) -> bool:
+        """Whether a mark is due now, which then counts as made.
+
+        Args:
+            wait: what the rank waits for now.
+            num_ended: segments that the record has beside the parts that were handed over; grows with each.
+        """
+        now_s, state = time.monotonic(), (len(self.handed) + num_ended, wait)
+        pause_s = min(_MOST_PAUSE_S, max(LATE_S, self.marked_s - self.since_s))
+        # Two collectives that are alike are two: the newer mark says that the older one has ended.
+        is_same = self.marked_s and state[0] == self.marked[0] and wait is self.marked[1]
+        if is_same and now_s - self.marked_s < pause_s:
+            return False
+        self.marked_s, self.marked = now_s, state
+        return True
+
+
+def describe_wait(wait: Collective | None, ranks_of: Callable[[str], str | None]) -> dict[str, Any] | None:
     """Return what a late step waits for, as attributes of its mark: `waits_for`, `group`, `group_ranks`, `peer`, ...
 
     Args:
         ranks_of: text of a group's ranks.
     """
-    try:
-        one = comm.open_wait() if comm is not None else None
-    except RuntimeError:  # of an event that a graph has captured
+    if wait is None:
         return None
-    if one is None:
-        return None
-    facts = {name: one.labels[name] for name in ("peer", "micro_batch") if name in one.labels}
-    return {"waits_for": one.kind, "group": one.group, "group_ranks": ranks_of(one.group), **facts}
+    facts = {name: wait.labels[name] for name in ("peer", "micro_batch") if name in wait.labels}
+    return {"waits_for": wait.kind, "group": wait.group, "group_ranks": ranks_of(wait.group), **facts}
 
 
 class LateSteps:
@@ -98,10 +119,6 @@ class LateSteps:
                 continue
             if not known.marked_s:
                 self._late.append(known)
-            pause_s = min(_MOST_PAUSE_S, max(LATE_S, (known.marked_s or known.since_s) - known.since_s))
-            known.is_mark_due = not known.marked_s or time.monotonic() - known.marked_s >= pause_s
-            if known.is_mark_due:
-                known.marked_s = time.monotonic()
             yield known
 
     def handed(self, comm: StepComm) -> set[int]:

@@ -181,6 +181,7 @@ class Monitor:
         """Events that were lost in all."""
         self.thread_s = 0.0
         """Processor time of handing over so far, of the monitor's thread and of `flush`."""
+        self._num_timed = 0  # segments that were handed over
         self._num_unsaid = 0  # lost by the transport since the last batch
         self._transport, self._interval_s = transport, interval_s
         self._has_server = getattr(transport, "has_server", False)
@@ -491,6 +492,7 @@ class Monitor:
         numbers = _int(entry.micro_batch), _int(entry.chunk)
         series = Series("segment", entry.name, entry.segment, *numbers, entry.timing, entry.lane)
         start_ns, end_ns = self._times([entry.start, entry.end])
+        self._num_timed += 1
         if entry.attributes:
             rows.attributes[len(rows)] = to_json(entry.attributes)
         rows.append_segment(rows.table.number(series), entry.step, start_ns, end_ns)
@@ -516,12 +518,14 @@ class Monitor:
         opened: list[tuple[Hashable, StepComm | int | None]] = [(self, self._step)]
         opened += [(recorder, recorder.open_step) for recorder in self._recorders]
         for late in self._late_steps.look(opened):
-            if late.is_mark_due:
-                facts = describe_wait(late.comm, self._ranks_of)
-                rows.add(Mark(self.origin, "late", self.clock.now_ns(), late.step, None, late.age_s, attributes=facts))
             if late.comm is not None:
                 with contextlib.suppress(RuntimeError):  # of an event that a graph has captured
                     self._add_parts(rows, late.comm, late.handed, is_late=True)
+            # After the parts: whatever ended before the mark is in the record beside it.
+            wait = late.open_wait()
+            if late.take_mark(wait, self._num_timed):
+                facts = describe_wait(wait, self._ranks_of)
+                rows.add(Mark(self.origin, "late", self.clock.now_ns(), late.step, None, late.age_s, attributes=facts))
 
     def _add_parts(self, rows: EventColumns, comm: StepComm, handed: set[int], *, is_late: bool = False) -> None:
         """Append computations, waits and collectives of a step that were not handed over before.

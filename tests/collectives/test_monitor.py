@@ -156,6 +156,39 @@ def test_what_has_ended_of_a_late_step_is_handed_over_once(
     assert counts == {"forward": 1, "collective": 1, "wait": 1, "step": 1}
 
 
+def test_a_late_step_is_marked_again_as_soon_as_the_wait_changes(
+    monitor: Monitor, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_steps, "LATE_S", 0.0)
+    monkeypatch.setattr(late_steps, "_LATE_STEPS", 0.0)
+    recorder = Recorder()
+    monitor.follow(recorder)
+    recorder.groups["reduce"] = [0, 1]
+    recorder.begin_step(3)
+    monitor.flush()  # sees that a step is open
+    monkeypatch.setattr(late_steps, "LATE_S", 3600.0)  # of the pauses between marks that say the same
+
+    def marks() -> list[Mark]:
+        monitor.flush()
+        return [each for each in kept.events if isinstance(each, Mark)]
+
+    [late] = [each for each in monitor._late_steps._open.values() if each.opened is not None]
+    late.since_s -= 7200.0
+    assert [each.attributes for each in marks()] == [None]
+    assert len(marks()) == 1  # nothing has changed
+    for number in (1, 2):  # alike, but two: the one that is waited for now is another one
+        with recorder.launching("reduce", "all_reduce", 64) as collective:
+            pass
+        with recorder.waiting(collective):
+            assert len(marks()) == 2 * number
+            assert marks()[-1].attributes == {"waits_for": "all_reduce", "group": "reduce", "group_ranks": "0:2:1"}
+        assert marks()[-1].attributes is None  # it has ended, and nothing is waited for
+        ends = [each.end_ns for each in kept.segments()]
+        assert max(ends) <= marks()[-1].end_ns  # no mark is older than the record
+        assert len(marks()) == 2 * number + 1
+    recorder.end_step()
+
+
 def test_a_long_garbage_collection_is_a_segment(monitor: Monitor, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectives.watch.monitor._LEAST_GC_NS", 0)
     monitor.step(4)

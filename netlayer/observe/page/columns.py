@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from netlayer.errors import ConfigError
 from netlayer.observe.events import SEGMENTS, Event, Mark, events_of, read_events, to_batch
 from netlayer.observe.events.schema import PROCESSOR_WAIT
-from netlayer.observe.page.stopped import LateStep
+from netlayer.observe.page.stopped import LateStep, Sign
 from netlayer.observe.readers.evidence_files import EVENTS, HANG, open_evidence, recognise
 from netlayer.printing import printable
 
@@ -85,7 +85,8 @@ class FileColumns:
     tail: list[pa.RecordBatch] = field(default_factory=list)
     """Batches with the rows of the two last steps of the last start, beside others."""
     last_ns: int = 0
-    last_sign_ns: dict[int, int] = field(default_factory=dict)
+    """End of the last event, on the reference clock."""
+    signs: dict[int, Sign] = field(default_factory=dict)
     """Of each rank its last reading or mark after its start."""
     late_steps: dict[tuple[int, int], LateStep] = field(default_factory=dict)
     """By start (`attempt`) and rank the last step that a mark calls late; its parts are in the record."""
@@ -248,9 +249,8 @@ class _Builder:
     def add(self, batch: pa.RecordBatch) -> None:
         """Take a batch of `arrow_schema()` in."""
         kinds = looked_up(batch["kind"], {"segment": 1, "mark": 2, "counter": 3})
-        ends = np.asarray(batch["end_ns"])
-        if len(ends):
-            self._file.last_ns = max(self._file.last_ns, int(ends.max()))
+        if batch.num_rows:
+            self._file.last_ns = max(self._file.last_ns, int(_on_reference_clock(batch).max()))
         if (kinds == 1).any():
             self._segments(batch if (kinds == 1).all() else batch.filter(_mask(kinds == 1)))
         if (kinds == 2).any() and len(self._file.marks) < _MOST_MARKS:
@@ -262,23 +262,19 @@ class _Builder:
 
     def _without_late(self, marks: pa.RecordBatch) -> pa.RecordBatch:
         """Take the marks of late steps out of others: of a run that hangs there are many."""
-        import pyarrow.compute as pc
-
         is_late = looked_up(marks["name"], {"late": 1}) == 1
         if is_late.any():
             late = marks.filter(_mask(is_late))
-            columns = [integers(late[name]) for name in ("attempt", "rank", "step", "end_ns")]
-            offsets = np.asarray(pc.fill_null(late["clock_offset_ns"], 0))
-            facts = texts(late["attributes"]).tolist()
-            rows = zip(*(column.tolist() for column in (*columns, offsets)), facts, strict=True)
-            for attempt, rank, step, at_ns, offset_ns, text in rows:
+            self._signs(late)
+            columns = [*(integers(late[name]) for name in ("attempt", "rank", "step")), _on_reference_clock(late)]
+            rows = zip(*(column.tolist() for column in columns), texts(late["attributes"]).tolist(), strict=True)
+            for attempt, rank, step, at_ns, text in rows:
                 if rank < 0:
                     continue
-                self._sign(rank, at_ns)
                 key = max(attempt, 0), rank
                 known = self._file.late_steps.get(key)
                 if step >= (known.step if known else 0):
-                    self._file.late_steps[key] = LateStep(step, at_ns - offset_ns, parse_facts(text))
+                    self._file.late_steps[key] = LateStep(step, at_ns, parse_facts(text))
             marks = marks.filter(_mask(~is_late))
         return marks
 
@@ -288,21 +284,29 @@ class _Builder:
         for one in self._file.marks:
             # That a rank started or has a checkpoint is no reading that could end: it would be taken for one.
             if one.origin.rank is not None and one.name not in ("run_start", "restart", "checkpoint"):
-                self._sign(one.origin.rank, one.end_ns)
+                self._sign(one.origin.rank, Sign(one.end_ns - (one.clock_offset_ns or 0), one.clock_error_ns))
         self._file.segments = {
             name: np.concatenate(parts) if parts else np.empty(0, np.int64) for name, parts in self._parts.items()
         }
         for (name, rank, host, port, unit), parts in self._counters.items():
             start_ns, end_ns, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-            if rank is not None:
-                self._sign(rank, int(end_ns.max()))
             order = np.argsort(end_ns, kind="stable")
             self._file.readings.append(
                 Readings(name, rank, host, port, unit, start_ns[order], end_ns[order], values[order])
             )
 
-    def _sign(self, rank: int, at_ns: int) -> None:
-        self._file.last_sign_ns[rank] = max(at_ns, self._file.last_sign_ns.get(rank, 0))
+    def _sign(self, rank: int, sign: Sign) -> None:
+        known = self._file.signs.get(rank)
+        if known is None or sign.at_ns > known.at_ns:
+            self._file.signs[rank] = sign
+
+    def _signs(self, batch: pa.RecordBatch) -> None:
+        """Note the last event of each rank in a batch."""
+        ranks, ends, errors = integers(batch["rank"]), _on_reference_clock(batch), integers(batch["clock_error_ns"])
+        order = np.lexsort((ends, ranks))
+        is_last = np.append(ranks[order][1:] != ranks[order][:-1], True) & (ranks[order] >= 0)
+        for at in order[is_last].tolist():
+            self._sign(int(ranks[at]), Sign(int(ends[at]), int(errors[at]) if errors[at] >= 0 else None))
 
     def _segments(self, batch: pa.RecordBatch) -> None:
         import pyarrow.compute as pc
@@ -362,6 +366,7 @@ class _Builder:
 
     def _readings(self, batch: pa.RecordBatch) -> None:
         """Sort readings by counter, rank, host and port."""
+        self._signs(batch)
         waits = looked_up(batch["name"], {PROCESSOR_WAIT: 1}) == 1
         if waits.any():
             of_steps = batch.filter(_mask(waits))
@@ -403,6 +408,15 @@ def integers(column: pa.Array) -> Ints:
     import pyarrow.compute as pc
 
     return np.asarray(pc.fill_null(column, -1)).astype(np.int64, copy=False)
+
+
+def _on_reference_clock(batch: pa.RecordBatch) -> Ints:
+    """Ends of events on the reference clock; by the rank's own where it was not compared."""
+    import pyarrow.compute as pc
+
+    return integers(batch["end_ns"]) - np.asarray(pc.fill_null(batch["clock_offset_ns"], 0)).astype(
+        np.int64, copy=False
+    )
 
 
 def looked_up(column: pa.Array, numbers: Mapping[str, int], otherwise: int = 0) -> NDArray[np.uint8]:

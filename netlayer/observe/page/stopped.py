@@ -5,8 +5,9 @@ its last whole step: in the order in which work begins and communication ends (a
 anybody waits for it), the first operation that the last step lacks is the one that it is in. If that is its own work (a
 pass, the optimizer, data), it waits for nobody; if it is a collective or a message, it waits for those of the group
 that are not in the same one. Our monitor hands over a step when it has ended, or is late, and then says what the rank
-waits for: of a rank with neither, the place is not known. Marks come ever more seldom, and what ends meanwhile is in
-the record: what a mark says of a wait holds only where it is newer than all that the rank recorded.
+waits for: of a rank with neither, the place is not known. What a mark says of a wait holds only where it is newer than
+all that the rank recorded. A rank whose newest mark is older has no known place: its record alone would call a wait
+inside of a pass the rank's own work.
 
 [Note: silence] A record that stops is no proof of a fault, for a run may just have been ended. A rank is named as
 silent only where the others wait for it, directly or through others, and evidence goes on for a while after the last
@@ -14,7 +15,8 @@ thing that it did: counters, marks, or the present time where the files are bein
 operation the one is named whose own readings went on until it stopped and then ended, while those of the others go on.
 A process that is stopped or dead takes the record of its last second with it, and where it was does not show: where the
 signs of one rank end and those of all others go on (marks of late steps, readings), and these wait for it in the step
-that it was in, it is the silent one.
+that it was in, it is the silent one. Signs of several hosts are compared on the run's reference clock, and nobody is
+told apart by less than what these clocks may differ by; where they were not compared, one is suspected at most.
 """
 
 from __future__ import annotations
@@ -33,6 +35,15 @@ _OWN_WORK = ("forward", "backward", "weights", "optimizer", "data")
 _WAITS = ("collective", "wait")
 _HOST_WORK = ("data",)
 """In the record at once, whatever becomes of the step."""
+
+
+class Sign(NamedTuple):
+    """The last sign of life of a rank: a reading or a mark."""
+
+    at_ns: int
+    """On the reference clock."""
+    error_ns: int | None
+    """Bound on how wrong that is; None: the rank's clock was not compared with the reference."""
 
 
 class LateStep(NamedTuple):
@@ -115,6 +126,7 @@ def judge_stop(
     ended: bool,
     last_sign_ns: Mapping[int, int],
     late_steps: LateSteps | None = None,
+    clock_error_ns: int | None = 0,
 ) -> Stop:
     """Say who holds up a run whose record stops.
 
@@ -126,6 +138,7 @@ def judge_stop(
         last_sign_ns: the last reading or mark of each rank that has any.
         late_steps: of each rank the last step that was marked as late in that start; None: operations are in the
             record as they end.
+        clock_error_ns: how far apart the clocks of two ranks may be; None: they were not compared.
     """
     if ended:
         return Stop("ended", "the run ended as intended")
@@ -142,19 +155,17 @@ def judge_stop(
         return Stop("running", "the record goes on to its end", places=places)
     working = [rank for rank, place in places.items() if place.operation is not None and not place.members]
     waiting, silent = _waiting(places, working)
-    # A third of the time since then: marks become rarer, and those of two ranks are not of one moment.
-    late_ns = last_ns + (max(last_sign_ns.values(), default=last_ns) - last_ns) // 3
-    alive = {rank for rank in places if last_sign_ns.get(rank, last_ns) > late_ns}
     lead_ns = round(max(MIN_SILENCE_S, MIN_SILENCE_STEPS * step_s) * 1e9)
-    gone = _gone(places, alive, last_sign_ns, lead_ns)
-    if gone is not None and not silent:
-        return _stop_of_gone(places, gone, until_ns, last_sign_ns[gone])
+    signs = _Signs.of(places, last_ns, last_sign_ns, lead_ns, clock_error_ns)
+    gone = _gone(places, signs)
+    if gone is not None and (not silent or signs.hide([gone], lead_ns)):
+        return _stop_of_gone(places, gone, signs, until_ns)
     if gone is not None and places[gone].operation is None:
         # Its tensor-parallel peers wait for it inside a pass that does not end: it may be in the same one.
         places[gone] = replace(places[gone], operation=places[silent[0]].operation)
         waiting, silent = _waiting(places, [*working, gone])
     suspects, candidates = len(silent), silent
-    silent = _quiet(silent, places, alive, last_sign_ns, lead_ns)
+    silent = _quiet(silent, places, signs)
     operations = {(places[rank].step, places[rank].operation) for rank in silent}
     others = len(places) - len(waiting) - suspects
     if not silent or len(operations) > 1 or len(silent) > max(1, len(places) // 4) or others > len(places) / 4:
@@ -164,12 +175,71 @@ def judge_stop(
         root = silent[0]
         waiting = {rank: (other if other in silent else root, between) for rank, (other, between) in waiting.items()}
     alike = [rank for rank in candidates if rank not in silent]
-    num = f"{len(waiting)} ranks wait" if len(waiting) != 1 else "1 rank waits"
+    num = _count_waiting(waiting)
     rest = f"; of {others} others it is not known" if others else ""
     since = f"nothing is recorded in the last {silence_s:.0f} s"
-    why = _why(silent[0], alike, until_ns, last_sign_ns) if len(silent) == 1 else ""
-    state, line = _named(silent, operations.pop(), (num, rest, since), why)
+    why = _why(silent[0], alike, until_ns, signs) if len(silent) == 1 else ""
+    # Where signs of several hosts told which one it is, their clocks have to be known.
+    is_sure = signs.clock_error_ns is not None or not (alike or gone is not None)
+    state, line = _named(silent, operations.pop(), (num, rest, since), why, is_sure=is_sure)
     return Stop(state, line, tuple(silent), places, waiting, tuple(alike), silence_s)
+
+
+@dataclass(frozen=True)
+class _Signs:
+    """Signs of life of the ranks of a run that stands still.
+
+    Args:
+        last_ns: the last sign of each rank that has any.
+        alive: ranks whose signs go on.
+        lead_ns: least time by which the signs of a silent rank end before those of all others, where these alone tell.
+        clock_error_ns: how far apart two clocks may be; None: that is not known.
+    """
+
+    last_ns: Mapping[int, int]
+    alive: set[int]
+    lead_ns: int
+    clock_error_ns: int | None
+
+    @classmethod
+    def of(
+        cls,
+        places: Mapping[int, Place],
+        stopped_ns: int,
+        last_sign_ns: Mapping[int, int],
+        lead_ns: int,
+        clock_error_ns: int | None,
+    ) -> _Signs:
+        """Tell who is alive in a run that stopped at a moment."""
+        # A third of the time since then: marks become rarer, and those of two ranks are not of one moment.
+        late_ns = stopped_ns + (max(last_sign_ns.values(), default=stopped_ns) - stopped_ns) // 3
+        alive = {rank for rank in places if last_sign_ns.get(rank, stopped_ns) > late_ns}
+        return cls(last_sign_ns, alive, lead_ns, clock_error_ns)
+
+    @property
+    def clocks(self) -> str:
+        """How far signs of several hosts can be compared."""
+        if self.clock_error_ns is None:
+            return "the clocks of their hosts were not compared"
+        return f"the clocks of their hosts differ by up to {self.clock_error_ns / 1e6:.3g} ms"
+
+    @property
+    def note(self) -> str:
+        """The same in brackets; empty on one host."""
+        return "" if self.clock_error_ns == 0 else f" ({self.clocks})"
+
+    def apart_ns(self, quiet: Sequence[int]) -> int:
+        """Return how long before the first of the others the last sign of some ranks is."""
+        first_ns = min((self.last_ns[rank] for rank in self.alive if rank in self.last_ns), default=0)
+        return first_ns - max((self.last_ns.get(rank, 0) for rank in quiet), default=0)
+
+    def hide(self, quiet: Sequence[int], least_ns: int = 0) -> bool:
+        """Whether the signs of some ranks may not have ended `least_ns` before the others': the clocks do not tell."""
+        return bool(self.clock_error_ns) and self.apart_ns(quiet) - (self.clock_error_ns or 0) < least_ns
+
+
+def _count_waiting(waiting: Mapping[int, Any]) -> str:
+    return f"{len(waiting)} ranks wait" if len(waiting) != 1 else "1 rank waits"
 
 
 def _named(
@@ -177,70 +247,75 @@ def _named(
     where: tuple[int, Operation | None],
     facts: tuple[str, str, str],
     why: str,
+    *,
+    is_sure: bool,
 ) -> tuple[str, str]:
     """Return state and line where one of some ranks is silent: the one, or it is not known which."""
     step, operation = where
     num, rest, since = facts
     if len(silent) == 1:
         # With this rank and those alike the numbers add up to all ranks.
-        line = f"rank {silent[0]} is silent, in {operation} of step {step}; {num} for it{rest}; {since}"
-        return "silent", f"{line}; why this one: {why}"
+        state, verb = ("silent", "is") if is_sure else ("suspected", "may be")
+        line = f"rank {silent[0]} {verb} silent, in {operation} of step {step}; {num} for it{rest}; {since}"
+        return state, f"{line}; why this one: {why}"
     line = f"one of {describe_ranks(silent)} is silent, in {operation} of step {step}, and nothing shows which"
     return "suspected", f"{line}; {num} for them{rest}; {since}"
 
 
-def _quiet(
-    silent: list[int], places: Mapping[int, Place], alive: set[int], last_sign_ns: Mapping[int, int], lead_ns: int
-) -> list[int]:
+def _quiet(silent: list[int], places: Mapping[int, Place], signs: _Signs) -> list[int]:
     """Return those of several ranks in one operation whose signs have ended; all, where that tells nothing.
 
     A rank that gave no sign, or none for long before it stopped (its counters were never read, or are slow), is not
-    told by that.
+    told by that, and neither is one where the clocks may differ by as much.
     """
-    quiet = [rank for rank in silent if rank not in alive]
-    is_certain = all(last_sign_ns.get(rank, 0) >= places[rank].last_ns - lead_ns for rank in quiet)
-    if 0 < len(quiet) < len(silent) and is_certain and len(alive) >= len(places) / 2:
+    quiet = [rank for rank in silent if rank not in signs.alive]
+    is_certain = all(signs.last_ns.get(rank, 0) >= places[rank].last_ns - signs.lead_ns for rank in quiet)
+    is_certain = is_certain and not signs.hide(quiet)
+    if 0 < len(quiet) < len(silent) and is_certain and len(signs.alive) >= len(places) / 2:
         return quiet
     return silent
 
 
-def _gone(places: Mapping[int, Place], alive: set[int], last_sign_ns: Mapping[int, int], lead_ns: int) -> int | None:
+def _gone(places: Mapping[int, Place], signs: _Signs) -> int | None:
     """Return the one rank whose signs ended when it stopped while those of all others go on; None: it is not so."""
-    gone = [rank for rank in places if rank not in alive]
+    gone = [rank for rank in places if rank not in signs.alive]
     if len(gone) != 1:
         return None
     place = places[gone[0]]
     ahead_ns = max(other.last_ns for other in places.values()) - place.last_ns
     # Else its record ended before it stopped. The last second of it is lost anyway, with any number of short steps.
-    is_lost = ahead_ns > lead_ns or last_sign_ns.get(gone[0], 0) < place.last_ns - lead_ns
-    is_lost = is_lost or min((last_sign_ns.get(rank, 0) for rank in alive), default=0) < last_sign_ns[gone[0]] + lead_ns
-    return None if is_lost else gone[0]
+    is_lost = ahead_ns > signs.lead_ns or signs.last_ns.get(gone[0], 0) < place.last_ns - signs.lead_ns
+    return None if is_lost or signs.apart_ns(gone) < signs.lead_ns else gone[0]
 
 
-def _stop_of_gone(places: Mapping[int, Place], rank: int, until_ns: int, last_sign_ns: int) -> Stop:
+def _stop_of_gone(places: Mapping[int, Place], rank: int, signs: _Signs, until_ns: int) -> Stop:
     """Name the rank that is gone, where nobody else is in work of its own and three quarters of the others wait."""
     place = places[rank]
     silence_s = (until_ns - max(each.last_ns for each in places.values())) / 1e9
     since = f"nothing is recorded in the last {silence_s:.0f} s"
+    if signs.hide([rank], signs.lead_ns):
+        apart = f"the signs of life of rank {rank} end {signs.apart_ns([rank]) / 1e9:.1f} s before those of the others"
+        return Stop("cannot tell", f"{since}; {apart}, but {signs.clocks}", (), places)
     waiting, _ = _waiting({**places, rank: replace(place, operation=None, members=())}, [rank])
     if len(waiting) < 0.75 * (len(places) - 1):
         return Stop("cannot tell", f"{since}, and who waits for whom does not show", (), places)
-    num = f"{len(waiting)} ranks wait" if len(waiting) != 1 else "1 rank waits"
-    age_s = (until_ns - last_sign_ns) / 1e9
-    why = f"why this one: its last sign of life is {age_s:.0f} s old, and those of all others go on"
+    num = _count_waiting(waiting)
+    age_s = (until_ns - signs.last_ns[rank]) / 1e9
+    why = f"why this one: its last sign of life is {age_s:.0f} s old, and those of all others go on{signs.note}"
     step = max(places[other].step for other in (*waiting, rank))
-    line = f"rank {rank} is silent, in step {step}; {num} for it; {since}; {why}"
-    return Stop("silent", line, (rank,), places, waiting, (), silence_s)
+    state, verb = ("silent", "is") if signs.clock_error_ns is not None else ("suspected", "may be")
+    line = f"rank {rank} {verb} silent, in step {step}; {num} for it; {since}; {why}"
+    return Stop(state, line, (rank,), places, waiting, (), silence_s)
 
 
-def _why(rank: int, alike: Sequence[int], until_ns: int, last_sign_ns: Mapping[int, int]) -> str:
+def _why(rank: int, alike: Sequence[int], until_ns: int, signs: _Signs) -> str:
     """Say what tells a silent rank from the others."""
     if not alike:
         return "no other rank in work of its own is waited for"
     their = "their" if len(alike) > 1 else "its"
     return (
         f"{describe_ranks(alike)} stopped in the same operation, but {their} readings (counters, marks) go on; "
-        f"of rank {rank} the last is {(until_ns - last_sign_ns[rank]) / 1e9:.0f} s old"
+        f"of rank {rank} the last is {(until_ns - signs.last_ns[rank]) / 1e9:.0f} s old{signs.note}"
     )
 
 
@@ -258,6 +333,8 @@ def _place(rank: int, steps: Mapping[int, Sequence[Segment]], late_steps: LateSt
     # Whatever ended after the mark may be what the rank waited for.
     if late is not None and late.step >= step and late.waits and late.at_ns > last_ns:
         return _waiting_place(rank, late.step, late.waits, last_ns)
+    if late is not None and late.step == step and late.at_ns <= last_ns:
+        return Place(rank, step, None, (), last_ns)
     is_known = late_steps is None or (late is not None and late.step == step)
     is_known = is_known or any(operation.segment not in _HOST_WORK for operation in done)
     if not is_known:

@@ -22,7 +22,7 @@ from netlayer.observe.events import Mark, Segment, events_of
 from netlayer.observe.page.advice import next_step
 from netlayer.observe.page.columns import Columns, Place, Readings, is_hang, newest, places_of
 from netlayer.observe.page.payload import pack, pack_levels
-from netlayer.observe.page.stopped import LateStep, Stop, judge_stop
+from netlayer.observe.page.stopped import LateStep, Sign, Stop, judge_stop
 from netlayer.observe.page.tables import run_of
 from netlayer.observe.verdicts.judge import judge
 from netlayer.observe.verdicts.run import Run
@@ -37,6 +37,8 @@ DIMENSIONS = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp"), "dp_replicate": 
 _PLACES = ("tp", "pp", "dp", "cp", "dp_replicate")
 SLOWER = "slower than its peers"
 """Name of the measure by which stragglers are judged."""
+NOT_JUDGED = "difference from its peers (no verdict)"
+"""Name of the same where nobody could be judged by it."""
 BUSY = "busy (without waits)"
 _LIVE_S = 600.0
 """Age of the newest file up to which a run without an end counts as one that runs."""
@@ -44,9 +46,21 @@ _LAG_S = 60.0
 _PAUSE_S = 30.0
 _PAUSE_STEPS = 10.0
 """Pause of a run that goes on, in steps, up to which it counts as one where nobody shows whom the others wait for."""
+_NEUTRAL = ("forward", "backward")
+_LEAST_SHARE = 0.1
+"""Share of a step that a segment takes at least where the page opens with it."""
 _MOST_MARKS = 300
 _MOST_TEXT = 400
 _MOST_FINDINGS = 100
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Measure and statistic that the maps open with, and in one line why it is not the comparison with peers."""
+
+    measure: str
+    statistic: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,7 @@ class RunView:
         run = self.run
         exists = np.isfinite(run.step_s) & ~self.is_open
         tables = {
-            SLOWER: (self.detection.relative, "share"),
+            NOT_JUDGED if self._straggler.state == "cannot tell" else SLOWER: (self.detection.relative, "share"),
             "step": (run.step_s, "s"),
             BUSY: (run.own_s, "s"),
         }
@@ -114,6 +128,33 @@ class RunView:
         if run.queued_s.any():
             tables["waiting for a processor"] = (np.where(exists, run.queued_s, np.nan), "s")
         return {name: pair for name, pair in tables.items() if np.isfinite(pair[0]).any()}
+
+    @cached_property
+    def _straggler(self) -> Verdict:
+        return next(verdict for verdict in self.verdicts if verdict.subject == "straggler")
+
+    @cached_property
+    def opening(self) -> Opening | None:
+        """Comparison with peers where somebody stands out by it, else how long a pass takes: that accuses nobody.
+
+        None: there is no measure.
+        """
+        state, line = self._straggler.state, self._straggler.line
+        if state in ("found", "suspected") and SLOWER in self.measures:
+            return Opening(SLOWER, "mean")
+        if not self.measures:
+            return None
+        step_s = float(np.nanmedian(self.run.step_s)) if np.isfinite(self.run.step_s).any() else 0.0
+        medians = ((name, self.run.segments[name]) for name in _NEUTRAL if name in self.measures)
+        long = [name for name, times in medians if float(np.nanmedian(times)) >= _LEAST_SHARE * step_s]
+        measure = next(iter([*long, "step"]))
+        if measure not in self.measures:
+            measure = next(iter(self.measures))
+        if state == "none":
+            return Opening(
+                measure, "median", f"No comparison with peers is shown, for by it nobody stands out: {line}."
+            )
+        return Opening(measure, "median", f"No comparison with peers is shown, for nobody can be judged by it: {line}.")
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -215,7 +256,7 @@ class RunView:
         }
         column = np.full(len(ranks), -1)
         column[np.searchsorted(ranks, list(run.ranks))] = np.arange(len(run.ranks))
-        measures = []
+        measures, titles = [], list(self.measures)
         for number, (name, (table, unit)) in enumerate(self.measures.items()):
             measures.append({"name": name, "unit": unit})
             for key, values in statistics(table).items():
@@ -229,7 +270,8 @@ class RunView:
             "layout": self.run.facts.get("layout"),
             "facts": {key: value for key, value in run.facts.items() if key != "layout"},
             "measures": measures,
-            "busy": list(self.measures).index(BUSY) if BUSY in self.measures else None,
+            "busy": titles.index(BUSY) if BUSY in titles else None,
+            "opening": asdict(self.opening) | {"measure": titles.index(self.opening.measure)} if self.opening else None,
             "verdicts": [self._verdict(verdict) for verdict in self.verdicts],
             "stragglers": [asdict(row) for row in self.stragglers],
             "stop": {
@@ -339,7 +381,11 @@ class RunView:
             return line
         [rank] = self.stop.silent
         host = self.hosts.get(rank)
-        return line.replace(f"rank {rank} is", f"rank {rank} ({host}) is", 1) if host else line
+        return (
+            line.replace(f"rank {rank} ", f"rank {rank} ({host}) ", 1)
+            if host and line.startswith(f"rank {rank} ")
+            else line
+        )
 
     def _verdict(self, verdict: Verdict) -> dict[str, Any]:
         rows = [] if isinstance(verdict.rows and verdict.rows[0], StragglerRow | StartRow) else verdict.rows[:20]
@@ -435,10 +481,10 @@ def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:
         assert event.step is not None
         last[rank] = max(event.step, last.get(rank, 0))
     segments = [event for event in segments if (event.step or 0) >= last[event.origin.rank or 0] - 1]
-    signs: dict[int, int] = {}
+    signs: dict[int, Sign] = {}
     for file in columns.files:
-        for rank, at_ns in file.last_sign_ns.items():
-            signs[rank] = max(at_ns, signs.get(rank, 0))
+        for rank, sign in file.signs.items():
+            signs[rank] = max(sign, signs.get(rank, sign), key=lambda one: one.at_ns)
     until_ns, is_now = max((file.last_ns for file in columns.files), default=0), False
     # Files that are written as things happen say by their age that nothing happens any more.
     if is_live and abs(columns.newest_s - until_ns / 1e9) < _LAG_S:
@@ -446,7 +492,15 @@ def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:
     step_s = float(np.nanmedian(run.step_s)) if np.isfinite(run.step_s).any() else 0.0
     is_whole = any(file.has_whole_steps for file in columns.files)
     late = _late_steps(columns, attempt) if is_whole else None
-    stop = judge_stop(segments, until_ns, step_s, ended=ends * 2 >= len(run.ranks), last_sign_ns=signs, late_steps=late)
+    stop = judge_stop(
+        segments,
+        until_ns,
+        step_s,
+        ended=ends * 2 >= len(run.ranks),
+        last_sign_ns={rank: sign.at_ns for rank, sign in signs.items()},
+        late_steps=late,
+        clock_error_ns=_clock_error(signs, places_of(columns.files), attempt),
+    )
     last_ns = max((place.last_ns for place in stop.places.values()), default=until_ns)
     pause_s = (until_ns - last_ns) / 1e9
     if is_now and stop.state == "cannot tell" and pause_s < max(_PAUSE_S, _PAUSE_STEPS * step_s):
@@ -454,6 +508,16 @@ def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:
         line = f"the run goes on, or pauses: the last operation in the record ended {pause_s:.0f} s ago"
         return replace(stop, state="running", line=line)
     return stop
+
+
+def _clock_error(signs: Mapping[int, Sign], places: Mapping[int, Mapping[int, Place]], attempt: int) -> int | None:
+    """Return how far apart the clocks of ranks that gave signs may be at most, ns; None: they were not compared."""
+    hosts = {places.get(rank, {}).get(attempt, (None,))[0] for rank in signs}
+    if len(hosts) < 2 and hosts != {None} and hosts != {""}:
+        return 0  # one host has one clock
+    errors = [sign.error_ns for sign in signs.values()]
+    known = [error for error in errors if error is not None]
+    return 2 * max(known, default=0) if len(known) == len(errors) else None
 
 
 def _late_steps(columns: Columns, attempt: int) -> dict[int, LateStep]:
@@ -474,7 +538,7 @@ def _late(batch: Any, newest: int, attempt: int) -> list[Segment]:
 
 
 def statistics(table: Floats) -> dict[str, Floats]:
-    """Mean, 99th percentile and trend of each rank over the steps of a table [step, rank].
+    """Mean, median, 99th percentile and trend of each rank over the steps of a table [step, rank].
 
     The trend is the slope of a line through the steps, as what it adds from the first to the last of them: seconds, or
     for shares a share.
@@ -489,13 +553,14 @@ def statistics(table: Floats) -> dict[str, Floats]:
         middle = at.sum(axis=0) / count
         offset = np.where(known, at - middle, 0.0)
         slope = (offset * (filled - mean)).sum(axis=0) / (offset**2).sum(axis=0)
-    p99 = np.full(num_ranks, np.nan)
+    median, p99 = quantiles = np.full((2, num_ranks), np.nan)
     whole = count == num_steps
     if whole.any():
-        p99[whole] = np.quantile(table[:, whole], 0.99, axis=0)
+        quantiles[:, whole] = np.quantile(table[:, whole], (0.5, 0.99), axis=0)
     for column in np.flatnonzero((count > 0) & ~whole):
-        p99[column] = np.quantile(table[known[:, column], column], 0.99)
-    return {"mean": mean, "p99": p99, "trend": np.where(count > 2, slope * (num_steps - 1), np.nan)}
+        quantiles[:, column] = np.quantile(table[known[:, column], column], (0.5, 0.99))
+    trend = np.where(count > 2, slope * (num_steps - 1), np.nan)
+    return {"mean": mean, "median": median, "p99": p99, "trend": trend}
 
 
 def row_medians(times: Floats) -> Floats:

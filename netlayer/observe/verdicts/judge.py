@@ -30,6 +30,8 @@ _WHOLE_STEPS, _LASTING_STEPS = 30, 100
 """Slow steps that confirm a suspect where nobody counted waits for a processor: of a whole record, and of a part."""
 _BUSY_HOST = 0.1
 """Share of their own time that ranks wait for a processor, from which on a verdict says so."""
+_BLIND = 1.0
+"""Slowdown that a record must be able to show, else it cannot tell: ranks of a healthy job do not differ that much."""
 _MANY_TIMES = 4.0
 """Times as long as its peers, from which on a line says so of a rank; as long as other steps: a pause."""
 _UNRECORDED = 0.25
@@ -124,6 +126,9 @@ def straggler(run: Run, detection: Detection) -> Verdict:
     if not detection.suspects:
         if reason := _unrecorded(run, detection):
             return Verdict("straggler", "cannot tell", reason)
+        if detection.smallest >= _BLIND:
+            line = f"times differ so much that only a rank slower by {detection.smallest:.0%} or more would be seen"
+            return Verdict("straggler", "cannot tell", f"{len(run.ranks)} ranks, {len(run.steps)} steps: {line}")
         line = f"{len(run.ranks)} ranks, {len(run.steps)} steps; one slower by {detection.smallest:.1%} would be seen"
         busy = float(np.median(_queued_shares(run)))
         if busy >= _BUSY_HOST:

@@ -27,7 +27,7 @@ from netlayer.observe.page.advice import next_step
 from netlayer.observe.page.payload import MISSING, pack, pack_levels, unpack
 from netlayer.observe.page.source import PageSource
 from netlayer.observe.page.stopped import LateStep, Stop, judge_stop
-from netlayer.observe.page.view import statistics
+from netlayer.observe.page.view import SLOWER, statistics
 from netlayer.observe.verdicts.verdict import StragglerRow
 from tests.netlayer.observe.page.test_tables import write
 from tests.netlayer.observe.test_report import events_of_run
@@ -165,6 +165,7 @@ def stop_of_a_pipeline(
     late: Iterable[int],
     forward: Iterable[int] = (),
     waits: Mapping[int, Any] = MappingProxyType({}),
+    clock_error_s: float | None = 0.0,
 ) -> Stop:
     """Two stages of two ranks; of step 3 the record has what the ranks `forward` did until rank 2 was stopped.
 
@@ -192,7 +193,10 @@ def stop_of_a_pipeline(
             segments.append(Segment(origin, "step", "step", at, reduced, step=step))
     signs = {rank: round(at_s * 1e9) for rank, at_s in signs_s.items()}
     marks = {rank: LateStep(3, signs[rank], waits.get(rank, {})) for rank in late}
-    return judge_stop(segments, 90_000 * MS, 1.0, ended=False, last_sign_ns=signs, late_steps=marks)
+    error_ns = None if clock_error_s is None else round(clock_error_s * 1e9)
+    return judge_stop(
+        segments, 90_000 * MS, 1.0, ended=False, last_sign_ns=signs, late_steps=marks, clock_error_ns=error_ns
+    )
 
 
 def test_a_process_that_is_stopped_is_told_by_its_signs_not_by_its_record() -> None:
@@ -205,6 +209,59 @@ def test_a_process_that_is_stopped_is_told_by_its_signs_not_by_its_record() -> N
     assert (stop.state, stop.silent) == ("silent", (2,)), stop.line
     assert "its last sign of life is 88 s old, and those of all others go on" in stop.line
     assert stop.waiting == {0: (2, 0), 3: (2, 0), 1: (2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("clock_error_s", "state", "text"),
+    [
+        (0.002, "silent", "(the clocks of their hosts differ by up to 2 ms)"),
+        (50.0, "silent", "differ by up to 5e+04 ms"),
+        (56.0, "cannot tell", "the signs of life of rank 2 end 57.7 s before those of the others, but the clocks"),
+        (None, "suspected", "rank 2 may be silent, in step 3; 3 ranks wait for it"),
+    ],
+)
+def test_signs_of_several_hosts_tell_no_more_than_their_clocks(
+    clock_error_s: float | None, state: str, text: str
+) -> None:
+    signs = {0: 85.0, 1: 83.0, 2: 2.3, 3: 60.0}
+    waits = {3: {"waits_for": "all_gather", "group": "gather", "group_ranks": "2:4:1"}}
+    waits[1] = {"waits_for": "recv", "group": "pipeline", "peer": 3, "micro_batch": 0}
+    stop = stop_of_a_pipeline(signs_s=signs, late=(0, 1, 3), forward=(0, 1), waits=waits, clock_error_s=clock_error_s)
+    assert stop.state == state, stop.line
+    assert text in stop.line
+
+
+@pytest.mark.parametrize(("error_ns", "state"), [(1_000_000, "silent"), (60_000_000_000, "suspected")])
+def test_of_ranks_in_one_operation_none_is_told_by_less_than_the_clocks(error_ns: int, state: str) -> None:
+    segments = []
+    for rank in range(4):
+        origin = Origin(rank=rank, host=f"h{rank}")
+        for step in (2, 3):
+            at = step * 100 * MS
+            group = {"group": "reduce", "group_ranks": "0:4:1", "seq": step, "step": step}
+            if step == 2 or rank not in (1, 2):
+                segments.append(Segment(origin, "forward", "forward", at, at + 60 * MS, step=step))
+            if step == 2:
+                segments.append(Segment(origin, "collective", "all_reduce", at + 60 * MS, at + 70 * MS, **group))
+                segments.append(Segment(origin, "step", "step", at, at + 70 * MS, step=2))
+    signs = dict.fromkeys((0, 1, 3), 59 * 10**9) | {2: 10**9}
+    stop = judge_stop(segments, 60 * 10**9, 0.1, ended=False, last_sign_ns=signs, clock_error_ns=error_ns)
+    assert (stop.state, stop.silent) == ((state, (2,)) if state == "silent" else ("cannot tell", ())), stop.line
+
+
+def test_signs_are_on_the_reference_clock_with_their_error(tmp_path: Path) -> None:
+    events: list[Event] = []
+    for rank, host in ((0, "a"), (1, "b")):
+        origin, offset_ns = Origin("monitor", rank=rank, host=host), rank * 10_000 * MS
+        more = {"clock_offset_ns": offset_ns, "clock_error_ns": 3_000}
+        events.append(Segment(origin, "step", "step", offset_ns, MS + offset_ns, step=1, **more))
+        events.append(Counter(origin, "gpu.power", offset_ns + 5 * MS, offset_ns + 5 * MS, 1.0, "W", **more))
+        events.append(Mark(origin, "late", offset_ns + (7 + rank) * MS, step=2, **more))
+    columns = page_columns.Columns([write(tmp_path, events)])
+    columns.refresh()
+    signs = {rank: sign for file in columns.files for rank, sign in file.signs.items()}
+    assert signs == {0: (7 * MS, 3_000), 1: (8 * MS, 3_000)}
+    assert max(file.last_ns for file in columns.files) == 8 * MS
 
 
 def test_without_signs_of_life_the_posted_receives_accuse_nobody() -> None:
@@ -416,6 +473,20 @@ def test_measures_leave_out_steps_without_an_end(faulty: PageSource) -> None:
     assert np.isfinite(table[:-1]).all()
 
 
+@pytest.mark.parametrize(("straggler", "dp", "state"), [(1, 4, "found"), (None, 4, "none"), (1, 2, "cannot tell")])
+def test_the_maps_open_with_what_the_verdict_says(tmp_path: Path, straggler: int | None, dp: int, state: str) -> None:
+    write_run(tmp_path, ParallelLayout(tp=1, pp=1, dp=dp), 30, Faults(straggler=straggler))
+    facts, arrays = unpack(PageSource([tmp_path]).get("overview", {}))
+    [verdict] = [each for each in facts["verdicts"] if each["subject"] == "straggler"]
+    assert verdict["state"] == state
+    opening, titles = facts["opening"], [each["name"] for each in facts["measures"]]
+    assert titles[opening["measure"]] == (SLOWER if state == "found" else "forward")
+    assert opening["statistic"] == ("mean" if state == "found" else "median")
+    assert (verdict["line"] in opening["why"]) == (state != "found")
+    assert (SLOWER in titles) == (state != "cannot tell")
+    assert len(arrays[f"median{opening['measure']}"]) == dp
+
+
 def test_statistics_of_ranks() -> None:
     table = np.array([[1.0, 5.0, np.nan], [2.0, 5.0, np.nan], [3.0, 5.0, np.nan], [4.0, 5.0, 7.0]])
     result = statistics(table)
@@ -423,6 +494,7 @@ def test_statistics_of_ranks() -> None:
     np.testing.assert_allclose(result["trend"][:2], [3.0, 0.0])
     assert np.isnan(result["trend"][2])
     assert result["p99"][0] == pytest.approx(3.97)
+    np.testing.assert_allclose(result["median"], [2.5, 5.0, 7.0])
 
 
 def test_levels_span_the_values_and_miss_none() -> None:

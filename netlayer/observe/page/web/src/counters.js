@@ -68,7 +68,7 @@ class Counters {
     facts.series.forEach((each, number) => series.push({ label: each.label, values: data[`series${number}`], colour: COLOURS[number % COLOURS.length], dash: number ? [6, 3] : undefined, spans: true }));
     this.span = [data.at_s[0], data.at_s[data.at_s.length - 1]];
     const every = (this.span[1] - this.span[0]) / Math.max(1, data.at_s.length - 1);
-    this.lines.show(data.at_s, series, { x: "time", y: scaled, bands, asTime: moment });
+    this.lines.show(data.at_s, series, { x: "time since the run began", y: scaled, label: `${facts.name}${facts.unit ? ` (${facts.unit})` : ""}`, bands, asTime: moment });
     const last = (values) => values.findLast((value) => Number.isFinite(value));
     const shown = facts.series.map((each, number) => `${each.label}: last ${inUnit(last(data[`series${number}`]), facts.unit)}`);
     this.readout.textContent = [`${facts.name} in ${facts.unit || "no unit"}, a point every ${seconds(every)}`, ...shown.slice(0, 4)].join(" · ");

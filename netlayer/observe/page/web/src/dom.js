@@ -13,11 +13,14 @@ export function h(tag, props = {}, ...children) {
   return element;
 }
 
+// Columns that have nothing in any row are omitted.
 export function table(headings, rows, caption) {
+  const kept = [...headings.keys()].filter((at) => rows.some((cells) => cells[at] !== "" && cells[at] !== null && cells[at] !== undefined));
+  const chosen = (cells) => kept.map((at) => cells[at]);
   return h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": caption },
     h("table", {},
-      h("thead", {}, h("tr", {}, headings.map((heading) => h("th", { scope: "col" }, heading)))),
-      h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell) => h("td", {}, cell ?? "")))))));
+      h("thead", {}, h("tr", {}, chosen(headings).map((heading) => h("th", { scope: "col" }, heading)))),
+      h("tbody", {}, rows.map((cells) => h("tr", {}, chosen(cells).map((cell) => h("td", {}, cell ?? "")))))));
 }
 
 export function options(select, items, chosen) {
@@ -58,4 +61,45 @@ export function onFrame(draw) {
 
 export function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+// A ring, or a cross, on whatever colour is below.
+export function outline(context, x, y, half, colour, crossed) {
+  for (const [width, stroke] of [[5, css("--card")], [2.5, colour]]) {
+    context.lineWidth = width;
+    context.strokeStyle = stroke;
+    context.beginPath();
+    if (crossed) {
+      context.moveTo(x - half, y - half);
+      context.lineTo(x + half, y + half);
+      context.moveTo(x + half, y - half);
+      context.lineTo(x - half, y + half);
+    } else {
+      context.arc(x, y, half, 0, 2 * Math.PI);
+    }
+    context.stroke();
+  }
+}
+
+// Cells drawn by pixels into an image of their own, which stays until `key` changes: thousands of rectangles a move are
+// slow where a browser draws by software. `cells` yields x, y, width, height, and the colour as red, green and blue.
+export class CellImage {
+  draw(context, key, width, height, cells) {
+    const ratio = context.getTransform().a;
+    if (this.key !== key || this.ratio !== ratio) {
+      const [w, hgt] = [Math.max(1, Math.ceil(width * ratio)), Math.max(1, Math.ceil(height * ratio))];
+      const image = new ImageData(w, hgt);
+      const pixels = new Uint32Array(image.data.buffer);
+      cells((x, y, wide, high, colour) => {
+        const [left, right] = [Math.round(x * ratio), Math.min(w, Math.round((x + wide) * ratio))];
+        const bottom = Math.min(hgt, Math.round((y + high) * ratio));
+        for (let line = Math.round(y * ratio); line < bottom; line += 1) pixels.fill(colour, line * w + left, line * w + Math.max(left + 1, right));
+      });
+      this.canvas ??= document.createElement("canvas");
+      [this.canvas.width, this.canvas.height] = [w, hgt];
+      this.canvas.getContext("2d").putImageData(image, 0, 0);
+      [this.key, this.ratio] = [key, ratio];
+    }
+    context.drawImage(this.canvas, 0, 0, this.canvas.width / ratio, this.canvas.height / ratio);
+  }
 }

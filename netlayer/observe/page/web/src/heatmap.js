@@ -1,11 +1,11 @@
 // Heat map host x rank: one cell a rank, one row of cells a host.
 
-import { colourBar, cssColour, scaleOf, VERMILLION } from "./colours.js";
-import { css, fit, h, labelled, onFrame, options, table } from "./dom.js";
+import { colourBar, pixels, scaleOf, VERMILLION } from "./colours.js";
+import { CellImage, css, fit, h, labelled, onFrame, options, outline, table } from "./dom.js";
 import { count, inUnit } from "./format.js";
 import * as state from "./state.js";
 
-const STATISTICS = [["mean", "mean"], ["p99", "99th percentile"], ["trend", "change from first to last step (fitted line)"]];
+const STATISTICS = [["mean", "mean"], ["median", "median"], ["p99", "99th percentile"], ["trend", "change from first to last step (fitted line)"]];
 const WAITS = "waits";
 const GAP = 8;
 const MOST_HEIGHT = 560;
@@ -24,11 +24,14 @@ export class HeatMap {
     this.hint = h("p", { class: "hint" });
     this.readout = h("p", { class: "readout", role: "status" });
     this.slowest = h("div");
+    this.overSteps = labelled("Over the steps", this.statistic);
     this.element = h("div", {},
-      h("div", { class: "toolbar" }, labelled("Measure", this.measure), labelled("Over the steps", this.statistic), labelled("Colours", this.palette), this.legend),
+      h("div", { class: "toolbar" }, labelled("Measure", this.measure), this.overSteps, labelled("Colours", this.palette), this.legend),
       this.hint,
       this.canvas, this.readout, this.slowest);
     this.redraw = onFrame(() => this.draw());
+    this.image = new CellImage();
+    this.drawn = 0;
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => this.say());
     this.canvas.addEventListener("click", (event) => this.choose(this.under(event)));
@@ -40,21 +43,30 @@ export class HeatMap {
     const items = run.facts.measures.map((measure, number) => [number, measure.name]);
     if (run.facts.stop.silent.length || run.culprits.size) items.push([WAITS, "who waits for whom"]);
     // Of a run that stands still all steps are alike: what tells is who waits for whom.
-    const first = items.some(([value]) => value === WAITS) || !items.length ? WAITS : items[0][0];
+    const first = items.some(([value]) => value === WAITS) || !items.length ? WAITS : run.opening.measure;
     const wanted = state.get("measure", first);
     this.chosen = items.some(([value]) => String(value) === String(wanted)) ? wanted : first;
     options(this.measure, items, this.chosen);
-    options(this.statistic, STATISTICS, state.get("stat", "mean"));
+    options(this.statistic, STATISTICS, this.stat);
     options(this.palette, [["viridis", "viridis"], ["cividis", "cividis"]], state.get("palette", "viridis"));
-    this.hint.textContent = run.facts.hosts.some(Boolean) ? "A row of cells is a host, a cell is a rank." : "A cell is a rank; which hosts they are on is not known.";
-    this.statistic.disabled = this.chosen === WAITS;
+    const why = String(this.chosen) === String(run.opening.measure) ? run.opening.why : "";
+    this.hint.replaceChildren(why ? h("span", { class: "why" }, why) : "", why ? " " : "", run.facts.hosts.some(Boolean) ? "A row of cells is a host, a cell is a rank." : "A cell is a rank; which hosts they are on is not known.");
+    this.overSteps.hidden = this.chosen === WAITS;
     this.prepare();
     this.redraw();
+  }
+
+  get stat() {
+    return state.get("stat", this.run.opening.statistic);
   }
 
   // Level of each rank, 0 to 254, or 255, and the ends of the scale.
   prepare() {
     const { run } = this;
+    const key = [run.facts.version, this.chosen, this.stat].join();
+    if (key === this.key) return;
+    this.key = key;
+    this.drawn += 1;
     this.levels = new Uint8Array(run.ranks.length).fill(255);
     if (this.chosen === WAITS) {
       const deepest = Math.max(1, ...run.between);
@@ -64,8 +76,7 @@ export class HeatMap {
       this.scale = null;
       return;
     }
-    const statistic = state.get("stat", "mean");
-    const values = run.values(this.chosen, statistic);
+    const values = run.values(this.chosen, this.stat);
     if (!values) return;
     const { unit } = run.facts.measures[this.chosen];
     const scale = scaleOf(values, unit);
@@ -117,18 +128,15 @@ export class HeatMap {
     const context = fit(this.canvas, this.grid.width, this.grid.height + 12);
     context.clearRect(0, 0, this.grid.width, this.grid.height + 12);
     context.translate(0, 6);
-    const ground = css("--cell");
     const name = state.get("palette", "viridis");
     const inner = cell > 6 ? cell - 1 : cell;
-    const byLevel = new Map();
-    this.levels.forEach((level, index) => {
-      if (!byLevel.has(level)) byLevel.set(level, []);
-      byLevel.get(level).push(index);
+    const ground = css("--cell");
+    // Nothing of it changes while a rank is chosen.
+    const key = [this.drawn, name, ground, this.grid.width].join();
+    this.image.draw(context, key, this.grid.width, this.grid.height + 6, (fill) => {
+      const colours = pixels(name, ground);
+      this.levels.forEach((level, index) => fill(this.boxes[2 * index], this.boxes[2 * index + 1], inner, inner, colours[level]));
     });
-    for (const [level, indices] of byLevel) {
-      context.fillStyle = level === 255 ? ground : cssColour(name, level);
-      for (const index of indices) context.fillRect(this.boxes[2 * index], this.boxes[2 * index + 1], inner, inner);
-    }
     if (label) {
       context.fillStyle = css("--muted");
       context.font = `${Math.min(12, cell)}px ${css("--sans")}`;
@@ -154,21 +162,7 @@ export class HeatMap {
     if (index === undefined) return;
     const { cell } = this.grid;
     const [x, y] = [this.boxes[2 * index] + (cell - 1) / 2, this.boxes[2 * index + 1] + (cell - 1) / 2];
-    const half = Math.max(7, cell / 2 + 2);
-    for (const [width, stroke] of [[5, css("--card")], [2.5, colour]]) {
-      context.lineWidth = width;
-      context.strokeStyle = stroke;
-      context.beginPath();
-      if (crossed) {
-        context.moveTo(x - half, y - half);
-        context.lineTo(x + half, y + half);
-        context.moveTo(x + half, y - half);
-        context.lineTo(x - half, y + half);
-      } else {
-        context.arc(x, y, half, 0, 2 * Math.PI);
-      }
-      context.stroke();
-    }
+    outline(context, x, y, Math.max(7, cell / 2 + 2), colour, crossed);
   }
 
   select(context, index) {
@@ -216,10 +210,11 @@ export class HeatMap {
     if (!order.length) return this.slowest.replaceChildren(h("p", {}, "No rank has a value of this."));
     const rows = order.map((index) => [
       h("button", { class: "link", onclick: () => state.set({ rank: run.ranks[index], view: "parallel" }, { replace: false }) }, `rank ${run.ranks[index]}`),
-      run.hostOf(index), run.place(index), scale ? inUnit(scale.values[index], scale.unit) : "", run.flags(run.ranks[index]).join("; "),
+      scale ? inUnit(scale.values[index], scale.unit) : "", run.flags(run.ranks[index]).join("; "), run.hostOf(index), run.place(index),
     ]);
     const name = scale ? run.facts.measures[this.chosen].name : "who waits for whom";
-    this.slowest.replaceChildren(h("h3", {}, scale ? `Largest: ${name}` : "Silent, and nearest to it"), table(["Rank", "Host", "Place", scale ? "Value" : "", ""], rows, "Largest values"));
+    const [, statistic] = STATISTICS.find(([value]) => value === this.stat) ?? STATISTICS[0];
+    this.slowest.replaceChildren(h("h3", {}, scale ? `${name}, ${statistic}: largest first` : "Silent, and nearest to it"), table(["Rank", name, "State", "Host", "Place"], rows, "Largest values"));
   }
 
   say(index = this.run.at.get(state.number("rank"))) {
@@ -279,7 +274,7 @@ export class HeatMap {
   }
 
   next(select) {
-    if (select.disabled || !select.options.length) return;
+    if (select.closest("[hidden]") || !select.options.length) return;
     select.selectedIndex = (select.selectedIndex + 1) % select.options.length;
     select.dispatchEvent(new Event("change"));
   }

@@ -53,9 +53,14 @@ class Life {
       trained += Number.isFinite(run.step_median_s[at]) ? run.step_median_s[at] : 0;
       return trained / Math.max(1e-9, run.step_end_s[at] - first);
     });
-    const series = [hasMfu
-      ? { label: "MFU of the step", values: places.map((at) => (at === null ? NaN : run.mfu[at])), colour: "blue" }
-      : { label: "step, median rank", values: places.map((at) => (at === null ? NaN : run.step_median_s[at])), colour: "blue" }];
+    // A run that stands still goes on to cost time.
+    const recorded = Math.max(...facts.spans.map((span) => span.to_s), x[x.length - 1]);
+    const end = recorded + facts.stop.silence_s;
+    const at = Float64Array.from(end > recorded ? [...x, end] : x);
+    if (end > recorded) effective.push(trained / Math.max(1e-9, end - first));
+    const source = hasMfu ? run.mfu : run.step_median_s;
+    const values = Float64Array.from(at, (_, number) => source[places[number]] ?? NaN);
+    const series = [{ label: hasMfu ? "MFU of the step" : "step, median rank", values, colour: "blue" }];
     const isKnown = facts.verdicts.some((each) => each.subject === "effective time" && each.state !== "cannot tell");
     if (isKnown) series.push({ label: "effective time so far", values: effective, colour: "orange", dash: [6, 3], scale: hasMfu ? "y" : "second" });
     const shades = facts.spans.map((span, number) => ({ from: number ? facts.spans[number - 1].to_s : span.from_s, to: span.first_step_s ?? span.to_s, colour: css("--band") }));
@@ -64,9 +69,10 @@ class Life {
       const own = x.findLast((_, number) => places[number] !== null && run.attempt[places[number]] === span.attempt) ?? span.first_step_s ?? span.to_s;
       if (number < facts.spans.length - 1) shades.push({ from: own, to: span.to_s, colour: css("--band") });
     });
+    if (end > recorded) shades.push({ from: x[x.length - 1], to: end, colour: css("--band") });
     const telling = facts.marks.filter((mark) => mark.name in TELLING);
-    this.lines.show(x, series, {
-      x: "time", y: hasMfu ? share : seconds, y2: hasMfu || !isKnown ? undefined : share, shades, asTime: moment, range: [first, Math.max(...facts.spans.map((span) => span.to_s), x[x.length - 1])],
+    this.lines.show(at, series, {
+      x: "time since the run began", y: hasMfu ? share : seconds, y2: hasMfu || !isKnown ? undefined : share, shades, asTime: moment, range: [first, end],
       marks: telling.map((mark) => ({ at: mark.at_s, colour: COLOURS[TELLING[mark.name]] })),
     });
     const key = (colour, text) => {
@@ -74,7 +80,7 @@ class Life {
       swatch.style.background = colour;
       return h("span", { class: "key" }, swatch, text);
     };
-    this.legend.replaceChildren(...[...new Set(telling.map((mark) => mark.name))].map((name) => key(COLOURS[TELLING[name]], name)), shades.length ? key(css("--band"), "no step that counts") : "");
+    this.legend.replaceChildren(...[...new Set(telling.map((mark) => mark.name))].map((name) => key(COLOURS[TELLING[name]], name)), shades.length ? key(css("--band"), "no step that counts: start, restart or hang") : "");
     if (!hasMfu) this.legend.append(h("span", { class: "key" }, "The peak FLOPs of this device are not known: step times instead of MFU."));
   }
 
@@ -109,7 +115,7 @@ class Life {
       node.role === "evicted" ? "" : h("button", { onclick: () => this.confirm(node), disabled: !token() || !tree.has_driver }, "Evict…"),
     ]);
     const hint = !tree.has_driver ? "No driver keeps this run now: nothing can be evicted." : !token() ? "Open the address that the command printed to evict a node: its token is missing here." : "";
-    this.nodes.replaceChildren(h("h3", {}, `Nodes (run: ${tree.state})`), table(["Node", "Role", "Ranks", "Why", ""], rows, "Nodes"), h("p", { class: "hint" }, hint));
+    this.nodes.replaceChildren(h("h3", {}, `Nodes (run: ${tree.state})`), table(["Node", "Role", "Ranks", "Why", "Action"], rows, "Nodes"), h("p", { class: "hint" }, hint));
   }
 
   confirm(node) {

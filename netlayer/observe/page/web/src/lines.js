@@ -1,11 +1,13 @@
 // Lines over a common axis, by uPlot, in the page's colours.
 
 import uPlot from "uplot";
+import { isDark } from "./colours.js";
 import { css, h } from "./dom.js";
 
 const COLOURS = {
   blue: "#0072b2", green: "#009e73", orange: "#e69f00", vermillion: "#d55e00", purple: "#cc79a7", sky: "#56b4e9",
 };
+const LIGHT_BLUE = "#58a9f0"; // on a dark ground
 const HEIGHT = 240;
 
 export class Lines {
@@ -21,17 +23,17 @@ export class Lines {
   }
 
   // series: {label, values, colour, dash, scale, band}; bands: [[index, index]]; marks: [{at, colour}].
-  show(x, series, { x: name, y, y2, bands = [], marks = [], shades = [], cursor, asTime = false, range } = {}) {
+  show(x, series, { x: name, y, y2, label, bands = [], marks = [], shades = [], cursor, asTime = false, range } = {}) {
     this.plot?.destroy();
     const [ink, grid] = [css("--muted"), css("--line")];
     const font = `12px ${css("--sans")}`;
     const axis = { stroke: ink, font, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
     const axes = [
-      { ...axis, values: (_, values, at, space, every) => values.map((value) => (asTime ? asTime(value, every) : String(value))), space: 70 },
-      { ...axis, values: (_, values) => values.map(y), size: 74 },
+      { ...axis, values: (_, values, at, space, every) => values.map((value) => (asTime ? asTime(value, every) : String(value))), space: 70, size: 34, label: name, labelSize: 22, labelFont: font },
+      { ...axis, values: (_, values) => values.map(y), size: 74, label, labelSize: 22, labelFont: font },
     ];
     if (y2) axes.push({ ...axis, scale: "second", side: 1, values: (_, values) => values.map(y2), size: 56, grid: { show: false } });
-    const shown = (format) => (_, value) => (value === null || value === undefined ? "-" : format(value));
+    const shown = (format) => (_, value) => (value === null || value === undefined ? "" : format(value));
     const hooks = {
       drawClear: [(plot) => this.shade(plot, shades)],
       draw: [(plot) => this.rule(plot, marks, cursor)],
@@ -46,9 +48,9 @@ export class Lines {
       cursor: { drag: { x: Boolean(this.onZoom), y: false, setScale: false }, points: { size: 6 } },
       scales: { x: { time: false, range: range && (() => range) } },
       series: [
-        { label: name, value: shown((value) => (asTime ? asTime(value) : String(value))) },
+        { label: "at", value: shown((value) => (asTime ? asTime(value) : String(value))) },
         ...series.map((each) => ({
-          label: each.label, stroke: COLOURS[each.colour] ?? each.colour ?? ink, width: each.width ?? 1.75, dash: each.dash, points: { show: x.length < 3 ? true : undefined, size: 4 },
+          label: each.label, stroke: (isDark() && each.colour === "blue" ? LIGHT_BLUE : COLOURS[each.colour]) ?? each.colour ?? ink, width: each.width ?? 1.75, dash: each.dash, points: { show: x.length < 3 ? true : undefined, size: 4 },
           scale: each.scale ?? "y", value: shown(each.scale === "second" ? y2 : y), spanGaps: false,
         })),
       ],

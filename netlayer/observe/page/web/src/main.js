@@ -80,6 +80,7 @@ class Page {
 
   progress() {
     const [all, whole] = [this.run.steps.length, this.run.facts.num_whole_steps];
+    if (!all) return "";
     return whole < all ? `${count(whole)} steps completed` : `${count(all)} steps`;
   }
 
@@ -149,7 +150,13 @@ class Page {
   card(kind, subject, line, target) {
     const changes = { event: null, group: null, ...target };
     return h("button", { class: `card ${kind.replace(" ", "-")}`, onclick: () => state.set(changes, { replace: false }) },
-      h("span", { class: "badge" }, STATES[kind] ?? kind), h("b", {}, LABELS[subject] ?? subject), h("span", { class: "line" }, line), h("span", { class: "go", "aria-hidden": "true" }, `${VIEWS.find((view) => view.id === target.view)?.title ?? "Show"} ›`));
+      h("span", { class: "badge" }, STATES[kind] ?? kind), h("b", {}, LABELS[subject] ?? subject), h("span", { class: "line" }, this.lead(kind, line)), h("span", { class: "go", "aria-hidden": "true" }, `${VIEWS.find((view) => view.id === target.view)?.title ?? "Show"} ›`));
+  }
+
+  // What was found stands out from what it rests on.
+  lead(kind, line) {
+    const end = /[;:] /.exec(line)?.index ?? line.length;
+    return kind === "found" || kind === "suspected" ? [h("strong", {}, line.slice(0, end)), line.slice(end)] : line;
   }
 
   showTabs() {

@@ -1,7 +1,7 @@
 // 3D-parallel view: all ranks by stage and data-parallel place, the groups of one of them, and what is known of it.
 
-import { VERMILLION, colourBar, cssColour, scaleOf } from "./colours.js";
-import { css, fit, h, labelled, onFrame, table } from "./dom.js";
+import { VERMILLION, colourBar, pixels, scaleOf } from "./colours.js";
+import { CellImage, css, fit, h, labelled, onFrame, outline, table } from "./dom.js";
 import { count, describeRanks, formatRanks, inUnit, milliseconds, moment, parseRanks, size } from "./format.js";
 import { load } from "./data.js";
 import { DIMENSIONS } from "./run.js";
@@ -23,6 +23,7 @@ class Parallel {
     this.detail = h("div", { class: "detail" });
     this.element = h("div", {}, h("div", { class: "toolbar" }, labelled("Rank", this.rank), this.legend), this.note, this.canvas, this.detail);
     this.redraw = onFrame(() => this.draw());
+    this.image = new CellImage();
     this.canvas.addEventListener("keydown", (event) => this.press(event));
     this.canvas.addEventListener("click", (event) => this.pick(event));
   }
@@ -84,7 +85,7 @@ class Parallel {
     this.between = this.cp > 1 && this.columns < 256 ? 3 : 0;
     this.apart = this.replicas > 1 ? 8 : 0;
     const gaps = (this.columns / this.cp - 1) * this.between + (this.replicas - 1) * this.apart;
-    this.w = Math.max(1.2, Math.min(48, (width - LEFT - gaps) / this.columns));
+    this.w = Math.max(1.2, Math.min(72, (width - LEFT - gaps) / this.columns));
     this.wide = this.left(this.columns - 1) + this.w;
     this.hgt = Math.max(4, Math.min(22, 420 / this.lines));
     this.gap = this.tp > 1 ? 4 : 1;
@@ -93,23 +94,27 @@ class Parallel {
     context.clearRect(0, 0, width, height);
     const chosen = this.chosen;
     const own = run.at.get(chosen);
-    const values = run.slower >= 0 ? run.values(run.slower, "mean") : null;
+    const { measure, statistic } = run.opening;
+    const values = measure >= 0 ? run.values(measure, statistic) : null;
+    this.unit = run.facts.measures[measure]?.unit;
     const palette = state.get("palette", "viridis");
-    this.scale = values ? scaleOf(values, "share") : null;
     const waits = run.between.some((between) => between >= 0);
     const ground = css("--cell");
-    const deepest = Math.max(1, ...run.between);
-    for (let index = 0; index < run.ranks.length; index += 1) {
-      let colour = ground;
-      if (waits && run.between[index] >= 0) colour = cssColour(palette, 60 + Math.round((180 * (deepest - run.between[index])) / deepest));
-      else if (!waits && values && Number.isFinite(values[index])) colour = cssColour(palette, this.scale.level(values[index]));
-      context.fillStyle = colour;
-      const [x, y] = this.corner(index);
-      context.fillRect(x, y, Math.max(1, this.w - (this.w > 5 ? 1 : 0)), this.hgt - 1);
-    }
+    // Nothing of it changes while a rank is chosen.
+    this.image.draw(context, [run.facts.version, palette, ground, width].join(), width, height, (fill) => {
+      this.scale = values ? scaleOf(values, this.unit) : null;
+      const colours = pixels(palette, ground);
+      const deepest = run.between.reduce((most, each) => Math.max(most, each), 1);
+      for (let index = 0; index < run.ranks.length; index += 1) {
+        let level = 255;
+        if (waits && run.between[index] >= 0) level = 60 + Math.round((180 * (deepest - run.between[index])) / deepest);
+        else if (!waits && values && Number.isFinite(values[index])) level = this.scale.level(values[index]);
+        fill(...this.corner(index), Math.max(1, this.w - (this.w > 5 ? 1 : 0)), this.hgt - 1, colours[level]);
+      }
+    });
     this.groups(context, own);
-    for (const [rank, row] of run.slow) this.mark(context, rank, "○", row.confirmed ? css("--ink") : css("--muted"));
-    for (const rank of [...run.silent, ...run.culprits]) this.mark(context, rank, "✕", VERMILLION);
+    for (const [rank, row] of run.slow) this.mark(context, rank, row.confirmed ? css("--ink") : css("--muted"), false);
+    for (const rank of [...run.silent, ...run.culprits]) this.mark(context, rank, VERMILLION, true);
     this.label(context);
     this.describe(waits);
   }
@@ -127,7 +132,7 @@ class Parallel {
   // Outlines of the groups of the chosen rank.
   groups(context, own) {
     const { run } = this;
-    const outline = (indices, colour, dash) => {
+    const around = (indices, colour, dash) => {
       context.setLineDash(dash);
       for (const index of indices) {
         const [x, y] = this.corner(index);
@@ -140,7 +145,7 @@ class Parallel {
       context.setLineDash([]);
     };
     if (run.hasLayout) {
-      for (const [dimension, dash] of Object.entries(OUTLINES)) outline(run.group(dimension, run.ranks[own]).map((rank) => run.at.get(rank)), css("--ink"), dash);
+      for (const [dimension, dash] of Object.entries(OUTLINES)) around(run.group(dimension, run.ranks[own]).map((rank) => run.at.get(rank)), css("--ink"), dash);
     }
     const [x, y] = this.corner(own);
     const [w, hgt] = [Math.max(9, this.w + 3), Math.max(9, this.hgt + 2)];
@@ -151,19 +156,11 @@ class Parallel {
     }
   }
 
-  mark(context, rank, sign, colour) {
+  mark(context, rank, colour, crossed) {
     const index = this.run.at.get(rank);
     if (index === undefined) return;
     const [x, y] = this.corner(index);
-    context.font = `bold 17px ${css("--sans")}`;
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    context.lineWidth = 4;
-    context.strokeStyle = css("--card");
-    context.strokeText(sign, x + this.w / 2, y + this.hgt / 2);
-    context.fillStyle = colour;
-    context.fillText(sign, x + this.w / 2, y + this.hgt / 2);
-    context.textAlign = "left";
+    outline(context, x + this.w / 2, y + (this.hgt - 1) / 2, Math.max(7, Math.min(12, this.hgt / 2 + 1)), colour, crossed);
   }
 
   label(context) {
@@ -194,7 +191,7 @@ class Parallel {
     const marks = [];
     if (run.silent.size || run.culprits.size) marks.push(h("span", { class: "key cross" }, "✕ silent, or holds others up"));
     if (run.slow.size) marks.push(h("span", { class: "key" }, "○ straggler"));
-    const ends = waits ? ["through others", "waits for it directly"] : this.scale ? [inUnit(this.scale.low, "share"), `${inUnit(this.scale.high, "share")} slower than its peers`] : null;
+    const ends = waits ? ["through others", "waits for it directly"] : this.scale ? [inUnit(this.scale.low, this.unit), `${inUnit(this.scale.high, this.unit)} (${run.facts.measures[run.opening.measure].name}, ${run.opening.statistic})`] : null;
     const bar = ends ? h("span", { class: "ends" }, h("span", {}, ends[0]), colourBar(state.get("palette", "viridis")), h("span", {}, ends[1])) : "";
     this.legend.replaceChildren(bar, ...marks);
   }
@@ -237,10 +234,10 @@ class Parallel {
     }
     const measures = this.run.facts.measures.map((measure, number) => {
       const index = this.run.at.get(facts.rank);
-      const values = ["mean", "p99", "trend"].map((key) => this.run.values(number, key)[index]);
+      const values = ["mean", "median", "p99", "trend"].map((key) => this.run.values(number, key)[index]);
       return [measure.name, ...values.map((value) => inUnit(value, measure.unit))];
     }).filter((cells) => cells[1] !== "no value");
-    if (measures.length) result.push(h("h4", {}, "Times by step"), table(["", "Mean", "99th percentile", "Change from first to last step"], measures, "Times by step"));
+    if (measures.length) result.push(h("h4", {}, "Times by step"), table(["Measure", "Mean", "Median", "99th percentile", "Change from first to last step"], measures, "Times by step"));
     if (facts.flows.length) {
       result.push(h("h4", {}, "Flows"), facts.flows[0].launched === undefined
         ? table(["Operation", "Group", "With", "A step", "Size", "Waiting for peers", "Transfer"], facts.flows.map((flow) => [
@@ -248,8 +245,8 @@ class Parallel {
         : table(["Operation", "Group", "With", "Launched", "Complete"], facts.flows.map((flow) => [flow.name, flow.group, this.peers(flow, facts.rank), count(flow.launched), count(flow.complete)]), "Flows"));
     }
     if (facts.operations.length) {
-      result.push(h("h4", {}, "Last operations, newest first"), table(["When", "Operation", "", ""], facts.operations.map((row) => [
-        moment(row.at_s), row.what, row.step === undefined ? row.state : `step ${row.step}`, row.ms === undefined ? row.size : milliseconds(row.ms)]), "Last operations"));
+      result.push(h("h4", {}, "Last operations, newest first"), table(["When", "Operation", "Step", "Duration"], facts.operations.map((row) => [
+        moment(row.at_s), row.what, row.step === undefined ? row.state : row.step, row.ms === undefined ? row.size : milliseconds(row.ms)]), "Last operations"));
     }
     return result;
   }

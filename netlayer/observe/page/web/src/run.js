@@ -10,7 +10,6 @@ export const DIMENSIONS = {
 };
 const PLACES = ["tp", "pp", "dp", "cp", "dp_replicate"];
 const SELDOM = { cp: "cp", dp_replicate: "replica" }; // named where there is more than one
-const SLOWER = "slower than its peers";
 
 import { inUnit } from "./format.js";
 
@@ -26,7 +25,8 @@ export class Run {
     this.hasLayout = this.ranks.length > 0 && this.pp.every((stage) => stage >= 0) && this.dp.every((place) => place >= 0);
     // Number of places along each dimension.
     this.degrees = Object.fromEntries(PLACES.map((name) => [name, this[name].reduce((most, each) => Math.max(most, each), 0) + 1]));
-    this.slower = this.facts.measures.findIndex((measure) => measure.name === SLOWER); // -1: nobody is compared
+    // Measure and statistic that maps open with: the comparison with peers only where somebody stands out by it.
+    this.opening = this.facts.opening ?? { measure: -1, statistic: "mean", why: "" };
     this.rows = this.hostRows();
   }
 

@@ -43,8 +43,9 @@ class Steps {
       return;
     }
     this.canvas.hidden = false;
-    const wanted = state.number("measure", 0);
-    options(this.measure, items, wanted < items.length ? wanted : 0);
+    const first = Math.max(0, run.opening.measure);
+    const wanted = state.number("measure", first);
+    options(this.measure, items, wanted < items.length ? wanted : first);
     const number = Number(this.measure.value);
     if (!this.data || this.number !== number) {
       try {
@@ -214,7 +215,8 @@ class Steps {
     const swatch = h("span", { class: "swatch" });
     swatch.style.background = css("--cell");
     const marks = [h("span", { class: "key" }, swatch, "step without an end in the record")];
-    if (this.run.slow.size) marks.push(h("span", { class: "key" }, "▸ black: straggler"));
+    if (this.run.silent.size || this.run.culprits.size) marks.push(h("span", { class: "key cross" }, "▸ silent, or holds others up"));
+    if (this.run.slow.size) marks.push(h("span", { class: "key ink" }, "▸ straggler"));
     this.legend.replaceChildren(h("span", { class: "ends" }, h("span", {}, inUnit(this.scale.low, facts.unit)), bar, h("span", {}, inUnit(this.scale.high, facts.unit))), ...marks);
     const cell = this.cell();
     if (!cell) {

@@ -24,14 +24,13 @@ class Timeline {
     this.step = h("input", { type: "number", class: "short", onchange: () => state.set({ step: this.step.value, event: null }) });
     this.before = h("button", { onclick: () => this.turn(-1), "aria-label": "Step before" }, "◀");
     this.after = h("button", { onclick: () => this.turn(1), "aria-label": "Step after" }, "▶");
+    this.steps = h("div", { class: "control" }, h("span", {}, "Step"), h("span", { class: "pair" }, this.before, this.step, this.after));
     this.legend = h("div", { class: "legend kinds" });
     this.problem = h("p", { class: "problem" });
     this.detail = h("div", { class: "detail", role: "status" });
     this.element = h("div", {},
       h("div", { class: "toolbar" }, labelled("Ranks", this.group),
-        h("div", { class: "control" }, h("span", {}, "Step"), h("span", { class: "pair" },
-          this.before, this.step, this.after)),
-        this.legend),
+        this.steps, this.legend),
       this.problem, this.canvas, this.detail);
     this.redraw = onFrame(() => this.draw());
     this.canvas.addEventListener("keydown", (event) => this.press(event));
@@ -79,7 +78,7 @@ class Timeline {
     const steps = run.steps;
     const step = state.number("step", run.facts.default_step ?? steps[steps.length - 1]);
     this.step.value = step ?? "";
-    for (const control of [this.step, this.before, this.after]) control.disabled = !steps.length;
+    this.steps.hidden = !steps.length;
     const query = steps.length ? { ranks: this.group.value, first: step, last: step } : { ranks: this.group.value };
     const key = JSON.stringify([query, run.facts.version]);
     if (key !== this.key) {
@@ -136,6 +135,9 @@ class Timeline {
       const own = [...lanes.values()].filter((lane) => lane.rank === open.rank);
       lanes.set(`${open.rank}/open`, { rank: open.rank, lane: own.length ? "no end" : "", events: [at], open });
     }
+    // A rank that recorded nothing has a row too: that it is missing may be what matters.
+    const known = new Set([...lanes.values()].map((lane) => lane.rank));
+    for (const rank of order.slice(0, MOST_RANKS)) if (!known.has(rank)) lanes.set(`${rank}/nothing`, { rank, lane: "", events: [] });
     const place = new Map(order.map((rank, index) => [rank, index]));
     this.rows = [...lanes.values()].sort((one, other) => (place.get(one.rank) ?? 1e9) - (place.get(other.rank) ?? 1e9) || one.rank - other.rank || one.lane.localeCompare(other.lane));
     let y = 0;
@@ -268,14 +270,15 @@ class Timeline {
           context.font = `${faulty ? "bold " : ""}12px ${sans}`;
           context.fillText(`${this.run.isFaulty(row.rank) ? "✕ " : ""}rank ${row.rank}`, 0, row.y + ROW / 2, this.left - (this.left > 100 ? 62 : 6));
         }
+        context.fillStyle = muted;
+        context.font = `11px ${sans}`;
         if (this.left > 100) {
-          context.fillStyle = muted;
-          context.font = `11px ${sans}`;
           context.textAlign = "right";
           context.fillText(row.lane, this.left - 8, row.y + ROW / 2, 56);
           context.textAlign = "left";
         }
-        if (row.open) this.open(context, row);
+        if (!row.events.length) context.fillText(this.run.steps.length ? "nothing recorded in this step" : "nothing recorded", this.left, row.y + ROW / 2);
+        else if (row.open) this.open(context, row);
         else this.bars(context, row, dark);
       }
       before = row.rank;
@@ -302,7 +305,9 @@ class Timeline {
     context.clip();
     context.fillStyle = colour;
     context.font = `11px ${css("--sans")}`;
-    context.fillText(row.open.what, left + 5, row.y + ROW / 2 - 0.5);
+    const { what } = row.open;
+    const texts = [what, what.replace(/ of micro-batch.*/, ""), what.replace(/ (\(|of micro-batch).*/, "")];
+    context.fillText(texts.find((text) => context.measureText(text).width <= width - 8) ?? texts[2], left + 5, row.y + ROW / 2 - 0.5);
     context.restore();
   }
 
@@ -472,7 +477,7 @@ class Timeline {
     this.links = this.dependencies(at);
     const facts = [
       ["Begin", `${milliseconds(data.start_ms[at])} after the first shown (${seconds((data.facts.since_begin_ms + data.start_ms[at]) / 1e3)} into the run)`],
-      ["Duration", data.open.has(at) ? "it has no end in the record; the bar ends where the drawing does" : milliseconds(this.length(at))],
+      ["Duration", data.open.has(at) ? "it has no end in the record; the bar ends where the drawing does" : data.code[at] === MARK ? "" : milliseconds(this.length(at))],
       ["Normal", this.usual(at)],
       ["Step", data.step[at] >= 0 ? String(data.step[at]) : ""],
       ["Size", size(data.bytes[at])],
@@ -490,7 +495,7 @@ class Timeline {
       h("dl", {}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
       waiting ? h("p", {}, waiting) : "",
       rows.length ? h("h4", {}, "Depends on, and is needed by") : "",
-      rows.length ? table(["Event", "", "Begins"], rows, "Dependencies") : "");
+      rows.length ? table(["Event", "Relation", "Begins"], rows, "Dependencies") : "");
     this.canvas.setAttribute("aria-label", `Timeline. Rank ${data.rank[at]}: ${this.title(at)}, ${milliseconds(data.end_ms[at] - data.start_ms[at])}`);
   }
 
