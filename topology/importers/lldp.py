@@ -34,7 +34,7 @@ _INTERFACE_NAMES = ("ifname", "local")
 _SLOW_PORTS = {"FastEthernet": 1e8, "GigabitEthernet": 1e9}
 # What lldpd on a server says of itself: its distribution and kernel. SONiC and Cumulus name themselves first.
 _SERVER = re.compile(
-    r"(Ubuntu|Debian|Red Hat|CentOS|Rocky|AlmaLinux|Oracle Linux|SUSE|openEuler|Fedora|Amazon Linux|Alibaba Cloud Linux)"
+    r"(Ubuntu|Debian|Red Hat|CentOS|Rocky|AlmaLinux|Oracle Linux|SUSE|openEuler|Fedora|Amazon|Alibaba Cloud)"
     r".* Linux [0-9]+\.[0-9]"
 )
 
