@@ -268,8 +268,8 @@ COMMANDS: tuple[Command, ...] = (
     Command(".venv/bin/python -m bench.convergence --model 1m --tokens 200k"),
     Command(".venv/bin/python -m bench.init_time --ranks 128,2048,12288 --real 8"),
     Command(".venv/bin/netlayer accept"),
-    # Beside other work it cannot tell whether the link is slow, says so, and ends with 0.
-    Command(".venv/bin/netlayer accept --ranks 8 --backend gloo --inject slowlink:2-3", exit_codes=(0, 1)),
+    # 4, where the fault is not found, is wrong here: 200 ms are far above what other work adds.
+    Command(".venv/bin/netlayer accept --ranks 8 --backend gloo --inject slowlink:2-3:200", exit_codes=(1,)),
     _only_parsed(
         ".venv/bin/netlayer accept --hosts hosts.txt --html run.html --junit run.xml --out run/",
         "needs hosts that ssh reaches",

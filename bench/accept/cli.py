@@ -61,12 +61,13 @@ def accept(context: click.Context, /, verbose: int, **options: Any) -> None:
     under torchrun, srun or mpirun, one rank a GPU.
 
     Exit 0: PASS, WARN, or NO VERDICT, with what would decide it; 1: FAIL; 2: options that cannot be used; 3: hardware
-    or nccl-tests missing; 130: interrupted, with the verdict on what was measured.
+    or nccl-tests missing; 4: a fault of --inject was not found; 130: interrupted, with the verdict on what was
+    measured.
 
     \b
     Examples:
       netlayer accept                                       # all GPUs of this host, or 8 CPU ranks
-      netlayer accept --ranks 8 --backend gloo --inject slow:3:0.2      # does it find an injected fault?
+      netlayer accept --ranks 8 --backend gloo --inject slowlink:2-3:200   # does it find an injected fault?
       netlayer accept --hosts hosts.txt --json run.json --html run.html --junit run.xml --out run/
       netlayer accept --hosts hosts.txt --only verbs --verbs require    # the RDMA NICs alone; a host without one fails
       netlayer accept --soak 24 --json soak.json

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RANKS = 8
 _INTERRUPTED = 130
+EXIT_NOT_FOUND = 4
+"""An injected fault is accused by no finding: the run says nothing of what it would have found."""
 
 
 Logs = Callable[[str], IO[bytes]]
@@ -108,6 +110,9 @@ def accept_run(options: AcceptOptions) -> int:
             _write_page(options.html_file, result, settings, commit)
     if result.stopped:
         return _INTERRUPTED
+    if missed := run_output.missed_faults(result, settings.faults):
+        click.echo(f"not found: {missed}", err=True)
+        return EXIT_NOT_FOUND
     verdict = run_output.judgement_of(result).verdict
     return EXIT_FAILED if verdict == "FAIL" or (options.strict and verdict in ("WARN", "NO VERDICT")) else EXIT_OK
 

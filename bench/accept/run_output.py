@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from bench.accept.agents.faults import InjectedFault
 from bench.accept.judge import output
 from bench.accept.judge.logs import SEVERITY, Judgement
 from bench.accept.phases.confirm import NOT_QUIET
@@ -77,6 +78,18 @@ def sentence(result: Result) -> str:
     phases = len(result.done)
     text += f"{len(trial.members)} ranks, {phases} phase{'s' * (phases != 1)}"
     return text + (f"; stopped early ({result.stopped}): results are partial" if result.stopped else "")
+
+
+def missed_faults(result: Result, faults: Sequence[InjectedFault]) -> str:
+    """Name the injected faults that no finding accuses, and why; empty if there are none."""
+    accused = {tuple(sorted(one.ranks)) for one in result.trial.suspects}
+    missed = [fault for fault in faults if tuple(sorted(fault.ranks)) not in accused]
+    if not missed:
+        return ""
+    text = ", ".join(f"{one.kind}:{'-'.join(map(str, one.ranks))}:{one.amount:g}" for one in missed)
+    if any(finding.figure.startswith(NOT_QUIET) for finding in result.trial.findings):
+        return f"{text}; {NOT_QUIET}: inject more of it, or run it again while nothing else runs on this machine"
+    return f"{text}; no phase of {', '.join(result.done) or 'this run'} shows it: inject more of it, or run all phases"
 
 
 def _no_suspect_phrase(result: Result) -> str:

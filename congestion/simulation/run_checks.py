@@ -101,9 +101,12 @@ def lossless_note(fabric: Graph, outcome: Outcome, settings: Settings) -> str:
         return f"{message}PFC watchdogs sent in spite of pauses (congestion.watchdog_action=forward)"
     if has < need:
         return f"{message}headroom there is {has:,} B, until the sender stops {need:,} B can come: set headroom_bytes"
-    acks = " (with one class a pause does not stop ACKs)" if not settings.classes else ""
+    message += f"headroom of {has:,} B, enough for data ({need:,} B), ran full"
+    if settings.classes:
+        return f"{message}: raise congestion.headroom_bytes"
     return (
-        f"{message}headroom of {has:,} B, enough for data ({need:,} B), ran full{acks}: raise congestion.headroom_bytes"
+        f"{message} (with one class a pause does not stop ACKs): raise congestion.headroom_bytes, or let a pause stop "
+        "them too, as PFC does: congestion.classes.N.lossless=true, N the flows' class"
     )
 
 

@@ -87,6 +87,53 @@ def test_a_series_that_stays_open_accuses_the_machine() -> None:
     assert "node0 - node1" in said.figure
 
 
+class Clock:
+    """Clock that goes only when somebody sleeps or measures."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_on_a_loaded_machine_who_lost_every_turn_gets_the_turns_that_the_test_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of 24 suspects is slow, and others open for a while: the first turns take nine seconds each."""
+    clock, draw, measured = Clock(), random.Random(0), []
+    monkeypatch.setattr("bench.accept.phases.confirm.time", clock)
+
+    def measure(order: Sequence[str]) -> Mapping[str, Mapping[str, float]]:
+        clock.sleep(0.3 * len(order))
+        measured.append(len(order))
+        slow = {"s0": 1e5}
+        return {subject: {"one way": slow.get(subject, 100 * wild(draw))} for subject in order}
+
+    evidence = confirm([f"s{i}" for i in range(24)], CONTROLS, measure, 4.0, 0.0)
+    assert [subject for (subject, _), one in evidence.items() if one.state == "slow"] == ["s0"]
+    assert len(evidence["s0", "one way"].times_us) == 7  # 240 looks / 6^7 is the first chance below a thousandth
+    assert clock.now_s > 25
+    assert measured[-1] <= 8  # those that were as fast as a control once are out when the time of a quiet machine is
+
+
+def test_who_did_not_lose_every_turn_gets_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, turns = Clock(), itertools.count()
+    monkeypatch.setattr("bench.accept.phases.confirm.time", clock)
+
+    def measure(order: Sequence[str]) -> Mapping[str, Mapping[str, float]]:
+        clock.sleep(9.0)
+        turn = next(turns)
+        times = dict.fromkeys(CONTROLS, 100.0) | {CONTROLS[0]: 1e6 if turn == 0 else 100.0, SUSPECT: 1e4}
+        return {subject: {"one way": times[subject]} for subject in order}
+
+    evidence = confirm([SUSPECT], CONTROLS, measure, 4.0, 0.0)[SUSPECT, "one way"]
+    assert (evidence.state, evidence.num_slower, len(evidence.times_us)) == ("open", 2, 3)
+
+
 def test_who_gives_no_times_any_more_is_left_out() -> None:
     turns = itertools.count()
 

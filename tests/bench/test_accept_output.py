@@ -9,11 +9,13 @@ from typing import Any, cast
 import pytest
 
 from bench.accept import run_output
+from bench.accept.agents.faults import InjectedFault
 from bench.accept.agents.fleet import Fleet
 from bench.accept.command import _write_folder
 from bench.accept.judge.logs import Judgement
 from bench.accept.judge.output import finding_cells, format_table
 from bench.accept.phases import run as phases
+from bench.accept.phases.confirm import NOT_QUIET, inconclusive
 from bench.accept.phases.trial import Trial
 from bench.accept.phases.work import work_for
 from bench.accept.run import Result, members_of
@@ -49,6 +51,17 @@ def result_of(*verdicts: Verdict | None, stopped: str = "") -> Result:
 )
 def test_the_last_line_agrees_with_the_verdict(result: Result, verdict: str, words: str) -> None:
     assert list(run_output.format_run(result))[-1] == f"{verdict}: {words}"
+
+
+def test_an_injected_fault_that_nobody_is_accused_of_is_missed() -> None:
+    result = result_of("FAIL")  # rank 1
+    result.trial.flag("pairs", "link", [2, 3], Finding("FAIL", "link", "pairs", "1 us", file="pairs"))
+    node, link = InjectedFault("slow", (1,), 0.2), InjectedFault("slowlink", (3, 2), 200.0)
+    assert run_output.missed_faults(result, []) == run_output.missed_faults(result, [node, link]) == ""
+    other = InjectedFault("slowlink", (0, 2), 10.0)
+    assert run_output.missed_faults(result, [node, other]).startswith("slowlink:0-2:10; no phase of gemm shows it: ")
+    result.trial.findings.append(inconclusive([0, 1], "pairs", "pairs", ["node0 - node2"]))
+    assert f"slowlink:0-2:10; {NOT_QUIET}: " in run_output.missed_faults(result, [other])
 
 
 def test_what_all_have_in_common_is_in_the_last_line() -> None:

@@ -204,6 +204,12 @@ def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
     assert "node2" in (tmp_path / "ticket-node2.txt").read_text()
 
 
+def test_an_injected_fault_that_no_phase_shows_is_an_exit_code_of_its_own() -> None:
+    result = command("--ranks", 4, "--backend", "gloo", "--inject", "slowlink:0-2:300", "--only", "gemm")
+    assert result.exit_code == 4, result.output
+    assert "not found: slowlink:0-2:300; " in result.stderr
+
+
 @pytest.mark.slow
 def test_the_page_has_the_heat_map_and_its_pictures_beside_it(tmp_path: Path) -> None:
     result = command("--ranks", 4, "--backend", "gloo", "--only", "pairs", "--html", tmp_path / "run 1.html")
@@ -291,7 +297,7 @@ def test_nothing_is_left_when_the_command_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["slow:3:0.2", "hang:3", "corrupt:3", "slowlink:2-3", ""])
+@pytest.mark.parametrize("fault", ["slow:3:0.2", "hang:3", "corrupt:3", "slowlink:2-3:200", ""])
 def test_eight_ranks_with_all_phases(fault: str, tmp_path: Path) -> None:
     arguments = ("--inject", fault) if fault else ()
     result = command("--ranks", 8, "--backend", "gloo", *arguments, "--json", tmp_path / "run.json")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +41,39 @@ def test_a_lossless_fabric_that_drops_says_so_and_fails_where_that_is_asked(tmp_
     assert isinstance(strict.exception, CheckFailed)
     assert "--strict: none: PFC is on and the fabric dropped" in str(strict.exception)
     assert "\n" not in str(strict.exception)
+
+
+def _crowd(folder: Path) -> tuple[str, ...]:
+    """HPCC's files: ten hosts of 100 Gb/s on two switches, one spine, 21 flows, most to hosts 0 and 7, 1 us a cable."""
+    cables = [(host, 10 + host // 5) for host in range(10)] + [(10, 12), (11, 12)]
+    lines = ["13 3 12", "10 11 12", *(f"{a} {b} 100Gbps 1000ns 0" for a, b in cables)]
+    (folder / "topo.txt").write_text("\n".join(lines))
+    sources = [4, 6, 5, 7, 4, 3, 6, 1, 2, 4, 4, 1, 5, 3, 9, 5, 6, 0, 6, 1, 8]
+    targets = [7, 7, 7, 0, 0, 0, 0, 7, 6, 8, 7, 0, 3, 0, 0, 7, 7, 7, 7, 7, 2]
+    flows = [f"{a} {b} 3 {100 + i} 300000 2.0" for i, (a, b) in enumerate(zip(sources, targets, strict=True))]
+    (folder / "flow.txt").write_text("\n".join([str(len(flows)), *flows]))
+    files = ("--topo", str(folder / "topo.txt"), "--flows", str(folder / "flow.txt"))
+    return (*files, "--cc", "none", "--strict", "--json", str(folder / "run.json"))
+
+
+def test_headroom_that_holds_the_data_in_flight_keeps_it_unless_acks_fill_it(tmp_path):
+    """In flight at 100 Gb/s and 1 us: 2 x 12,500 B, two packets of 4,144 B, a pause of 43 B: 33,331 of 37,500 B.
+
+    The rest holds 69 ACKs of 60 B; a host of one class sends more while it is paused long.
+    """
+    dropped = CliRunner().invoke(command, [*_crowd(tmp_path), "--set", "congestion.buffer_bytes=2MiB"])
+    assert isinstance(dropped.exception, CheckFailed)
+    message = str(dropped.exception)
+    assert "headroom of 37,500 B, enough for data (33,331 B), ran full (with one class a pause does not stop" in message
+    assert "congestion.classes.N.lossless=true" in message
+    counters = json.loads((tmp_path / "run.json").read_text())["counters"]
+    assert counters["lossless_drops"] == counters["drops"] > 0
+    for more in ("congestion.buffer_bytes=16MiB", "congestion.classes.3.lossless=true"):
+        words = ["--set", "congestion.buffer_bytes=2MiB", "--set", more]
+        assert CliRunner().invoke(command, [*_crowd(tmp_path), *words]).exit_code == 0
+        counters = json.loads((tmp_path / "run.json").read_text())["counters"]
+        assert counters["drops"] == 0
+        assert counters["pauses"] > 0 or "16MiB" in more
 
 
 def test_the_pages_verdict_warns_of_drops_on_a_lossless_fabric():

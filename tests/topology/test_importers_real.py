@@ -64,6 +64,44 @@ def wiring(graph: Graph) -> list[Any]:
     return sorted(ends(graph))
 
 
+def servers_that_forward(folder: Path, servers: int) -> Path:
+    """`leaf_spine`, in which so many servers have a bridge for containers, and lldpd's own description of a host."""
+    write_lldp(folder, leaf_spine())
+    for path in folder.glob("leaf*.json"):
+        text = path.read_text(encoding="utf-8")
+        tree = json.loads(text)
+        for row in tree["lldp"]["interface"]:
+            for each in row.values():
+                for name, chassis in each["chassis"].items():
+                    if name in [f"gpu{number}" for number in range(servers)]:
+                        chassis["capability"] = ROUTER
+                        chassis["descr"] = "Ubuntu 24.04.2 LTS Linux 6.8.0-53-generic #55-Ubuntu SMP x86_64"
+        path.write_text(json.dumps(tree), encoding="utf-8")
+    return folder
+
+
+class TestServersThatForward:
+    def test_they_are_named_where_they_are_taken_as_switches(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder = servers_that_forward(tmp_path / "all", 2)
+        read_fabric([folder])
+        assert "2 devices are taken as switches" in caplog.text
+        assert "(first gpu0: Ubuntu 24.04.2 LTS Linux" in caplog.text
+        assert "no host:" not in caplog.text
+        caplog.clear()
+        named = read_fabric([folder], hosts=["gpu*"])
+        assert wiring(named) == wiring(read_fabric([write_lldp(tmp_path / "plain", leaf_spine())]))
+        assert not caplog.text
+
+    def test_a_fabric_without_a_host_is_said_to_have_none(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        read_fabric([servers_that_forward(tmp_path / "all", 3)])
+        assert "no host: all devices announce that they forward" in caplog.text
+        assert "--host-names" in caplog.text
+
+
 class TestManagement:
     @pytest.mark.parametrize(
         ("medium", "port", "reason"),
@@ -80,6 +118,17 @@ class TestManagement:
         assert wiring(found) == wiring(plain)
         assert "oob omitted as an out-of-band management switch" in caplog.text
         assert reason in caplog.text
+
+    def test_ports_that_are_named_for_one_gigabit_tell_it_where_no_rate_is_reported(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        cables = [(*cable[:4], "") for cable in leaf_spine()]
+        plain = read_fabric([write_lldp(tmp_path / "plain", cables)], default_bps=4e11)
+        devices = ("leaf0", "leaf1", "core0", "core1", "gpu0", "gpu1", "gpu2")
+        more = [(device, "eth9", "oob", f"GigabitEthernet1/0/{at}", "") for at, device in enumerate(devices)]
+        read = read_fabric([write_lldp(tmp_path / "all", [*cables, *more])], default_bps=4e11)
+        assert wiring(read) == wiring(plain)
+        assert "oob omitted as an out-of-band management switch: its cables run at 1 Gb/s or less" in caplog.text
 
     def test_keep_takes_it_in(self, tmp_path: Path) -> None:
         cables = [

@@ -30,6 +30,13 @@ _FORWARDING = ("bridge", "router")
 # 1000BaseTFD, 10GigBaseLR, 100GbaseCR4, 2.5GBaseT, 2p5GbaseT: Mb/s, or Gb/s after a G.
 _RATE = re.compile(r"(?<![0-9.p])([0-9]{1,6}(?:[.p][0-9]{1,3})?)(G(?:ig)?)?base", re.IGNORECASE)
 _INTERFACE_NAMES = ("ifname", "local")
+# Ports of H3C, Huawei and Cisco that are named for the one rate that they have: enough to know a management switch.
+_SLOW_PORTS = {"FastEthernet": 1e8, "GigabitEthernet": 1e9}
+# What lldpd on a server says of itself: its distribution and kernel. SONiC and Cumulus name themselves first.
+_SERVER = re.compile(
+    r"(Ubuntu|Debian|Red Hat|CentOS|Rocky|AlmaLinux|Oracle Linux|SUSE|openEuler|Fedora|Amazon|Alibaba Cloud)"
+    r".* Linux [0-9]+\.[0-9]"
+)
 
 
 class _Neighbour(NamedTuple):
@@ -49,6 +56,7 @@ class _Neighbour(NamedTuple):
     forwards: bool | None
     bps: float
     medium: str
+    description: str = ""
 
 
 def read_lldp(
@@ -94,11 +102,18 @@ def read_lldp(
     unread = Counter(one.medium for one in neighbours if one.medium and not one.bps)
     for medium, times in unread.items():
         logger.warning("%d links negotiated %s, which names no rate that is known", times, show(medium))
-    sightings = without_management(sightings, announced, exclude=exclude, keep=keep)
+    sightings = without_management(sightings, announced, exclude=exclude, keep=keep, default_bps=default_bps)
+    switches = _switches(sightings, announced, hosts)
+    _warn_of_servers(neighbours, switches)
+    if not {name for one in sightings for name in (one.device, one.neighbour)} - switches:
+        logger.warning(
+            "no host: all devices announce that they forward, as a server with a bridge does; where servers are among "
+            "them, name them with --host-names"
+        )
     return to_graph(
         sightings,
         own,
-        _switches(sightings, announced, hosts),
+        switches,
         default_bps=default_bps,
         skip_dangling=skip_dangling,
         source=paths[0],
@@ -133,6 +148,20 @@ def _switches(sightings: Sequence[Sighting], announced: Mapping[str, bool], host
             "give the switches' files, or narrow --host-names",
         )
     return frozenset(switches)
+
+
+def _warn_of_servers(neighbours: Sequence[_Neighbour], switches: frozenset[str]) -> None:
+    """Warn of switches that describe themselves as servers: a bridge for containers forwards too, as a router does."""
+    servers = {one.name: one.description for one in neighbours if _SERVER.match(one.description)}
+    taken = sorted({name for name in servers if name in switches or name.partition(".")[0] in switches})
+    if taken:
+        logger.warning(
+            "%d devices are taken as switches, for they announce that they forward, and describe themselves as servers "
+            "(first %s: %s); where they are, name them with --host-names",
+            len(taken),
+            taken[0],
+            show(servers[taken[0]][:60]),
+        )
 
 
 def _without_nic_agents(
@@ -207,6 +236,7 @@ def _neighbour(path: Path, device: str, port: str, row: Mapping[str, Any]) -> _N
     rows = capabilities if isinstance(capabilities, list) else [capabilities]
     known = [one for one in rows if isinstance(one, dict)]
     medium = _value(_one(far.get("auto-negotiation")).get("current"))
+    by_name = max((bps for kind, bps in _SLOW_PORTS.items() if ports[0].startswith(kind)), default=0.0)
     return _Neighbour(
         path=path,
         device=device,
@@ -216,8 +246,9 @@ def _neighbour(path: Path, device: str, port: str, row: Mapping[str, Any]) -> _N
         ports=tuple(clean(one, "neighbour port", path) for one in ports),
         is_nic_agent=identity.get("type") == "mac" and _one(chassis.get("id")).get("type") == "mac",
         forwards=any(_forwards(one) for one in known) if known else None,
-        bps=_rate(medium),
+        bps=_rate(medium) or by_name,
         medium=medium,
+        description=_value(chassis.get("descr")),
     )
 
 

@@ -31,6 +31,7 @@ def without_management(
     *,
     exclude: Sequence[str] = (),
     keep: Sequence[str] = (),
+    default_bps: float = 0.0,
 ) -> list[Sighting]:
     """Return the sightings of the fabric's own cables; what is omitted is logged, a line a switch.
 
@@ -42,6 +43,7 @@ def without_management(
         forwarding: by device, whether it was heard to announce that it forwards; those not heard are absent.
         exclude: patterns of device names to omit whatever they are.
         keep: patterns of device names that are no management switches.
+        default_bps: rate of cables whose rate no end reports; 0 for none.
 
     Raises:
         ConfigError: a device neighbours nearly all others, and nothing tells whether it is a management switch.
@@ -50,7 +52,7 @@ def without_management(
     unused = [one for one in exclude if not any(_matches(each.device, [one]) for each in _both(sightings))]
     if unused:
         raise ConfigError("--exclude", unused[0], "matches no device", "give a pattern of names, such as 'oob*'")
-    rates = [one.bps for one in left if one.bps]
+    rates = [rate for one in left if (rate := one.bps or default_bps)]
     usual_bps = statistics.median_high(rates) if rates else 0.0
     cables: dict[str, list[tuple[str, tuple[str, ...], float]]] = defaultdict(list)
     for one in _both(left):
@@ -59,7 +61,8 @@ def without_management(
     for device, ends in cables.items():
         if forwarding.get(device) is False or _matches(device, keep):
             continue
-        known = [bps for _, _, bps in ends if bps]
+        # The rate that the user gives for the others tells nothing of a device none of whose cables reports one.
+        known = [rate for _, _, bps in ends if (rate := bps or default_bps)] if any(bps for _, _, bps in ends) else []
         at_management = all(any(_MANAGEMENT_PORT.fullmatch(port) for port in ports) for _, ports, _ in ends)
         if len({name for name, _, _ in ends}) > 1 and known and max(known) * _FAR_SLOWER <= usual_bps:
             reasons[device] = (
