@@ -24,7 +24,7 @@ from typing import Any, Literal
 import click
 
 from bench.mfu.gpus import watched_gpus
-from bench.mfu.jobs import Jobs, check_overrides, check_room, read_entries, read_layout
+from bench.mfu.jobs import Jobs, check_overrides, fit_room, read_entries, read_layout
 from bench.mfu.profile import floors
 from bench.mfu.profile import table as profile_table
 from bench.mfu.rows import FORMULA, check_losses, heading, summarise, table, with_figures
@@ -144,7 +144,7 @@ def command(
         PEERS[entry.system].check(entry.job, chosen)
     if profile and chosen != "nccl":
         raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; omit it")
-    check_room(entries, chosen)
+    entries = fit_room(entries, chosen)
     _tell_notes(entries, chosen)
     (out, made), started = _open(options.out), utc_now()
     device = next((gpu.name for gpu in environ.list_gpus()), "CPU") if chosen == "nccl" else "CPU"

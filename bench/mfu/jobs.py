@@ -17,7 +17,7 @@ from netlayer.command import RunOptions
 from netlayer.config.file import read_override
 from netlayer.config.tree import JobConfig, build_config
 from netlayer.errors import ConfigError
-from trainer.plan import check_memory
+from trainer.plan import fit_memory
 
 logger = logging.getLogger(__name__)
 
@@ -158,25 +158,33 @@ def read_entries(
     return tuple(entries)
 
 
-def check_room(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> None:
-    """Refuse what does not fit, before the first turn.
+def fit_room(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> list[Entry]:
+    """Return the rows as they run: our jobs with defaults stepped down to what fits, as `netlayer train` has them.
 
-    On GPUs that is asked of ours alone: the estimate is of ours, a peer may hold less, and one that has no memory left
-    is named while the others go on. On CPUs the kernel would end whom it likes.
+    Refuses what does not fit, before the first turn. On GPUs that is asked of ours alone: the estimate is of ours, a
+    peer may hold less, and one that has no memory left is named while the others go on. On CPUs the kernel would end
+    whom it likes.
 
     Raises:
         ConfigError: names the row, and what would fit.
     """
-    for entry in entries:
-        if entry.system == OURS or backend == "gloo":
-            named = entry.job.model_copy(update={"name": entry.name})
-            try:
-                message = check_memory(named, entry.job.parallel.layout.world_size, backend)
-            except ConfigError as exc:
-                hints = {" (--micro here)": "job.batch.", " (--layout here)": "job.parallel."}
-                options = "".join(hint for hint, section in hints.items() if section in exc.remedy)
-                raise ConfigError(exc.field, exc.value, exc.rule, exc.remedy + options) from exc
-            logger.info("%s: %s", entry.name, message)
+    return [_fitted(each, backend) if each.system == OURS or backend == "gloo" else each for each in entries]
+
+
+def _fitted(entry: Entry, backend: Literal["gloo", "nccl"]) -> Entry:
+    named = entry.job.model_copy(update={"name": entry.name})
+    try:
+        fitted, message = fit_memory(named, entry.job.parallel.layout.world_size, backend)
+    except ConfigError as exc:
+        hints = {" (--micro here)": "job.batch.", " (--layout here)": "job.parallel."}
+        options = "".join(hint for hint, section in hints.items() if section in exc.remedy)
+        raise ConfigError(exc.field, exc.value, exc.rule, exc.remedy + options) from exc
+    if entry.system != OURS:
+        logger.info("%s: %s", entry.name, message)
+        return entry
+    # What was not asked for is said; the record has it in the row's job.
+    logger.log(logging.INFO if fitted == named else logging.WARNING, "%s: %s", entry.name, message)
+    return dataclasses.replace(entry, job=fitted.model_copy(update={"name": entry.job.name}))
 
 
 def _read_micros(texts: Sequence[str]) -> dict[str, int]:

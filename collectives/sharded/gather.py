@@ -298,8 +298,10 @@ class ParameterGather:
                     "backward pass that has stepped them already: build the optimiser without step_in_backward"
                 )
             with self._lock:
-                # Before the wait, so that the next gathers are on their way while this one is waited for.
-                self._launch_ahead(index)
+                # Before the wait, so that the next gathers are on their way while this one is waited for. What stays
+                # has no place in a backward pass: beside all units, it would have all of them gathered at once.
+                if self._direction > 0 or index in self.reshards:
+                    self._launch_ahead(index)
                 if index in self._freed:  # used again, or past the passes
                     self._launch(index)
                 work = self._works.get(index)

@@ -46,11 +46,14 @@ from netlayer.workload.schedule import micro_batches
 from netlayer.workload.stages import BlockPart, count_parts, halves_in, run_of
 from netlayer.workload.zero_bubble import has_zero_bubble
 
-RESERVED_BYTES = 5 * 2**29
-"""Of a card's memory, for CUDA and NCCL's communicators, which torch's allocator does not hold.
+RESERVED_BYTES = 6 * 2**29
+"""Of a card's memory, for the driver, CUDA and NCCL's communicators, which torch's allocator does not hold.
 
-Measured: 2.53 GiB beside a 7B over four H100 (reports/zero_202611.md).
+Measured beside a 7B over four H100 (reports/zero_202611.md): 2.53 GiB by CUDA and NCCL; of 81,559 MiB that `nvidia-smi`
+has, CUDA gives out 81,080.
 """
+GROUP_BYTES = 2**29
+"""The same for each further kind of group. Measured: 2.99 GiB beside cp 2, dp 2 over four H100, 2.52 beside dp 4."""
 FRAGMENTED_SHARE = 0.03
 """Of what comes and goes in a step: free in torch's pools, and of no use there."""
 _TOKEN_BYTES = 8
@@ -83,6 +86,8 @@ class Estimate:
         construction: of the largest bucket, as it is made: in float32, whole, drawn and broadcast.
         gathered: in ZeRO stage 3 the blocks that are gathered at a time.
         lookup: the embedding's gradient, before it is added to others: the last of a backward pass.
+        waiting: gradients of the micro-batch before that nobody has waited for when the next one is in its loss.
+        groups: what NCCL takes for groups of further kinds than one, beside `RESERVED_BYTES`.
         released: of the gradients, what is not there before the first bucket is reduced: they come as activations go.
     """
 
@@ -102,6 +107,8 @@ class Estimate:
     exchanges: int = 0
     released: int = 0
     lookup: int = 0
+    waiting: int = 0
+    groups: int = 0
 
     @property
     def total(self) -> int:
@@ -121,8 +128,8 @@ class Estimate:
 
     @property
     def _passes(self) -> int:
-        """Bytes that come and go in a pass, at its peak: in the loss no gradient travels yet."""
-        return self.activations + self.gathered + max(self.logits, self.work + self.buckets)
+        """Bytes that come and go in a pass, at its peak: in the loss none of its own gradients travels yet."""
+        return self.activations + self.gathered + max(self.logits + self.waiting, self.work + self.buckets)
 
     @property
     def allocated(self) -> int:
@@ -132,7 +139,7 @@ class Estimate:
     @property
     def reserved(self) -> int:
         """Bytes of a card that are gone at the peak, an upper estimate: with CUDA and NCCL, and with fragments."""
-        return self.allocated + RESERVED_BYTES + round(FRAGMENTED_SHARE * self._passes)
+        return self.allocated + RESERVED_BYTES + self.groups + round(FRAGMENTED_SHARE * self._passes)
 
     def on(self, *, is_card: bool) -> int:
         """Bytes to compare with a memory: of a card `reserved`, of a machine `total`."""
@@ -141,7 +148,8 @@ class Estimate:
     def parts(self) -> dict[str, int]:
         """Bytes of each part of `total` during a step."""
         parts = dataclasses.asdict(self)
-        del parts["construction"], parts["copies"], parts["exchanges"], parts["released"], parts["lookup"]
+        for name in ("construction", "copies", "exchanges", "released", "lookup", "waiting", "groups"):
+            del parts[name]
         return parts
 
     def __str__(self) -> str:
@@ -189,6 +197,8 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         exchanges=_exchange_bytes(job),
         released=share * wide if _releases_gradients(job, windows) else 0,
         lookup=table * wide if stage == 0 else 0,
+        waiting=_waiting_bytes(job, stage),
+        groups=GROUP_BYTES * max(0, _kinds_of_groups(job) - 1),
     )
 
 
@@ -435,6 +445,25 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     if not stays:
         return travelling + -(-travelling // parallel.dp_cp), windows, copies
     return (0 if adds_up else travelling), windows, copies  # what has added up travels itself
+
+
+def _kinds_of_groups(job: JobConfig) -> int:
+    """Return how many kinds of groups a rank is in: tensor-, pipeline-, context-, data-parallel, of replicas."""
+    parallel = job.parallel
+    return sum(ranks > 1 for ranks in (parallel.tp, parallel.pp, parallel.cp, parallel.dp_cp, parallel.dp_replicate))
+
+
+def _waiting_bytes(job: JobConfig, stage: int) -> int:
+    """Return the bytes of the gradients that are launched last in a micro-batch, and of their sums.
+
+    Where every micro-batch reduces, nobody waits for these before the next one's backward pass makes room.
+    """
+    parallel = job.parallel
+    if parallel.gradient_ranks == 1 or parallel.stage == 1 or micro_batches(job) == 1 or takes_windows(job):
+        return 0
+    last = _sizes_of_buckets(job, stage, 0)[: in_flight_reductions(job)]  # a backward pass ends with the first
+    travelling = sum(last) * DTYPE_BYTES[gradient_dtype(job)]
+    return travelling + -(-travelling // parallel.dp_cp)
 
 
 def _exchange_bytes(job: JobConfig) -> int:

@@ -12,13 +12,14 @@ import pytest
 from click.testing import CliRunner
 
 from bench.mfu.command import command
-from bench.mfu.jobs import Jobs, check_overrides, check_room, read_entries, read_layout
+from bench.mfu.jobs import Jobs, check_overrides, fit_room, read_entries, read_layout
 from bench.mfu.rows import MfuRun, check_losses, heading, summarise, table, with_figures
 from bench.mfu.run import Plan
 from netlayer import environ
 from netlayer.command import RunOptions
 from netlayer.config.tree import JobConfig, build_config
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.workload.memory import estimate
 
 
 def seven_b(**changes: object) -> JobConfig:
@@ -308,10 +309,22 @@ def test_on_gpus_a_peer_that_may_hold_less_than_ours_gets_its_turn(monkeypatch: 
     monkeypatch.setattr(environ, "usable_gpus", lambda: [gpu])
     overrides = ("model.dtype=bfloat16", "model.recompute=full")
     build = Jobs(RunOptions(None, overrides, 0, None, None), "7b", read_layout("dp8"), 256, None)
-    check_room(read_entries(build, "fsdp2", (), ["ours=4"]), "nccl")
+    fit_room(read_entries(build, "fsdp2", (), ["ours=4"]), "nccl")
     says = r"job = ours: .* the GPU has 140\.4 GiB; set job\.batch\.micro_batch_size = .* \(--micro here\)$"
     with pytest.raises(ConfigError, match=says):
-        check_room(read_entries(build, "none", (), ()), "nccl")
+        fit_room(read_entries(build, "none", (), ()), "nccl")
+
+
+def test_defaults_that_do_not_fit_a_gpu_step_down_in_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the check alone: three jobs of 8,192 tokens ran out of memory that it had let pass with other settings."""
+    gpu = SimpleNamespace(memory_mib=81_559)
+    monkeypatch.setattr(environ, "usable_gpus", lambda: [gpu] * 4)
+    build = Jobs(RunOptions(None, ("model.dtype=bfloat16",), 0, None, None), "llama3-8b", read_layout("cp2dp2"), 1, 4)
+    [ours] = fit_room(read_entries(build, "none", (), ()), "nccl")
+    assert build().parallel.stage == 1
+    assert ours.job.parallel.stage == 2
+    assert ours.job.name == build().name
+    assert estimate(build()).reserved > 81_559 * 2**20 > estimate(ours.job).reserved
 
 
 @pytest.mark.parametrize("is_made", [False, True])

@@ -11,7 +11,7 @@ from collectives import MixedPrecision, Overlap, Reshard, ShardedDataParallel
 
 def shard(module: nn.Module, **settings: Any) -> ShardedDataParallel:
     """Wrap a module; `overlap` is whether there is any."""
-    precision = {name: settings.pop(name) for name in ("param_dtype", "reduce_dtype") if name in settings}
+    precision = {name: settings.pop(name) for name in ("param_dtype", "reduce_dtype", "float8") if name in settings}
     names = {"overlap": "enabled"} | {name: name for name in ("prefetch", "in_flight", "windows", "peer_reduce")}
     # Not what the machine has: tests say what they are about.
     overlap = {"windows": False, "peer_reduce": False}

@@ -28,6 +28,7 @@ from netlayer.errors import ConfigError
 from netlayer.workload.buckets import reductions_in_flight
 from netlayer.workload.fit import _smaller, has_room_for_copies, has_room_for_windows, remedy, settle
 from netlayer.workload.memory import (
+    GROUP_BYTES,
     RESERVED_BYTES,
     _deferred_bytes,
     block_bytes,
@@ -421,7 +422,7 @@ def asked(job: JobConfig, **overlap: object) -> JobConfig:
         (60_000, False, "; set job.parallel.zero = 3: then a rank holds about"),
         (45_000, False, "; set job.model.recompute = selective and job.parallel.zero = 3: then"),
         (58_000, True, "; set job.overlap.windows = false and job.parallel.zero = 3: then a rank holds about"),
-        (35_000, True, "; set job.model.recompute = full: then"),
+        (35_512, True, "; set job.model.recompute = full: then"),
         (3_000, False, "lower job.model.layers or job.model.hidden, or take more GPUs"),
         (3_000, True, "tp or pp, with windows or without, fits it on 8 ranks: lower job.model.layers"),
     ],
@@ -484,18 +485,20 @@ def test_replicas_hold_what_a_shard_of_one_does_and_fewer_of_them_are_proposed()
 def test_windows_are_taken_by_themselves_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     job = asked(job_of("h200x8"))
     # Where gradients stay in windows they have memory in the forward pass too; where peers copy they have none there.
-    rows = (60_000, False, False, "59.8"), (62_000, False, False, "59.8"), (64_000, False, True, "59.8")
-    for memory_mib, has_room, has_room_to_copy, needed in (*rows, (67_000, True, True, "61.5")):
+    rows = (60_512, False, False, "60.3"), (62_512, False, False, "60.3"), (64_512, False, True, "60.3")
+    for memory_mib, has_room, has_room_to_copy, needed in (*rows, (67_512, True, True, "62.0")):
         monkeypatch.setattr(environ, "usable_gpus", lambda mib=memory_mib: [Gpu(0, "a card", mib, "1")] * 8)
         assert has_room_for_windows(job, memory_mib * 2**20) == has_room
         assert has_room_for_copies(job, memory_mib * 2**20) == has_room_to_copy
-        with contextlib.nullcontext() if memory_mib > 61_000 else pytest.raises(ConfigError) as refused:
+        with contextlib.nullcontext() if memory_mib > 61_512 else pytest.raises(ConfigError) as refused:
             line = check_memory(job, 8, "nccl")
-        assert f"fragments {needed} GiB" in (line if memory_mib > 61_000 else str(refused.value))
+        assert f"fragments {needed} GiB" in (line if memory_mib > 61_512 else str(refused.value))
 
 
 # GiB that torch held at the peak, and that were gone of the card: of 7b over four H100 (reports/zero_202611.md), when
 # shards of reduced gradients stayed from step to step.
+DRIVER_BYTES = (81_559 - 81_080) * 2**20
+"""What CUDA does not count as the card's."""
 MEASURED = [
     ((), 72.32, 77.38),
     (("job.overlap.windows=false",), 72.32, 75.79),
@@ -520,7 +523,7 @@ def test_a_7b_over_four_h100_takes_what_was_measured(
     found = replace(found, released=0)
     assert found.total / 2**30 == pytest.approx(allocated_gib, rel=0.02)
     if card_gib is not None:
-        assert found.reserved / 2**30 == pytest.approx(card_gib, rel=0.03)
+        assert (found.reserved - DRIVER_BYTES) / 2**30 == pytest.approx(card_gib, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -581,3 +584,30 @@ def test_snapshots_are_in_the_estimate_and_refused_where_no_host_has_them(monkey
     assert saving_ranks(saving.model_copy(update={"parallel": of_stages}), 4) == 2
     waiting = saving.checkpoint.model_copy(update={"asynchronous": False})
     check_memory(saving.model_copy(update={"checkpoint": waiting}), 8, "nccl")
+
+
+def test_every_micro_batch_that_reduces_leaves_gradients_on_their_way_to_the_next() -> None:
+    """The last of its backward pass: the token table's among them, 2 GiB of the 8B, and their sums."""
+    tree = [
+        "job.model.preset=llama3-8b",
+        "job.parallel.dp=4",
+        "job.batch.micro_batch_size=1",
+        "job.overlap.bucket_mib=0",
+    ]
+    tree += ["cluster.gpus_per_server=4", "job.model.dtype=bfloat16", "job.overlap.windows=false"]
+    tree += ["job.parallel.zero=3"]
+    many, one = (estimate(load_config(None, [*tree, f"job.batch.global_batch_size={size}"]).job) for size in (16, 4))
+    assert one.waiting == 0
+    table, ranks = 128_256 * 4096 * 4, 4
+    assert many.waiting >= table * (1 + 1 / ranks)
+    assert many.total > one.total
+
+
+def test_further_kinds_of_groups_take_memory_of_the_card_alone() -> None:
+    """Of four H100 75.65 GiB allocated, 0.51 unused and 2.99 beside them were all there was, by context and data."""
+    of_data, of_context = (
+        estimate(JobConfig.model_validate({"model": SMALL, "parallel": parallel, "batch": {"global_batch_size": 32}}))
+        for parallel in ({"dp": 4}, {"dp": 2, "cp": 2})
+    )
+    assert (of_data.groups, of_context.groups) == (0, GROUP_BYTES)
+    assert of_context.reserved - of_context.total - RESERVED_BYTES >= GROUP_BYTES

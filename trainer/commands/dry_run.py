@@ -55,6 +55,8 @@ def preview(config: Config, *, echoes: bool) -> list[dict[str, Any]]:
 
     backend, cluster = _backend(config), config.cluster
     job = fit.with_overlap(config.job, windows=False) if backend == "gloo" else config.job  # it has none
+    settled, settings = fit.settle(fit.on_cluster(job, cluster), cluster.gpu_memory_bytes)
+    job = settled if settings else job  # as it runs there
     lines = [size(job, backend), *job_lines(job, cluster)[1:]]
     if num_actions(job) >= MANY_ACTIONS:
         click.echo(f"checking the schedule of {micro_batches(job):,} micro-batches ...", err=True)
@@ -87,10 +89,11 @@ def check_fits(config: Config, here: bool) -> str:
         if here:
             return check_memory(config.job, cluster.num_gpus, _backend(config))
         return "whether it fits is not said: set cluster.gpu_memory_bytes to the memory of one GPU, such as 80GiB"
-    job = fit.in_room(fit.on_cluster(config.job, cluster), cluster.gpu_memory_bytes)
+    job, settings = fit.settle(fit.on_cluster(config.job, cluster), cluster.gpu_memory_bytes)
+    job = fit.in_room(job, cluster.gpu_memory_bytes)
     needed = estimate(job)
     line = f"a rank will hold about {needed}; with CUDA, NCCL, what peers copy and fragments {gib(needed.reserved)}"
-    line += f"; a GPU has {gib(cluster.gpu_memory_bytes)}"
+    line += f"; a GPU has {gib(cluster.gpu_memory_bytes)}" + f", for which it sets {settings}" * bool(settings)
     fit.check_room(job, line, cluster.gpu_memory_bytes)
     snapshots = snapshot_bytes(job) * saving_ranks(job, min(cluster.gpus_per_server, cluster.num_gpus))
     if snapshots:
