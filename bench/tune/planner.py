@@ -250,7 +250,7 @@ def _plan_buckets(planned: Planned) -> None:
     planned.offs[key] = lambda state: state.with_job("overlap", bucket_mib=0.0)
     planned.add(
         key, "collectives", best, own, "trainer", "formula",
-        "step's estimate over 8 to 256 MiB: latency of each bucket against what of the last lies bare",
+        "step's estimate over 8 to 256 MiB: the latency of each bucket against the exposed part of the last",
         rests_on=_STEP_RESTS,
     )  # fmt: skip
     planned.job = _with(planned.job, "overlap", bucket_mib=best)
@@ -540,7 +540,7 @@ def _take_gains(planned: Planned) -> None:
         no_gain = setting.no_gain
         if gain is None and off is not None:
             worth = model.gain(state, off(state), simulated=simulated)
-            no_gain = f"is the default already; against none of it: {worth.text}"
+            no_gain = f"is the default already; over switched off: {worth.text}"
         planned.settings[key] = setting.model_copy(update={"gain": gain, "no_gain": no_gain})
 
 
