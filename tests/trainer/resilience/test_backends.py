@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from netlayer.config.resilience import ResilienceConfig
 from trainer.resilience.backends import GpuShares, LocalBackend, SshBackend
 from trainer.resilience.folder import RunFolder, Spec
 
@@ -102,3 +103,12 @@ def _words(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
     except OSError:
         return []
+
+
+@pytest.mark.parametrize(
+    ("backend", "heartbeat_s", "interval_s"), [("local", 0.0, 2.0), ("ssh", 0.0, 10.0), ("ssh", 3.0, 3.0)]
+)
+def test_nodes_of_one_machine_tell_of_themselves_more_often(
+    backend: str, heartbeat_s: float, interval_s: float
+) -> None:
+    assert ResilienceConfig.model_validate({"backend": backend, "heartbeat_s": heartbeat_s}).interval_s == interval_s

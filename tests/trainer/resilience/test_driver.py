@@ -717,7 +717,7 @@ def test_nodes_that_all_fail_their_self_check_alone_are_not_asked_for_without_en
 
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_node_that_never_tells_of_its_self_check_holds_no_run_up(spares: int, tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, spares=spares, gather_s=3000.0)
+    fleet = Fleet(tmp_path, spares=spares, checks_s=5.0, checks_retries=0)
     fleet.until_step(8)
     node = fleet.node(1)
     node.ignores_checks = True
@@ -730,7 +730,7 @@ def test_a_node_that_never_tells_of_its_self_check_holds_no_run_up(spares: int, 
 
 
 def test_a_node_that_never_tells_of_its_self_check_is_evicted_where_the_user_wants_that(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, checks_unclear="evict")
+    fleet = Fleet(tmp_path, checks_unclear="evict", checks_s=5.0, checks_retries=0)
     fleet.until(lambda: "node-0" in fleet.nodes)
     fleet.nodes["node-0"].ignores_checks = True
     fleet.until(lambda: bool(fleet.driver.facts.evicted), 3000.0)
