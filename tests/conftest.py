@@ -83,9 +83,11 @@ def minutes_of(item: pytest.Item) -> float:
     return max((float(mark.kwargs.get("minutes", 0)) for mark in item.iter_markers("slow")), default=0.0)
 
 
-def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
-    """Say before slow tests begin how long the longest of them take."""
-    long = [minutes_of(item) for item in items if minutes_of(item)]
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
+    """Say before slow tests begin how long they take, and name the five longest."""
+    long = sorted((item for item in items if minutes_of(item)), key=minutes_of, reverse=True)
     if not long:
-        return ""
-    return f"{len(long)} of these take longer than a minute each, together about {sum(long):.0f} on two idle cores"
+        return []
+    total = sum(map(minutes_of, long))
+    text = f"{len(long)} of these take longer than a minute each, together about {total:.0f} on two idle cores"
+    return [f"{text}; the longest:", *(f"  {minutes_of(item):g} minutes: {item.nodeid}" for item in long[:5])]

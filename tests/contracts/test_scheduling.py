@@ -5,8 +5,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
-from tests import scheduling
+import pytest
+
+from tests import conftest, scheduling
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,3 +40,19 @@ def test_files_that_compile_the_simulators_kernels_are_one_unit() -> None:
 def test_files_with_a_place_in_the_order_exist() -> None:
     files = [*(unit for unit in scheduling._LONGEST if "/" in unit), *scheduling._COMPILING]
     assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_slow_tests_say_how_long_they_take_and_the_five_longest_are_named() -> None:
+    tests = {f"tests/a.py::test_{minutes}": minutes for minutes in (0, 2, 3, 4, 5, 6, 19)}
+
+    def marks(minutes: int) -> list[pytest.Mark]:
+        return [pytest.mark.slow(minutes=minutes).mark] if minutes else []
+
+    items = [
+        SimpleNamespace(nodeid=name, iter_markers=lambda _, minutes=minutes: marks(minutes))
+        for name, minutes in tests.items()
+    ]
+    lines = conftest.pytest_report_collectionfinish(cast(list[pytest.Item], items))
+    assert lines[0].startswith("6 of these take longer than a minute each, together about 39 on two idle cores")
+    assert lines[1:] == [f"  {minutes} minutes: tests/a.py::test_{minutes}" for minutes in (19, 6, 5, 4, 3)]
+    assert conftest.pytest_report_collectionfinish(cast(list[pytest.Item], items[:1])) == []
