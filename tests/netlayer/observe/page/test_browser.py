@@ -253,6 +253,13 @@ def test_a_page_says_at_the_top_what_it_cannot_tell_and_draws_all_dimensions(bro
         ("Replicas", "6, 14"),
     ):
         assert f"{name}\nranks {ranks}" in detail
+    # Nobody can be compared: the heat map opens with a duration, and says why.
+    press(browser, "1")
+    chosen = browser.evaluate(
+        "[...document.querySelectorAll('main select')].map((each) => each.selectedOptions[0].text)"
+    )
+    assert chosen[:2] == ["forward", "median"]
+    assert "No comparison with peers is shown, for nobody can be judged by it" in read(browser, "main .hint")
     press(browser, "4")
     for key, rank in (("ArrowRight", 8), ("ArrowLeft", 6), ("ArrowDown", 7)):
         press(browser, key)

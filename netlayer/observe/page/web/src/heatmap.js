@@ -50,7 +50,8 @@ export class HeatMap {
     options(this.statistic, STATISTICS, this.stat);
     options(this.palette, [["viridis", "viridis"], ["cividis", "cividis"]], state.get("palette", "viridis"));
     const why = String(this.chosen) === String(run.opening.measure) ? run.opening.why : "";
-    this.hint.replaceChildren(why ? h("span", { class: "why" }, why) : "", why ? " " : "", run.facts.hosts.some(Boolean) ? "A row of cells is a host, a cell is a rank." : "A cell is a rank; which hosts they are on is not known.");
+    const stages = why && run.degrees.pp > 1 ? "Stages of a pipeline may do unequal work. " : "";
+    this.hint.replaceChildren(why ? h("span", { class: "why" }, why) : "", why ? " " : "", stages, run.facts.hosts.some(Boolean) ? "A row of cells is a host, a cell is a rank." : "A cell is a rank; which hosts they are on is not known.");
     this.overSteps.hidden = this.chosen === WAITS;
     this.prepare();
     this.redraw();
