@@ -15,7 +15,7 @@ from typing import Literal
 
 from bench.estimate.devices import DEVICES, NUMBERS, Device
 from bench.estimate.host import Host, launch_s_of
-from bench.estimate.plan import Plan
+from bench.estimate.plan import Plan, Precision
 from bench.estimate.step import estimate_step
 from netlayer.config.tree import ClusterConfig, JobConfig, build_section
 from netlayer.errors import ConfigError
@@ -120,7 +120,11 @@ def _case(file: Path, record: RunRecord) -> tuple[Plan, float]:
     device = _device(file, record)
     cluster = ClusterConfig(servers=1, gpus_per_server=len(record.devices), nvlink_bps=device.nvlink_bps)
     kernels: Literal["eager", "fused"] = "eager" if job.model.operators == "torch" else "fused"
-    return Plan(job=job, cluster=cluster, device=device, kernels=kernels), row["step_ms"] / 1e3
+    precision: Precision = "bf16" if job.model.fp8 == "off" else "fp8"
+    cp = job.parallel.cp  # which a plan has beside its job: [Note: context parallelism] of `bench.estimate.plan`
+    job = job.model_copy(update={"parallel": job.parallel.model_copy(update={"cp": 1})})
+    plan = Plan(job=job, cluster=cluster, device=device, kernels=kernels, precision=precision, cp=cp)
+    return plan, row["step_ms"] / 1e3
 
 
 def _device(file: Path, record: RunRecord) -> Device:

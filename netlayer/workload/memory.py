@@ -197,7 +197,7 @@ def estimate_stage(job: JobConfig, stage: int) -> Estimate:
         exchanges=_exchange_bytes(job),
         released=share * wide if _releases_gradients(job, windows) else 0,
         lookup=table * wide if stage == 0 else 0,
-        waiting=_waiting_bytes(job, stage),
+        waiting=0 if windows else _waiting_bytes(job, stage),
         groups=GROUP_BYTES * max(0, _kinds_of_groups(job) - 1),
     )
 
@@ -456,10 +456,11 @@ def _kinds_of_groups(job: JobConfig) -> int:
 def _waiting_bytes(job: JobConfig, stage: int) -> int:
     """Return the bytes of the gradients that are launched last in a micro-batch, and of their sums.
 
-    Where every micro-batch reduces, nobody waits for these before the next one's backward pass makes room.
+    Where every micro-batch reduces, nobody waits for these before the next one's backward pass makes room. Not for
+    gradients that stay in windows.
     """
     parallel = job.parallel
-    if parallel.gradient_ranks == 1 or parallel.stage == 1 or micro_batches(job) == 1 or takes_windows(job):
+    if parallel.gradient_ranks == 1 or parallel.stage == 1 or micro_batches(job) == 1:
         return 0
     last = _sizes_of_buckets(job, stage, 0)[: in_flight_reductions(job)]  # a backward pass ends with the first
     travelling = sum(last) * DTYPE_BYTES[gradient_dtype(job)]

@@ -524,6 +524,14 @@ def test_a_step_bound_by_its_host_takes_what_others_profiles_measured_there() ->
     assert own_rows(files[1:], 0)[0].error < -0.4
 
 
+def test_own_records_of_context_parallel_and_8_bit_jobs_are_read_as_such() -> None:
+    files = [REPORTS / f"llama8b_202611.{name}_4xh100.json" for name in ("cp2dp2", "dp4_fp8", "tp2dp2")]
+    context, narrow, tensor = own_rows(files, 0)
+    assert (context.plan.cp, context.plan.num_gpus, context.plan.precision) == (2, 4, "bf16")
+    assert (narrow.plan.cp, narrow.plan.precision) == (1, "fp8")
+    assert max(abs(context.error), abs(tensor.error)) < 0.05
+
+
 def test_own_record_before_our_operators_ran_torchs() -> None:
     (row,) = own_rows([REPORTS / "trainer_h200_202611.1.3b_pp2.json"], 0)
     assert (row.plan.job.model.operators, row.plan.kernels) == ("torch", "eager")

@@ -586,6 +586,27 @@ def test_snapshots_are_in_the_estimate_and_refused_where_no_host_has_them(monkey
     check_memory(saving.model_copy(update={"checkpoint": waiting}), 8, "nccl")
 
 
+@pytest.mark.parametrize(
+    ("degrees", "count", "changes", "allocated_gib"),
+    [
+        ({"cp": 2, "dp": 2}, 4, ("job.parallel.zero=2",), 70.44),
+        ({"cp": 2, "dp": 2}, 4, ("job.parallel.zero=2", "job.model.fp8=tensorwise"), 66.20),
+        ({"dp": 4}, 4, ("job.parallel.zero=3", "job.model.fp8=tensorwise"), 68.53),
+        ({"dp": 4}, 4, ("job.parallel.zero=3", "job.model.fp8=tensorwise", "job.model.fp8_param_gather=true"), 68.33),
+        ({"tp": 2, "dp": 2}, 16, (), 64.11),
+    ],
+)
+def test_a_llama_8b_over_four_h100_takes_what_was_measured(
+    degrees: dict[str, int], count: int, changes: tuple[str, ...], allocated_gib: float
+) -> None:
+    """Of 8,192 tokens (reports/llama8b_202611.md)."""
+    tree = ["job.model.preset=llama3-8b", "job.model.dtype=bfloat16", "cluster.gpus_per_server=4"]
+    tree += [f"job.parallel.{name}={degree}" for name, degree in degrees.items()]
+    tree += ["job.batch.micro_batch_size=1", f"job.batch.global_batch_size={count * degrees['dp']}"]
+    tree += ["job.overlap.bucket_mib=0", "job.optimizer.max_grad_norm=0"]
+    assert estimate(load_config(None, [*tree, *changes]).job).total / 2**30 == pytest.approx(allocated_gib, rel=0.03)
+
+
 def test_every_micro_batch_that_reduces_leaves_gradients_on_their_way_to_the_next() -> None:
     """The last of its backward pass: the token table's among them, 2 GiB of the 8B, and their sums."""
     tree = [
