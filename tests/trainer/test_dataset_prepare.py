@@ -396,7 +396,7 @@ def test_an_input_that_changes_is_named_and_its_shard_is_not_kept(tmp_path: Path
 
 
 def test_unknown_tokens_are_counted_and_warned_of(tmp_path: Path, tokenizer: Path) -> None:
-    """A public WordPiece vocabulary turned 97% of scientific papers into its unknown token, without a word."""
+    """A public vocabulary of whole words turned 97% of scientific papers into its unknown token, without a word."""
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "t2 nobody knows t3"}\n{"text": "t4"}\n')
     prepared = prepare(tmp_path / "out", file, tokenizer=tokenizer)

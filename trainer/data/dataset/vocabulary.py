@@ -86,7 +86,7 @@ def read_vocabulary(tokenizer: Tokenizer, file: Path, end_token: str | None) -> 
 
 
 class LossCounter:
-    """What a tokenizer cannot write, counted: unknown tokens, and characters that it drops without any.
+    """Counter of what a tokenizer cannot write: unknown tokens, and characters that it drops without any.
 
     WordPiece, WordLevel and Unigram give one unknown token for what they lack. A BPE without an unknown token gives
     nothing; byte-level ones lack a character where one of its bytes is no token.
