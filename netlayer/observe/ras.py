@@ -551,8 +551,7 @@ def _error_findings(comm: Communicator) -> Iterator[Finding]:
 def _late_findings(comm: Communicator, waiting: set[str]) -> Iterator[Finding]:
     """Find the ranks that are behind; if these are the majority, report the few that are ahead instead.
 
-    Nobody is accused by one answer: who is behind in it may have arrived since. NVIDIA's own example of such an answer
-    is of a job that runs, with 6 of 32 ranks behind.
+    Nobody is accused: NVIDIA's own example of such an answer is of a job that runs, with 6 of 32 ranks behind.
     """
     behind, ahead = comm.behind(), comm.ahead()
     num_behind = len(behind) + sum(count for kind in comm.unlisted for count in _below(comm, kind))
