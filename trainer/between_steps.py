@@ -155,7 +155,7 @@ class BetweenSteps:
         rule = "storage had not finished the checkpoint before it; raise job.checkpoint.every_steps, or write elsewhere"
         if is_copying:
             rule = "the peer copy before it was not finished; raise job.checkpoint.peer_interval"
-        self._on_warning(f"step {step}: training waited {sum(seconds):.1f} s to save a checkpoint, for {rule}")
+        self._on_warning(f"step {step}: training waited {sum(seconds):.3f} s to save a checkpoint, for {rule}")
         with _timed(row, "checkpoint_stall_s"):
             self._trainer.start_save(step, to_peers=self._copies(step))
 

@@ -22,7 +22,7 @@ from netlayer.layout import describe_ranks
 from netlayer.observe.evidence import Evidence, Group, Launch, RankLog, family
 from netlayer.observe.majority import Mismatch, crossed_launches, find_mismatch, out_of_order
 
-Kind = Literal["mismatch", "dead", "hang", "order", "stalled", "error", "device"]
+Kind = Literal["mismatch", "dead", "hang", "order", "stalled", "error", "device", "behind"]
 _NO_TIME = 1 << 63
 _MOST_STEPS = 4
 _TOGETHER = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")
@@ -35,7 +35,8 @@ class Finding:
     Args:
         kind: `mismatch`: launched a different collective; `dead`: left no file; `hang`: did not arrive; `order`:
             launched two collectives in reverse order; `stalled`: all ranks arrived, but it is not complete; `error`:
-            reports an error itself; `device`: its GPU or link reports errors.
+            reports an error itself; `device`: its GPU or link reports errors; `behind`: launched less than others at
+            one moment, as ranks of a running job do too.
         ranks: the culprits; empty for `stalled`.
         certain: False if the ranks differ and nothing tells which of them is wrong.
         group: description of the group.
@@ -67,8 +68,13 @@ class Blame:
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """Culprits of all findings, in rank order."""
-        return tuple(sorted({rank for finding in self.findings for rank in finding.ranks}))
+        """Culprits of all findings, in rank order; ranks that are merely `behind` are none."""
+        return tuple(sorted({rank for finding in self.findings if finding.kind != "behind" for rank in finding.ranks}))
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether anything is seen to stand still, or to be damaged."""
+        return any(finding.kind != "behind" for finding in self.findings)
 
 
 class _Wait(NamedTuple):
@@ -225,7 +231,11 @@ class _Case:
         if not certain:
             line = f"whether rank {rank} has launched {what}, which others wait in: {self._evidence.damaged[rank]}"
         elif log is None:
+            # Where most files are missing, they were not collected: that says nothing of their ranks.
+            certain = 2 * len(self._evidence.silent) < len(self._evidence.world)
             line = f"rank {rank} left no dump: dead, or hung before it could write one; the others have launched {what}"
+            if not certain:
+                line = f"no dump of rank {rank} is here, nor of half of the ranks: collect all; others launched {what}"
         else:
             line = f"rank {rank} has not arrived at {what}: {self._progress(log, wait.group)}"
         if log is not None and self._evidence.blind_spot:

@@ -49,7 +49,8 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
     running job ranks differ by a few launches anyway. Unusable files are skipped with a note; their ranks count as
     silent.
 
-    Two answers of ncclras, a minute apart, tell a hang from a running job: a hung rank launches nothing in between.
+    Two answers of ncclras, a minute apart, tell a hang from a running job: a hung rank launches nothing in between. One
+    alone accuses nobody for being behind.
 
     The first line names the culprits, or says that they cannot be told, and why.
 
@@ -74,7 +75,7 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
         _print(verdict)
     for note in verdict.notes:
         click.echo(f"note: {printable(note)}", err=True)
-    if verdict.findings:
+    if verdict.stands_still:
         sys.exit(EXIT_FAILED)
 
 
@@ -127,7 +128,7 @@ def report(
             _echo(line)
     if out:
         click.echo(f"report: {write_page(judged, run[0].name or str(run[0]), out)}", err=True)
-    if judged.alarms or (judged.blame and judged.blame.findings):
+    if judged.alarms or (judged.blame and judged.blame.stands_still):
         sys.exit(EXIT_FAILED)
 
 

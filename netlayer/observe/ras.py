@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -64,6 +64,7 @@ _MOST_RANKS = 1 << 20
 _MOST_DIAGNOSTICS = 20
 _MOST_LINES = 500_000
 _AGAIN = "ask again after a minute, and give both answers"
+_MAYBE = f"RAS does not consider it dead yet: {_AGAIN}"
 _DUMPS = "take Flight Recorder dumps, or the stacks of the processes"
 _SAME = (
     "every rank has launched the same in every communicator; a hang inside an operation looks alike in one query of "
@@ -452,7 +453,7 @@ def _judge_one(query: Query) -> Blame:
     """Judge a single answer."""
     blame = _judge_state(query)
     if blame.findings:
-        behind = any(finding.kind == "hang" and finding.certain for finding in blame.findings)
+        behind = any(finding.kind == "behind" and finding.ranks for finding in blame.findings)
         notes = [f"one query does not tell a hang from a job that runs: {_AGAIN}"] if behind else []
         return Blame(blame.findings, blame.groups, [*blame.notes, *notes])
     if not query.is_whole:
@@ -462,12 +463,24 @@ def _judge_one(query: Query) -> Blame:
     return Blame((), (), blame.notes, blame.no_verdict or _SAME)
 
 
-def _judge_state(query: Query) -> Blame:
-    """Return the dead ranks and errors of an answer; else the ranks that are behind and wait in no communicator."""
+def _judge_state(query: Query, earlier: Query | None = None) -> Blame:
+    """Return the dead ranks and errors of an answer; else the ranks that are behind and wait in no communicator.
+
+    Args:
+        query: the answer.
+        earlier: an answer of a minute before; who answered in neither is taken for dead.
+    """
     rows = [row for comm in query.communicators if (row := _row(comm))]
-    findings = [finding for comm in query.communicators for finding in _dead_findings(comm)]
+    missing = {comm.key: {rank.rank for rank in comm.missing} for comm in (earlier.communicators if earlier else ())}
+    findings = [
+        finding for comm in query.communicators for finding in _dead_findings(comm, missing.get(comm.key, set()))
+    ]
     if not findings:
-        findings = [Finding("dead", (), "", "", what) for what in query.processes]
+        findings = [
+            Finding("dead", (), "", "", what if is_certain else f"{what}; {_MAYBE}", certain=is_certain)
+            for what in query.processes
+            if [is_certain := "considered dead" in what or bool(earlier and what in earlier.processes)]
+        ]
     if not findings:
         findings = [finding for comm in query.communicators for finding in _error_findings(comm)]
     if findings:  # all other ranks wait for these
@@ -503,11 +516,17 @@ def _left_findings(comm: Communicator) -> Iterator[Finding]:
         yield Finding("error", (rank.rank,), comm.name, "", line, certain=False)
 
 
-def _dead_findings(comm: Communicator) -> Iterator[Finding]:
-    """Find the ranks without data."""
+def _dead_findings(comm: Communicator, missing_before: Collection[int]) -> Iterator[Finding]:
+    """Find the ranks without data; `missing_before` had none in an earlier answer either.
+
+    RAS asks for a minute before it considers a process dead; until then a busy host or a lost connection looks alike.
+    """
     for rank, what in comm.missing.items():
         line = f"{rank} of communicator {comm.name} {what}"
-        yield Finding("dead", (rank.rank,), comm.name, "", line, certain="or has left" not in what)
+        certain = what == "is considered dead" or (what == "does not answer" and rank.rank in missing_before)
+        if not certain and what == "does not answer":
+            line += f"; {_MAYBE}"
+        yield Finding("dead", (rank.rank,), comm.name, "", line, certain=certain)
 
 
 def _error_findings(comm: Communicator) -> Iterator[Finding]:
@@ -530,14 +549,17 @@ def _error_findings(comm: Communicator) -> Iterator[Finding]:
 
 
 def _late_findings(comm: Communicator, waiting: set[str]) -> Iterator[Finding]:
-    """Find the ranks that are behind; if these are the majority, report the few that are ahead instead."""
+    """Find the ranks that are behind; if these are the majority, report the few that are ahead instead.
+
+    Nobody is accused: NVIDIA's own example of such an answer is of a job that runs, with 6 of 32 ranks behind.
+    """
     behind, ahead = comm.behind(), comm.ahead()
     num_behind = len(behind) + sum(count for kind in comm.unlisted for count in _below(comm, kind))
     if starting := {rank: state for rank, state in comm.states.items() if state == "INIT"}:
         ranks = sorted(rank.rank for rank in starting)
         if len(ranks) < (comm.size or len(ranks) + 1):
             line = f"{describe_ranks(ranks)} of communicator {comm.name} still initialize, others run"
-            yield Finding("hang", tuple(ranks), comm.name, "", line, certain=False)
+            yield Finding("behind", tuple(ranks), comm.name, "", line, certain=False)
         return
     if num_behind > max(1, len(ahead)) and ahead:
         kinds = sorted({what.partition(":")[0] for what in ahead.values()})
@@ -548,15 +570,15 @@ def _late_findings(comm: Communicator, waiting: set[str]) -> Iterator[Finding]:
             f"{names} of communicator {comm.name} are ahead of the {num_behind} others{listed}, not behind: "
             f"{first[0]} {first[1].replace(': ', ' ', 1)}; whom they wait for, one query does not tell: {_AGAIN}"
         )
-        yield Finding("hang", (), comm.name, ", ".join(kinds), line, certain=False)
+        yield Finding("behind", (), comm.name, ", ".join(kinds), line, certain=False)
         return
     for rank, what in behind.items():
         if not rank.process or rank.process not in waiting:
-            line = f"{rank} of communicator {comm.name} has not arrived: {what}"
-            yield Finding("hang", (rank.rank,), comm.name, what.partition(":")[0], line)
+            line = f"{rank} of communicator {comm.name} is behind: {what}"
+            yield Finding("behind", (rank.rank,), comm.name, what.partition(":")[0], line, certain=False)
     if not behind and any(comm.unlisted.values()):
         line = f"ranks of communicator {comm.name} are behind that this text does not list: ask ncclras -f json"
-        yield Finding("hang", (), comm.name, "", line, certain=False)
+        yield Finding("behind", (), comm.name, "", line, certain=False)
 
 
 def _below(comm: Communicator, kind: str) -> Iterator[int]:
@@ -570,21 +592,17 @@ def _compare(first: Query, last: Query) -> Blame:
     Raises:
         ValueError: no communicator is in both.
     """
-    state = _judge_state(last)
+    is_one_answer = first.is_json and last.is_json and first.time == last.time
+    state = _judge_state(last, None if is_one_answer else first)
     before = {comm.key: comm for comm in first.communicators}
     pairs = [(before[comm.key], comm) for comm in last.communicators if comm.key in before]
     if first.is_json and last.is_json and first.communicators and last.communicators and not pairs:
         raise ValueError("the answers of RAS have no communicator in common: they are of two jobs")
-    other_findings = [finding for finding in state.findings if finding.kind != "hang"]
+    other_findings = [finding for finding in state.findings if finding.kind != "behind"]
     if other_findings:
         return Blame(other_findings, state.groups, state.notes)
     moved = {comm.key: _launched_between(old, comm) for old, comm in pairs}
-    if (
-        first.is_json
-        and last.is_json
-        and first.time == last.time
-        and not any(map(any, (m.values() for m in moved.values())))
-    ):
+    if is_one_answer and not any(map(any, (m.values() for m in moved.values()))):
         return Blame(state.findings, state.groups, state.notes, f"both are one answer of RAS ({last.time}): {_AGAIN}")
     if any(total < 0 for of_rank in moved.values() for total in of_rank.values()):
         raise ValueError("launches of a rank fall from one answer of RAS to the next: give the earlier one first")

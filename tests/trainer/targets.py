@@ -112,18 +112,19 @@ class Copied:
     unbroken: list[float]
 
 
-def copied(context: RankContext, plan: Plan, url: str, lost_after: int = 0) -> Copied:
+def copied(context: RankContext, plan: Plan, url: str, lost_after: int = 0, has_unbroken: bool = True) -> Copied:
     """Train as a machine of its own, from the newest checkpoint or copy.
 
     Args:
         lost_after: a step; then rank 1 and the store of its machine are killed.
+        has_unbroken: also train from the first step without a break, for its losses.
     """
     torch.set_num_threads(1)
     os.environ[NODE] = f"node-{context.env.rank}"
     start = start_of(AUTO, plan.out, {})
     place, groups = meet(context, replace(plan, init_method=url))
     losses, warnings, unbroken = list[float](), list[str](), list[float]()
-    if not lost_after:
+    if has_unbroken and not lost_after:
         whole = Trainer(plan.job, plan.corpus, plan.seed, place, groups)
         run(whole, EvaluationConfig(), lambda row: unbroken.append(row["loss"]), lambda _row: None)
         whole.close()
@@ -133,7 +134,7 @@ def copied(context: RankContext, plan: Plan, url: str, lost_after: int = 0) -> C
 
     def add(row: Row) -> None:
         losses.append(row["loss"])
-        saver, end_s = trainer._saver, time.monotonic() + 100
+        saver, end_s = trainer._saver, time.monotonic() + 900  # on a busy host
         # Steps of a tiny model take no time: each waits for the writer, so that ten are enough for a copy.
         while saver is not None and saver.stage != "idle" and not any(saver.own_state()[:2]):
             assert time.monotonic() < end_s

@@ -345,3 +345,47 @@ def test_pyarrow_is_asked_for_before_any_work(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"needs pyarrow, which is not installed; pip install 'netlayer\[train\]'"):
         texts(file)
+
+
+@pytest.mark.parametrize(
+    ("beginning", "line"),
+    [
+        (b"BZh91AY&SY", "is compressed by bzip2"),
+        (b"\xfd7zXZ\x00", "is compressed by xz"),
+        (b"\x04\x22\x4d\x18", "is compressed by lz4"),
+        (b"PK\x03\x04", "is a zip archive"),
+        (gzip.compress(b"{}"), "is compressed by gzip; rename it"),
+        (zstd(b"{}"), "is compressed by zstd; rename it"),
+        (b"PAR1", "is parquet"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named_by_its_kind(beginning: bytes, line: str, tmp_path: Path) -> None:
+    """Not as broken UTF-8, which a user would try to convert; `file.json.xz` of datasets' own tests was."""
+    for name in ("a.json.x", "b.jsonl"):
+        file = tmp_path / name
+        file.write_bytes(beginning + bytes(100))
+        with pytest.raises(ConfigError, match=line):
+            find_sources([file], Skipped("fail"))
+        skipped = Skipped("skip")
+        assert (find_sources([file], skipped), skipped.counts) == ([], {"unreadable file": 1})
+
+
+def test_the_end_of_a_name_may_be_in_capitals(tmp_path: Path) -> None:
+    file = tmp_path / "A.JSONL.GZ"
+    file.write_bytes(gzip.compress(lines(TEXTS)))
+    assert texts(file) == TEXTS
+
+
+def test_a_frame_with_a_larger_window_than_can_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+    """Dumps of web pages come so, compressed by `zstd --long=31`."""
+    window = (31 - 10) << 3  # of a frame whose header says 2 GiB, with one empty last block
+    (tmp_path / "long.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00" + bytes([window]) + b"\x01\x00\x00")
+    [damage] = texts(tmp_path / "long.jsonl.zst")
+    assert isinstance(damage, Damage)
+    assert "window above 128 MiB" in damage.detail
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_columns_of_views_are_text(is_file: bool, tmp_path: Path) -> None:
+    """Polars writes these."""
+    assert texts(arrow(tmp_path / "a.arrow", [*TEXTS], pa.string_view(), is_file)) == TEXTS

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from netlayer.errors import ConfigError
 from netlayer.lock import claimed
 from trainer.data.dataset import TokenFolder
 from trainer.data.dataset import writer as dataset_writer
 from trainer.data.dataset.inputs import Piece, Source
-from trainer.data.dataset.prepare import Task, tokenize_unit
+from trainer.data.dataset.prepare import Task, notes, tokenize_unit
+from trainer.data.dataset.vocabulary import LossCounter
 from trainer.data.dataset.writer import part_folder
 from trainer.data.tokenizer import END_OF_DOCUMENT
 
@@ -392,3 +393,47 @@ def test_an_input_that_changes_is_named_and_its_shard_is_not_kept(tmp_path: Path
         with pytest.raises(ConfigError, match=r"changed while it was read|all workers must see the inputs"):
             tokenize_unit(task)
         assert not list((tmp_path / "part").rglob("shard*"))
+
+
+def test_unknown_tokens_are_counted_and_warned_of(tmp_path: Path, tokenizer: Path) -> None:
+    """A public vocabulary of whole words turned 97% of scientific papers into its unknown token, without a word."""
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "t2 nobody knows t3"}\n{"text": "t4"}\n')
+    prepared = prepare(tmp_path / "out", file, tokenizer=tokenizer)
+    assert prepared.manifest.provenance["unknown_tokens"] == 2
+    assert [line for line in notes(prepared) if line.startswith("warning: 2 of 7 tokens (28.6%)")]
+    again = prepare(tmp_path / "out", file, tokenizer=tokenizer)
+    assert [line for line in notes(again) if "2 of 7 tokens" in line]
+
+
+def test_characters_that_are_dropped_without_a_token_are_counted() -> None:
+    """By what does not come back: a byte-level BPE without all bytes, as a public one for tests is, and a plain one."""
+    text = "a b\u00e9\u00e9 \U0001f389 ba\n\n"
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    (newline,), (accent, _) = "\u010a", "\u00c3\u00a9"
+    for lacking in ([], [newline], [accent], [newline, accent]):
+        letters = [letter for letter in alphabet if letter not in lacking]
+        tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        losses = LossCounter(tokenizer)
+        losses.add(text, tokenizer.encode(text).ids)
+        assert losses.dropped == text.count("\n") * (newline in lacking) + text.count("\u00e9") * (accent in lacking)
+        assert (tokenizer.decode(tokenizer.encode(text).ids) == text) == (not losses.dropped)
+    plain = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    losses = LossCounter(plain)
+    losses.add(text, plain.encode(text).ids)
+    assert losses.dropped == 3
+
+
+def test_a_readme_next_to_rows_is_named(tmp_path: Path, tokenizer: Path) -> None:
+    """A dataset that was cloned has one, and it is read as a text."""
+    folder = tmp_path / "cloned"
+    folder.mkdir()
+    write_jsonl(folder / "rows.jsonl", [[2, 3]])
+    (folder / "README.md").write_text("t2 t3 t4")
+    prepared = prepare(tmp_path / "both", folder, tokenizer=tokenizer)
+    assert any("README.md; omit them with --pattern" in line for line in notes(prepared))
+    alone = prepare(tmp_path / "alone", folder, tokenizer=tokenizer, pattern="*.jsonl")
+    assert not list(notes(alone))

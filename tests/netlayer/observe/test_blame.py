@@ -26,6 +26,17 @@ def test_only_the_rank_with_the_injected_fault_is_named(kind: FaultKind, tmp_pat
         assert world.fault.rank not in blame.findings[0].waiting
 
 
+def test_half_of_the_dumps_accuse_nobody_of_the_other_half() -> None:
+    """Those of one host of two: the files of the other were not collected, and its ranks may be well."""
+    group = Group("dp", "dp", "dp", (0, 1, 2, 3))
+    launch = Launch(1, "all_reduce", 0, False, ((4,),), ((4,),), ("Float",), ("Float",), None, 1)
+    for present, is_certain in (((0, 1, 2), True), ((0, 1), False)):
+        logs = {rank: RankLog(rank, f"trace_{rank}", {"dp": {1: launch}}) for rank in present}
+        findings = diagnose(Evidence({"dp": group}, logs, range(4))).findings
+        assert {finding.kind for finding in findings} == {"dead"}
+        assert [finding.certain for finding in findings] == [is_certain] * (4 - len(present))
+
+
 def test_a_healthy_job_has_no_findings(tmp_path: Path) -> None:
     for seed in SEEDS:
         blame = read_files(write_dumps(random_world(seed, None), tmp_path / str(seed), seed))

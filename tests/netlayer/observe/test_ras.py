@@ -110,12 +110,41 @@ def test_few_behind_are_named_and_a_second_answer_is_asked_for(tmp_path: Path) -
   Rank 6 -- [process information not found]
 """
     blame = _blame(tmp_path, _text(warnings))
-    assert blame.culprits == (1, 6)
+    assert ([finding.ranks for finding in blame.findings], blame.culprits) == ([(1,), (6,)], ())
     assert "rank 1 (GPU 1 (NVML 3), process 501 on node 10.1.0.1)" in blame.findings[0].line
     assert "launched 0, others 6650" in blame.findings[0].line
     assert blame.notes == [
         "one query does not tell a hang from a job that runs: ask again after a minute, and give both answers"
     ]
+
+
+def test_one_answer_of_a_running_job_accuses_nobody(tmp_path: Path) -> None:
+    # The user guide of NCCL shows a healthy job so: some ranks one operation behind at the moment of the query.
+    late = """#0-0 (1) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  6 ranks have launched up to operation 6650
+  2 ranks have launched up to operation 6649
+  Rank 1 -- GPU 1 managed by process 501 on node 10.1.0.1
+  Rank 6 -- GPU 2 managed by process 506 on node 10.1.0.2
+"""
+    file = tmp_path / "ras.txt"
+    file.write_text(_text(late))
+    result = CliRunner().invoke(cli, ["observe", "blame", str(file)])
+    assert result.exit_code == 0
+    assert "cannot tell (behind): rank 1 (GPU 1, process 501 on node 10.1.0.1)" in result.stdout
+    assert "hang" not in result.stdout
+
+
+def test_a_rank_that_does_not_answer_once_is_not_dead_yet(tmp_path: Path) -> None:
+    missing = """#0-0 (1) INCOMPLETE
+  Missing communicator data from 1 rank
+  Rank 5 -- GPU 1 managed by process 505 on node 10.1.0.2
+"""
+    once = _blame(tmp_path, _text(errors=missing))
+    assert not once.findings[0].certain
+    assert "RAS does not consider it dead yet" in once.findings[0].line
+    twice = _blame(tmp_path, _text(errors=missing), _text(errors=missing))
+    assert (twice.culprits, twice.findings[0].certain) == ((5,), True)
 
 
 def test_states_are_no_counts(tmp_path: Path) -> None:
@@ -131,13 +160,13 @@ def test_states_are_no_counts(tmp_path: Path) -> None:
   Rank 7 has status FINALIZE -- GPU 3 managed by process 507 on node 10.1.0.2
 """
     blame = _blame(tmp_path, _text(warnings))
-    assert blame.culprits == (4,)
+    assert [finding.ranks for finding in blame.findings] == [(4,)]
     assert any("communicator #0-1 (2) is being torn down" in note for note in blame.notes)
 
 
 def test_a_rank_that_still_initializes_is_named(tmp_path: Path) -> None:
     blame = _blame(tmp_path, _json([_rank(0, 0), _rank(1, 0), _rank(2, 0, init_state=7)]))
-    assert (blame.culprits, blame.findings[0].certain) == ((2,), False)
+    assert (blame.findings[0].ranks, blame.findings[0].certain) == ((2,), False)
     assert "still initialize" in blame.findings[0].line
 
 

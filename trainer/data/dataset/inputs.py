@@ -35,6 +35,17 @@ _KIND_OF_SUFFIX: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+# What other files begin with that a name like .jsonl or .txt may hide; text never begins so.
+_BEGINNINGS = {
+    b"\x1f\x8b\x08": ("is compressed by gzip", "rename it to end with .gz"),
+    b"\x28\xb5\x2f\xfd": ("is compressed by zstd", "rename it to end with .zst"),
+    b"BZh91AY&SY": ("is compressed by bzip2", "decompress it, or compress it as .gz or .zst"),
+    b"\xfd7zXZ\x00": ("is compressed by xz", "decompress it, or compress it as .gz or .zst"),
+    b"\x04\x22\x4d\x18": ("is compressed by lz4", "decompress it, or compress it as .gz or .zst"),
+    b"PK\x03\x04": ("is a zip archive", "unpack it"),
+    b"PAR1": ("is parquet", "rename it to end with .parquet, or give --format parquet"),
+}
+_MOST_BEGINNING = max(map(len, _BEGINNINGS))
 _MARKERS = frozenset({"_SUCCESS", "_metadata", "_common_metadata"})  # of Spark, beside its parquet files
 _BOM = "\ufeff"
 _ARROW_FILE, _ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -166,15 +177,22 @@ def find_sources(
         try:
             with path.open("rb") as stream:
                 stat = os.fstat(stream.fileno())
+                beginning = stream.read(_MOST_BEGINNING)
         except OSError as exc:
             rule = f"cannot be read ({exc.strerror})"
             skipped.add(Damage("unreadable file", str(path), rule))
             continue
-        stem, compression = (path.stem, path.suffix[1:]) if path.suffix in (".gz", ".zst") else (path.name, "")
+        suffix = path.suffix.lower()
+        stem, compression = (path.stem, suffix[1:]) if suffix in (".gz", ".zst") else (path.name, "")
         by_name = _KIND_OF_SUFFIX.get(Path(stem).suffix.lower(), "text")
         source = Source(str(path.absolute()), kind or by_name, compression, stat.st_size, stat.st_mtime_ns)
         if compression and source.kind in ("parquet", "arrow"):
             raise ConfigError(INPUT_FIELD, path, f"is compressed {source.kind}", "decompress it first")
+        if source.kind in ("text", "jsonl") and not compression:
+            other = next((each for start, each in _BEGINNINGS.items() if beginning.startswith(start)), None)
+            if other:
+                skipped.add(Damage("unreadable file", str(path), *other))
+                continue
         sources.append(source)
     _check_pyarrow(sources)
     return sources
@@ -319,12 +337,20 @@ def read_texts(piece: Piece, text_field: str) -> Iterator[Text | Damage]:
     try:
         yield from readers[source.kind](piece, text_field)
     except _damage_errors() as exc:
-        yield Damage("damaged file", source.path, f"is damaged or was cut off ({_one_line(exc)})")
+        yield _broken_off(source.path, exc)
     except OSError as exc:
         # The system's own errors carry a number; without one it is a decompressor's, of what the file holds.
         if exc.errno is not None:
             raise _unreadable(source.path, exc) from exc
-        yield Damage("damaged file", source.path, f"is damaged or was cut off ({_one_line(exc)})")
+        yield _broken_off(source.path, exc)
+
+
+def _broken_off(path: str, exc: BaseException) -> Damage:
+    """Return the damage of a file that a decompressor or pyarrow gave up on."""
+    if "requires too much memory" in str(exc):  # of zstd, whose limit pyarrow does not let anybody raise
+        rule = "was compressed with a window above 128 MiB (zstd --long or --ultra), which cannot be read here"
+        return Damage("unreadable file", path, rule, "decompress it, or compress it again without --long")
+    return Damage("damaged file", path, f"is damaged or was cut off ({_one_line(exc)})")
 
 
 def _unreadable(path: str, exc: OSError) -> ConfigError:
@@ -448,7 +474,7 @@ def _check_column(schema: Any, text_field: str, path: str) -> Damage | None:
     column = schema.field(text_field).type
     if pyarrow.types.is_dictionary(column):
         column = column.value_type
-    kinds = ("is_string", "is_large_string", "is_binary", "is_large_binary")
+    kinds = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary", "is_binary_view")
     if any(getattr(pyarrow.types, kind)(column) for kind in kinds):
         return None
     return Damage(

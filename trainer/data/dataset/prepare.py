@@ -54,6 +54,7 @@ from trainer.data.dataset.manifest import (
 )
 from trainer.data.dataset.vocabulary import (
     TOKENIZER_FIELD,
+    LossCounter,
     Vocabulary,
     open_tokenizer,
     read_vocabulary,
@@ -80,6 +81,7 @@ logger = logging.getLogger(__name__)
 TRAIN = "train"
 _SHARDS = 1024  # about as many as a plan has, between these sizes
 _LEAST_UNIT_BYTES, _MOST_UNIT_BYTES = 16 << 20, 1 << 30
+_NAMED_TEXTS = 3  # of files without a known ending, in a note
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 20  # that the tokenizer gets at once
 
 # Called with the name of a stage, what is done, of how much, and a few words.
@@ -125,6 +127,7 @@ class Prepared:
         examples: the first of each.
         shards_reused: shards that an earlier run had finished.
         was_there: whether an earlier run had finished all of it.
+        texts_beside: files read as one text each, though the others hold rows.
     """
 
     manifest: Manifest
@@ -132,6 +135,7 @@ class Prepared:
     examples: dict[str, str] = field(default_factory=dict)
     shards_reused: int = 0
     was_there: bool = False
+    texts_beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,8 @@ class Result:
     examples: dict[str, str]
     sources: list[list[str]]
     reused: bool = False
+    unknown_tokens: int = 0
+    dropped_characters: int = 0
 
 
 def prepare_dataset(
@@ -221,7 +227,19 @@ def prepare_dataset(
         with writing(out, OUT_FIELD):
             manifest = _finish(part, sources, results, vocabulary, tokenizer, skipped, plan)
             publish(part, out, manifest)
-    return Prepared(manifest, dict(skipped.counts), skipped.examples, sum(result.reused for result in results))
+    return Prepared(
+        manifest,
+        dict(skipped.counts),
+        skipped.examples,
+        sum(result.reused for result in results),
+        texts_beside=_texts_beside(sources) if options.kind is None else (),
+    )
+
+
+def _texts_beside(sources: Sequence[Source]) -> tuple[str, ...]:
+    """Return the files without a known ending where others hold rows: a README next to parquet files is one."""
+    texts = tuple(source.path for source in sources if source.kind == "text")
+    return texts if len(texts) < len(sources) else ()
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
@@ -347,13 +365,15 @@ def tokenize_unit(task: Task) -> Result:
         if earlier := _verified(task):
             return earlier
         skipped, lengths = Skipped(task.on_error), array("q")
+        losses: LossCounter | None = None
         checksums = []
         with SyncedFile(tokens_file) as shard:
             for piece in task.unit:
                 piece.source.check_unchanged()
                 if piece.is_first:
                     checksums.append([piece.source.path, piece.source.checksum()])
-                for ids in _encode(task, piece, skipped):
+                losses = losses or LossCounter(_tokenizer_of(task))
+                for ids in _encode(task, piece, skipped, losses):
                     shard.write(ids)
                     lengths.append(len(ids))
                 piece.source.check_unchanged()
@@ -368,6 +388,8 @@ def tokenize_unit(task: Task) -> Result:
             skipped=dict(skipped.counts),
             examples=skipped.examples,
             sources=checksums,
+            unknown_tokens=losses.unknown if losses else 0,
+            dropped_characters=losses.dropped if losses else 0,
         )
         write_synced(facts_file, json.dumps(asdict(result)))  # last: where it is, the others are whole
     return result
@@ -390,12 +412,9 @@ def _verified(task: Task) -> Result | None:
     return None
 
 
-def _encode(task: Task, piece: Piece, skipped: Skipped) -> Iterator[NDArray[np.integer]]:
-    """Yield the token ids of every document of a piece, each with its end."""
-    if multiprocessing.parent_process() is not None:
-        # The library would start a thread a core in each worker.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    tokenizer = _tokenizer(str(task.part / "dataset" / TOKENIZER_FILE), task.tokenizer_checksum)
+def _encode(task: Task, piece: Piece, skipped: Skipped, losses: LossCounter) -> Iterator[NDArray[np.integer]]:
+    """Yield the token ids of every document of a piece, each with its end; what is lost of them goes to `losses`."""
+    tokenizer = _tokenizer_of(task)
     for batch in _batches(read_texts(piece, task.text_field), skipped):
         try:
             # Without special tokens: a template would add a beginning, or a second end.
@@ -404,11 +423,15 @@ def _encode(task: Task, piece: Piece, skipped: Skipped) -> Iterator[NDArray[np.i
             rule = f"cannot encode {piece.source.path}, {batch[0].where} or one of the next {len(batch)} ({exc})"
             raise ConfigError(TOKENIZER_FIELD, None, rule, "give a tokenizer that has every character") from exc
         for text, encoding in zip(batch, encodings, strict=True):
-            if encoding.ids:
-                yield np.array([*encoding.ids, task.end_of_document], task.dtype)
+            if ids := encoding.ids:
+                losses.add(text.text, ids)
+                yield np.array([*ids, task.end_of_document], task.dtype)
             else:
-                detail = f"{text.where} gives no token".lstrip()
-                skipped.add(Damage("empty document", piece.source.path, detail))
+                detail = f"{text.where} gives no token of this tokenizer".lstrip()
+                remedy = (
+                    f"give a {TOKENIZER_FIELD} that has its characters, or skip such documents with --on-error skip"
+                )
+                skipped.add(Damage("empty document", piece.source.path, detail, remedy))
 
 
 def _batches(texts: Iterator[Text | Damage], skipped: Skipped) -> Iterator[list[Text]]:
@@ -426,6 +449,13 @@ def _batches(texts: Iterator[Text | Damage], skipped: Skipped) -> Iterator[list[
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _tokenizer_of(task: Task) -> Tokenizer:
+    if multiprocessing.parent_process() is not None:
+        # The library would start a thread a core in each worker.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return _tokenizer(str(task.part / "dataset" / TOKENIZER_FILE), task.tokenizer_checksum)
 
 
 @functools.lru_cache(maxsize=1)
@@ -479,6 +509,8 @@ def _finish(
         provenance=provenance(
             sources={"files": len(sources), "bytes": input_bytes, "checksum": sources_checksum},
             skipped=dict(Counter(skipped.counts)),
+            unknown_tokens=sum(result.unknown_tokens for result in results),
+            dropped_characters=sum(result.dropped_characters for result in results),
             plan=plan,
         ),
     )
@@ -493,6 +525,16 @@ def notes(prepared: Prepared) -> Iterator[str]:
     for reason, count in prepared.skipped.items():
         example = prepared.examples.get(reason)
         yield f"skipped: {count} x {reason}" + (f", the first: {example}" if example else "")
+    if texts := prepared.texts_beside:
+        more = f" and {len(texts) - _NAMED_TEXTS} more" if len(texts) > _NAMED_TEXTS else ""
+        names = ", ".join(texts[:_NAMED_TEXTS])
+        yield f"note: read as text, a document a file, beside files of rows: {names}{more}; omit them with --pattern"
+    facts, tokens = prepared.manifest.provenance, prepared.manifest.tokens
+    if unknown := facts.get("unknown_tokens", 0):
+        share = f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.1%})"
+        yield f"warning: {share} are the tokenizer's unknown token: that text is lost; look with netlayer data inspect"
+    if dropped := facts.get("dropped_characters", 0):
+        yield f"warning: {dropped:,} characters have no token in this tokenizer, and were dropped"
 
 
 def describe(prepared: Prepared) -> str:

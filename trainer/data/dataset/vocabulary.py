@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from netlayer.errors import ConfigError
 from trainer.data.dataset.manifest import TOKENIZER_FILE, TokenDtype, dtype_for
@@ -14,6 +15,7 @@ from trainer.data.tokenizer import END_OF_DOCUMENT
 
 TOKENIZER_FIELD = "--tokenizer"
 END_FIELD = "--eod"
+_BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _CONFIG_FILE = "tokenizer_config.json"
 # Of GPT-2 and its kind, Llama 3, Llama 2 and Mistral, Gemma, and ours. `<|end|>` last: in others it ends a turn.
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", END_OF_DOCUMENT)
@@ -81,6 +83,52 @@ def read_vocabulary(tokenizer: Tokenizer, file: Path, end_token: str | None) -> 
         raise ConfigError(TOKENIZER_FIELD, file, rule, f"name it with {END_FIELD}{_examples(tokenizer)}")
     # Not the number of tokens: published vocabularies have gaps, and the largest id is what an embedding must hold.
     return Vocabulary(max(ids.values()) + 1, ids[end], end)
+
+
+class LossCounter:
+    """Counter of what a tokenizer cannot write: unknown tokens, and characters that it drops without any.
+
+    WordPiece, WordLevel and Unigram give one unknown token for what they lack. A BPE without an unknown token gives
+    nothing; byte-level ones lack a character where one of its bytes is no token.
+
+    Args:
+        tokenizer: as `open_tokenizer` gives it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.unknown = self.dropped = 0
+        self._tokenizer = tokenizer
+        tree = json.loads(tokenizer.to_str())
+        model = tree["model"]
+        token = model.get("unk_token")
+        self._unknown_id = model.get("unk_id") if token is None else tokenizer.token_to_id(token)
+        is_bpe = model.get("type", "BPE") == "BPE" and "merges" in model
+        has_marks = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        self._may_drop = is_bpe and token is None and not model.get("byte_fallback") and not has_marks
+        letters = pre_tokenizers.ByteLevel.alphabet() if '"ByteLevel"' in json.dumps(tree.get("pre_tokenizer")) else []
+        self._is_byte_level = bool(letters)
+        self._lacking = {letter for letter in letters if tokenizer.token_to_id(letter) is None}
+        self._may_drop &= bool(self._lacking) or not self._is_byte_level
+        self._is_dropped: dict[str, bool] = {}
+
+    def add(self, text: str, ids: Sequence[int]) -> None:
+        """Count what is lost of one document."""
+        if self._unknown_id is not None:
+            self.unknown += ids.count(self._unknown_id)
+        if self._may_drop:
+            for character in set(text):
+                if character not in self._is_dropped:
+                    self._is_dropped[character] = self._drops(character)
+                if self._is_dropped[character]:
+                    self.dropped += text.count(character)
+
+    def _drops(self, character: str) -> bool:
+        if not self._is_byte_level:  # white space is what words are split at
+            return not character.isspace() and not self._tokenizer.encode(character, add_special_tokens=False).ids
+        normalizer = self._tokenizer.normalizer
+        written = normalizer.normalize_str(character) if normalizer else character
+        [(letters, _)] = _BYTE_LEVEL.pre_tokenize_str(written) or [("", (0, 0))]
+        return not self._lacking.isdisjoint(letters)
 
 
 def _configured_end(file: Path) -> str | None:
