@@ -251,6 +251,8 @@ class ParameterGather:
         self.needs_unshard = False
         self._start(range(len(self.buckets)))
         for bucket in stays_readable:  # whoever holds a view of it shall see the new values: see [Note: aliases]
+            # On every rank, and not on those that hold the view alone: what is written from here on is kept.
+            self.wait_for((bucket.plan.index,))
             bucket.is_readable = False
             self._make_readable(bucket)
 

@@ -21,7 +21,9 @@ allows it, and not opened where nothing travels.
 [Note: works that ended] A thread of gloo's lets go of a collective's tensors after `wait` has returned, and takes
 Python's lock for it where it is the last that holds them. In a program that ends at that moment it is aborted (SIGABRT,
 "terminate called without an active exception"; torch 2.13, also without us). So a communicator holds the last few
-handles.
+handles. What gloo is given are tensors of the communicator's own over the caller's memory (`Lend`), emptied once they
+were waited for: a handle that is held keeps nobody's memory, and is no holder where those of a parameter are counted
+(`collectives.sharded.gather`, [Note: aliases]).
 
 [Note: CUDA graphs] Everything here is events and streams, never a question to the device, so a step can be captured.
 All streams fork from the capturing one by events and join it again where their works are waited for. Times cannot be
@@ -60,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 Issue = Callable[[bool], "dist.Work | None"]
 """Starts a collective; told whether it shall return a handle to wait on."""
+Lend = Callable[[Tensor], Tensor]
+"""Returns a tensor over the same memory that a backend may hold for longer: [Note: works that ended]."""
 
 _POLL_S = 0.001
 _KEPT = 8  # several times as many as gloo has threads
@@ -69,6 +73,7 @@ _ASK = (
     " logs of all ranks, say which (in a program of your own, so does watch=Watch(...))"
 )
 _all_reduce: Collect = dist.all_reduce
+_all_gather: Collect = dist.all_gather
 _broadcast: Collect = dist.broadcast
 
 
@@ -159,7 +164,9 @@ class Work:
         keep: Sequence[Tensor],
         kind: str = "collective",
         late: Callable[[], None] | None = None,
+        lent: Sequence[Tensor] = (),
     ) -> None:
+        self._lent = lent
         self._comm, self._collective, self._work, self._kind = comm, collective, work, kind
         self._arrival_event = self._done_event = landed
         self._then, self._keep = [] if then is None else [then], keep
@@ -242,7 +249,10 @@ class Work:
         for function in self._then:
             function()
         if self._work is not None:
+            for tensor in self._lent:
+                tensor.data = tensor.new_empty(0)
             self._comm.ended.append(self._work)
+        self._lent = ()
         self._done, self._work, self._then, self._joined, self._keep = True, None, [], [], ()
 
 
@@ -328,10 +338,14 @@ class Communicator(CommContext):
             is_recorded: False for agreements between ranks that are no part of a step.
         """
 
-        def issue(async_op: bool) -> dist.Work | None:
+        def issue(lend: Lend, async_op: bool) -> dist.Work | None:
             shard_S = self._own(unsharded_N)
             # Not every backend may read where it writes: see `_probe_gather`.
-            source_S = shard_S if self._gathers_in_place else shard_S.clone()
+            source_S = lend(shard_S if self._gathers_in_place else shard_S.clone())
+            if self.stream is None:
+                # As gloo would cut it itself, out of reach of whoever empties what it holds.
+                parts = [lend(part) for part in unsharded_N.chunk(self.world_size)]
+                return _all_gather(parts, source_S, group=self.group, async_op=async_op)
             return all_gather_single(unsharded_N, source_S, group=self.group, async_op=async_op)
 
         return self._launch("all_gather", unsharded_N, issue, prepare=prepare, after=after, is_recorded=is_recorded)
@@ -363,8 +377,8 @@ class Communicator(CommContext):
             return self._reduce_by(by, output_S, input_N, self._fill(fill, read), mean)
         if local or self.can_reduce_scatter(input_N.dtype):
 
-            def issue(async_op: bool) -> dist.Work | None:
-                return reduce_scatter_single(output_S, input_N, op=op, group=self.group, async_op=async_op)
+            def issue(lend: Lend, async_op: bool) -> dist.Work | None:
+                return reduce_scatter_single(lend(output_S), lend(input_N), op=op, group=self.group, async_op=async_op)
 
             def keep_own() -> None:
                 output_S.copy_(self._own(input_N))
@@ -379,8 +393,8 @@ class Communicator(CommContext):
             _call(fill)
             wide_N.copy_(input_N)
 
-        def issue_wide(async_op: bool) -> dist.Work | None:
-            return _all_reduce(wide_N, op=op, group=self.group, async_op=async_op)
+        def issue_wide(lend: Lend, async_op: bool) -> dist.Work | None:
+            return _all_reduce(lend(wide_N), op=op, group=self.group, async_op=async_op)
 
         def launch_rest() -> None:
             output_S.copy_(self._own(wide_N))
@@ -425,16 +439,16 @@ class Communicator(CommContext):
     ) -> Work:
         """Start an all-reduce in place; leave `tensor` alone until the wait. `is_recorded` as in `all_gather`."""
 
-        def issue(async_op: bool) -> dist.Work | None:
-            return _all_reduce(tensor, op=op, group=self.group, async_op=async_op)
+        def issue(lend: Lend, async_op: bool) -> dist.Work | None:
+            return _all_reduce(lend(tensor), op=op, group=self.group, async_op=async_op)
 
         return self._launch("all_reduce", tensor, issue, is_recorded=is_recorded)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copy the values of rank `source` of the group into every rank's `tensor` (contiguous), and wait."""
 
-        def issue(async_op: bool) -> dist.Work | None:
-            return _broadcast(tensor, group=self.group, group_src=source, async_op=async_op)
+        def issue(lend: Lend, async_op: bool) -> dist.Work | None:
+            return _broadcast(lend(tensor), group=self.group, group_src=source, async_op=async_op)
 
         self._launch("broadcast", tensor, issue).wait()
 
@@ -536,7 +550,7 @@ class Communicator(CommContext):
         self,
         kind: str,
         buffer: Tensor,
-        issue: Issue,
+        issue: Callable[[Lend, bool], dist.Work | None],
         *,
         prepare: Callable[[], None] | None = None,
         then: Callable[[], None] | None = None,
@@ -549,24 +563,33 @@ class Communicator(CommContext):
         Args:
             kind: its name, for records and errors.
             buffer: kept until the work was waited for, with `keep`.
-            issue: calls the backend.
+            issue: calls the backend, with what it lends it; told whether it shall return a handle.
             prepare: called before it on the communicator's stream; `then` after it.
             after: what it follows; None: all that is queued now on the caller's stream.
         """
         # Until it was waited for: see [Note: streams].
         keep = (buffer, *keep)
         if self.stream is None:
+            lent: list[Tensor] = []
+
+            def lend(tensor: Tensor) -> Tensor:
+                # `.data`, and not `detach`, which holds what it was made of.
+                lent.append(tensor.data)
+                return lent[-1]
+
             _call(prepare)
             with self.explaining(kind):
-                collective, work = self._issue(kind, buffer, issue, async_op=True, is_recorded=is_recorded)
-            return Work(self, collective, work, None, then, keep, kind)
+                start = functools.partial(issue, lend)
+                collective, work = self._issue(kind, buffer, start, async_op=True, is_recorded=is_recorded)
+            return Work(self, collective, work, None, then, keep, kind, lent=lent)
         # A given point may lie far behind: a transfer shall not wait for computation that was queued since.
         after = after or self.mark()
         assert after is not None
         self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
             _call(prepare)
-            collective, _ = self._issue(kind, buffer, issue, async_op=False, is_recorded=is_recorded)
+            start = functools.partial(issue, lambda tensor: tensor)  # nobody is handed a handle that would hold it
+            collective, _ = self._issue(kind, buffer, start, async_op=False, is_recorded=is_recorded)
             # On the communicator and before the event: whoever waits for the work waits for this.
             _call(then)
             return Work(self, collective, None, self.stream.record_event(), None, keep, kind)

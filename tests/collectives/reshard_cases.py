@@ -423,3 +423,22 @@ def an_alias_of_any_parameter_keeps_its_bucket(rank: int, world_size: int) -> No
         sharded.close()
         assert all(value.untyped_storage().nbytes() for value in values), "memory was freed under an alias"
         assert all(map(torch.equal, values, model.blocks.parameters()))
+
+
+@case
+def a_state_that_was_dropped_keeps_no_bucket(rank: int, world_size: int) -> None:
+    """Of a few large buckets too, whose gathers are the last collectives for long."""
+    sharded = stage3(net())
+    optimizer = sharded.optimizer(adamw)
+    for step, tokens in enumerate(batches(3, world_size)):
+        sharded(tokens[rank::world_size]).backward()
+        assert sum(held_bytes(sharded)) == 0
+        if step == 1:
+            state = {name: value.clone() for name, value in sharded.module.state_dict().items()}
+            assert sum(held_bytes(sharded)) > 0
+            with torch.no_grad():
+                sharded(tokens)
+            assert sum(held_bytes(sharded)) == 0
+            assert state
+        optimizer.step()
+        optimizer.zero_grad()

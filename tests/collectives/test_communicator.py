@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from collectives.health import checks as health
 from collectives.pipeline.link import Link
+from collectives.sharded.bucket import num_holders
 from collectives.transport.communicator import Communicator, Work
 from collectives.watch.recorder import Recorder
 from collectives.watch.watchdog import Watch
@@ -222,3 +223,13 @@ def test_the_last_handles_are_held_by_the_communicator_and_not_by_the_backend_al
     held = list(comm.ended)
     assert held == works[-len(held) :]
     assert 2 < len(held) < 20
+
+
+def test_a_handle_that_is_held_keeps_no_memory_of_the_caller() -> None:
+    comm, given = Communicator("dp", None, "cpu"), torch.ones(4)
+    lent = given.data
+    usual = num_holders(given)
+    Work(comm, None, mock.Mock(), None, None, (), lent=[lent]).wait()
+    assert lent.numel() == 0
+    assert num_holders(given) == usual - 1
+    assert given.tolist() == [1] * 4

@@ -17,6 +17,7 @@ from tests.trainer import layout_ranks
 from tests.trainer.layout_ranks import CPU, State, Trained
 from trainer.optim import build_optimizer
 from trainer.parallel import ParallelModel
+from trainer.replicas import ReplicaCheck
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Read:
         state: the module's own state after the first step, in the dtype of the computation.
         masters: at the same time.
         last: masters at the end.
-        held: buckets that had memory for their parameters: at the start, after the state was read, a step later.
+        held: buckets that had memory for their parameters: at the start, after replicas were compared, after the state
+            was read, a step later.
         views: of the parameters, held since the third step: what they show at the end.
     """
 
@@ -62,6 +64,8 @@ def _reads(job: JobConfig, rank: int) -> Read:
         optimizer.zero_grad()
         losses.append(layout_ranks.mean_loss(model, loss))
         if step == 1:
+            ReplicaCheck(model, 0, "cpu", 0).compare(step)
+            note_held()
             state = {name: tensor.clone() for name, tensor in chunk.module.state_dict().items()}
             masters = chunk.full_state_dict()
             note_held()

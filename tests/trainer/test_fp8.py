@@ -206,25 +206,33 @@ def test_weights_that_travel_in_8_bits_change_no_bit(work: Work, by_rank: ByRank
         _assert_same(other, plain)
 
 
-@on_ranks(2, float8_ranks.reads, GATHERS[:2])
+SHARED = [  # by several weights
+    job_of({"dp": 2, "zero": zero}, {**NARROW, "fp8_param_gather": True}, {"bucket_mib": 1}, sequences=4)
+    for zero in (1, 3)
+]
+
+
+@on_ranks(2, float8_ranks.reads, [*GATHERS, *SHARED])
 def test_weights_that_travel_in_8_bits_can_be_read_and_written(work: Work, by_rank: ByRank) -> None:
     """Whoever reads them past a product has them in the dtype of the computation; what is written there counts."""
-    plain, narrow = by_rank(work)[0]
+    plain, *others = by_rank(work)[0]
+    for narrow in others:
+        _assert_reads(narrow, plain)
+
+
+def _assert_reads(narrow: float8_ranks.Read, plain: float8_ranks.Read) -> None:
     assert narrow.losses == plain.losses
     for name, master in narrow.masters.items():
         assert torch.equal(narrow.state[name], master.to(torch.bfloat16)), name
         assert torch.equal(narrow.last[name], plain.last[name]), name
-    assert narrow.held[0] == 0
-    assert narrow.held[1] > 0
-    assert narrow.held[2] == 0  # given back when the shards changed
+    assert narrow.held[:2] == [0, 0]  # replicas compare what has travelled
+    assert narrow.held[2] > 0
+    assert narrow.held[3] == 0  # given back when the shards changed
     # A view that is held is kept current.
     assert all(torch.equal(narrow.views[name], value.to(torch.bfloat16)) for name, value in narrow.last.items())
 
 
-SHARED = job_of({"dp": 2}, {**NARROW, "fp8_param_gather": True}, {"bucket_mib": 1}, sequences=4)  # by several weights
-
-
-@on_ranks(2, float8_ranks.offsets, SHARED)
+@on_ranks(2, float8_ranks.offsets, SHARED[0])
 def test_weights_and_scales_of_a_bucket_lie_where_cublaslt_takes_them(work: Work, by_rank: ByRank) -> None:
     """At multiples of 16 bytes, or it says CUBLAS_STATUS_NOT_SUPPORTED."""
     for offsets in by_rank(work)[0]:
