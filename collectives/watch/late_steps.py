@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from netlayer.observe.events import Mark, Origin
+
 if TYPE_CHECKING:
     from collectives.watch.recorder import Collective, StepComm
 
@@ -67,21 +69,25 @@ class OpenStep:
         except RuntimeError:  # of an event that a graph has captured
             return None
 
-    def take_mark(self, wait: Collective | None, num_ended: int = 0) -> bool:
-        """Whether a mark is due now, which then counts as made.
+    def take_mark(
+        self, origin: Origin, now_ns: Callable[[], int], num_ended: int, ranks_of: Callable[[str], str | None]
+    ) -> Mark | None:
+        """Return the mark that is due now, which then counts as made; None: nothing new is to be said.
 
         Args:
-            wait: what the rank waits for now.
+            now_ns: clock of the marks.
             num_ended: segments that the record has beside the parts that were handed over; grows with each.
+            ranks_of: text of a group's ranks.
         """
-        now_s, state = time.monotonic(), (len(self.handed) + num_ended, wait)
+        wait = self.open_wait()
+        now_s, num = time.monotonic(), len(self.handed) + num_ended
         pause_s = min(_MOST_PAUSE_S, max(LATE_S, self.marked_s - self.since_s))
         # Two collectives that are alike are two: the newer mark says that the older one has ended.
-        is_same = self.marked_s and state[0] == self.marked[0] and wait is self.marked[1]
+        is_same = self.marked_s and num == self.marked[0] and wait is self.marked[1]
         if is_same and now_s - self.marked_s < pause_s:
-            return False
-        self.marked_s, self.marked = now_s, state
-        return True
+            return None
+        self.marked_s, self.marked = now_s, (num, wait)
+        return Mark(origin, "late", now_ns(), self.step, None, self.age_s, attributes=describe_wait(wait, ranks_of))
 
 
 def describe_wait(wait: Collective | None, ranks_of: Callable[[str], str | None]) -> dict[str, Any] | None:

@@ -45,7 +45,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from collectives.clock import DeviceEvents, TimeBase, device_events, exempt_from_captures, has_happened
-from collectives.watch.late_steps import LateSteps, describe_wait
+from collectives.watch.late_steps import LateSteps
 from collectives.watch.processor import ProcessorLaps
 from collectives.watch.ring import Ring
 from netlayer.observe.events.clocks import RankClock
@@ -181,8 +181,7 @@ class Monitor:
         """Events that were lost in all."""
         self.thread_s = 0.0
         """Processor time of handing over so far, of the monitor's thread and of `flush`."""
-        self._num_timed = 0  # segments that were handed over
-        self._num_unsaid = 0  # lost by the transport since the last batch
+        self._num_timed, self._num_unsaid = 0, 0  # segments handed over; lost by the transport since the last batch
         self._transport, self._interval_s = transport, interval_s
         self._has_server = getattr(transport, "has_server", False)
         self._events: DeviceEvents | None = device_events(device) if str(device).startswith("cuda") else None
@@ -522,10 +521,8 @@ class Monitor:
                 with contextlib.suppress(RuntimeError):  # of an event that a graph has captured
                     self._add_parts(rows, late.comm, late.handed, is_late=True)
             # After the parts: whatever ended before the mark is in the record beside it.
-            wait = late.open_wait()
-            if late.take_mark(wait, self._num_timed):
-                facts = describe_wait(wait, self._ranks_of)
-                rows.add(Mark(self.origin, "late", self.clock.now_ns(), late.step, None, late.age_s, attributes=facts))
+            if mark := late.take_mark(self.origin, self.clock.now_ns, self._num_timed, self._ranks_of):
+                rows.add(mark)
 
     def _add_parts(self, rows: EventColumns, comm: StepComm, handed: set[int], *, is_late: bool = False) -> None:
         """Append computations, waits and collectives of a step that were not handed over before.
