@@ -158,7 +158,7 @@ def read_entries(
     return tuple(entries)
 
 
-def fit_room(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> list[Entry]:
+def fit_room(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> tuple[Entry, ...]:
     """Return the rows as they run: our jobs with defaults stepped down to what fits, as `netlayer train` has them.
 
     Refuses what does not fit, before the first turn. On GPUs that is asked of ours alone: the estimate is of ours, a
@@ -168,7 +168,7 @@ def fit_room(entries: Sequence[Entry], backend: Literal["gloo", "nccl"]) -> list
     Raises:
         ConfigError: names the row, and what would fit.
     """
-    return [_fitted(each, backend) if each.system == OURS or backend == "gloo" else each for each in entries]
+    return tuple(_fitted(each, backend) if each.system == OURS or backend == "gloo" else each for each in entries)
 
 
 def _fitted(entry: Entry, backend: Literal["gloo", "nccl"]) -> Entry:
