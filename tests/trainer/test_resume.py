@@ -9,6 +9,8 @@ import pytest
 
 from netlayer.config.tree import build_config
 from netlayer.errors import ConfigError
+from trainer.checkpoint.digest import digest
+from trainer.checkpoint.distcp import ItemWriter
 from trainer.checkpoint.names import FORMAT, sealed
 from trainer.checkpoint.resume import AUTO, Start, check_steps_left, start_of
 
@@ -21,8 +23,11 @@ def checkpoint(run: Path, step: int, suffix: str = "") -> Path:
     """A folder that looks whole to whoever does not read its tensors."""
     path = run / "checkpoints" / f"step-{step:06d}{suffix}"
     path.mkdir(parents=True)
-    (path / FILE).touch()
-    told = {"format": FORMAT, "step": step, "seed": 0, "tp": 1, "pp": 1, "corpus": {}, "job": {}, "digests": {FILE: ""}}
+    with (path / FILE).open("wb") as stream:
+        end = ItemWriter(stream).finish()
+    (path / ".metadata").write_bytes(b"names")
+    digests = {FILE: end, ".metadata": digest(b"names")}
+    told = {"format": FORMAT, "step": step, "seed": 0, "tp": 1, "pp": 1, "corpus": {}, "job": {}, "digests": digests}
     (path / "meta.json").write_text(sealed(told))
     return path
 
@@ -60,6 +65,17 @@ def test_auto_passes_over_what_is_damaged_and_says_so(tmp_path: Path) -> None:
         "lacks __0_0.distcp",
         "is damaged (Expectin",
     ]
+
+
+@pytest.mark.parametrize("name", [FILE, ".metadata"])
+def test_auto_passes_over_a_file_that_was_cut_short(name: str, tmp_path: Path) -> None:
+    """Else every restart takes it and fails, as other trainers do (Automodel#3261, speculators#739)."""
+    good = checkpoint(tmp_path, 4)
+    file = checkpoint(tmp_path, 6) / name
+    file.write_bytes(file.read_bytes()[:-2])
+    start = start_of(AUTO, tmp_path, {})
+    assert came_from(start) == (good, True)
+    assert "step-000006 is newer, and was passed over: it is damaged" in start.notes[0]
 
 
 def test_auto_does_not_start_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:

@@ -17,12 +17,15 @@ from typing import Any
 
 from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
-from trainer.checkpoint.meta import Meta, find
-from trainer.checkpoint.names import META, as_location, checkpoints_in, pending_in, step_of
+from trainer.checkpoint.digest import digest
+from trainer.checkpoint.distcp import SUFFIX, file_reader, read_trailer
+from trainer.checkpoint.meta import ALTERED, Meta, find
+from trainer.checkpoint.names import FORMAT, META, as_location, checkpoints_in, pending_in, step_of
 from trainer.history import CHECKPOINTS, METRICS, REPLACED
 from trainer.peer_copy.hosts import has_copies, location_of
 
 AUTO = Path("auto")
+_METADATA = ".metadata"  # of torch.distributed.checkpoint; `trainer.checkpoint.dcp`, which needs torch, has it too
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ def _newest(out: Path, folder: Path) -> Start:
             continue
         try:
             meta = find(path)
+            _check_ends(meta)
         except ConfigError as exc:
             damaged.append(exc)
             notes.append(f"note: {path} is newer, and was passed over: it {exc.rule}")
@@ -128,6 +132,25 @@ def _newest(out: Path, folder: Path) -> Start:
         for path in pending_in(folder):
             notes.append(f"note: {path} was passed over: it is not verified yet")
     return Start(None, True, True, tuple(notes))
+
+
+def _check_ends(meta: Meta) -> None:
+    """Raise ConfigError where a file was cut short or replaced since it was written; no tensor is read.
+
+    Else a restart would take it, fail when it reads it, and so would each one after.
+    """
+    if meta.format != FORMAT:
+        return
+    for name, expected in meta.digests.items():
+        with meta.undamaged(name):
+            if name.endswith(SUFFIX):
+                actual = read_trailer(*file_reader(meta.path / name))[0]
+            elif name == _METADATA:
+                actual = digest((meta.path / name).read_bytes())
+            else:
+                continue
+            if actual != expected:
+                raise ValueError(ALTERED)
 
 
 def _copies(out: Path) -> list[Path]:
