@@ -231,11 +231,13 @@ class _Case:
         if not certain:
             line = f"whether rank {rank} has launched {what}, which others wait in: {self._evidence.damaged[rank]}"
         elif log is None:
-            # Where most files are missing, they were not collected: that says nothing of their ranks.
-            certain = 2 * len(self._evidence.silent) < len(self._evidence.world)
+            # Where half of the files are missing, they may not have been collected: that says nothing of their ranks.
+            missing = len(set(self._evidence.silent) - set(self._evidence.damaged))
+            certain = missing < 2 or 2 * missing < len(self._evidence.world)
             line = f"rank {rank} left no dump: dead, or hung before it could write one; the others have launched {what}"
             if not certain:
-                line = f"no dump of rank {rank} is here, nor of half of the ranks: collect all; others launched {what}"
+                line = f"no dump of rank {rank}, nor of {missing - 1} more of {len(self._evidence.world)} ranks: "
+                line += f"not collected, or their hosts are gone; the others have launched {what}"
         else:
             line = f"rank {rank} has not arrived at {what}: {self._progress(log, wait.group)}"
         if log is not None and self._evidence.blind_spot:

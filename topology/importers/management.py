@@ -61,8 +61,7 @@ def without_management(
     for device, ends in cables.items():
         if forwarding.get(device) is False or _matches(device, keep):
             continue
-        # The rate that the user gives for the others tells nothing of a device none of whose cables reports one.
-        known = [rate for _, _, bps in ends if (rate := bps or default_bps)] if any(bps for _, _, bps in ends) else []
+        known = [bps for _, _, bps in ends if bps]  # the rate that the user gives for the others tells nothing of these
         at_management = all(any(_MANAGEMENT_PORT.fullmatch(port) for port in ports) for _, ports, _ in ends)
         if len({name for name, _, _ in ends}) > 1 and known and max(known) * _FAR_SLOWER <= usual_bps:
             reasons[device] = (

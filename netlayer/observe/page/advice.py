@@ -21,7 +21,7 @@ def next_step(view: RunView) -> dict[str, Any] | None:
     stands still for a reason that is not known, and nobody has one where Flight Recorder dumps or RAS output name
     ranks: these are answered for themselves.
     """
-    if view.blame is not None and view.blame.findings:
+    if view.blame is not None and view.blame.stands_still:
         return None
     if view.stop.state == "silent" and len(view.stop.silent) == 1:
         [rank] = view.stop.silent

@@ -158,8 +158,10 @@ def judge_stop(
     lead_ns = round(max(MIN_SILENCE_S, MIN_SILENCE_STEPS * step_s) * 1e9)
     signs = _Signs.of(places, last_ns, last_sign_ns, lead_ns, clock_error_ns)
     gone = _gone(places, signs)
-    if gone is not None and (not silent or signs.hide([gone], lead_ns)):
+    if gone is not None and not silent:
         return _stop_of_gone(places, gone, signs, until_ns)
+    if gone is not None and signs.hide([gone], lead_ns):
+        gone = None  # its signs may be as new as the others': it is judged by places alone
     if gone is not None and places[gone].operation is None:
         # Its tensor-parallel peers wait for it inside a pass that does not end: it may be in the same one.
         places[gone] = replace(places[gone], operation=places[silent[0]].operation)
@@ -221,7 +223,9 @@ class _Signs:
         """How far signs of several hosts can be compared."""
         if self.clock_error_ns is None:
             return "the clocks of their hosts were not compared"
-        return f"the clocks of their hosts differ by up to {self.clock_error_ns / 1e6:.3g} ms"
+        error_ms = self.clock_error_ns / 1e6
+        error = f"{error_ms:.3g} ms" if error_ms < 1000 else f"{error_ms / 1000:.3g} s"
+        return f"the clocks of their hosts differ by up to {error}"
 
     @property
     def note(self) -> str:
@@ -234,7 +238,10 @@ class _Signs:
         return first_ns - max((self.last_ns.get(rank, 0) for rank in quiet), default=0)
 
     def hide(self, quiet: Sequence[int], least_ns: int = 0) -> bool:
-        """Whether the signs of some ranks may not have ended `least_ns` before the others': the clocks do not tell."""
+        """Whether the signs of some ranks may not have ended `least_ns` before the others': the clocks do not tell.
+
+        Of clocks that were not compared that is not asked here: a rank that they tell is suspected at most.
+        """
         return bool(self.clock_error_ns) and self.apart_ns(quiet) - (self.clock_error_ns or 0) < least_ns
 
 

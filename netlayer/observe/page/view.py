@@ -280,6 +280,7 @@ class RunView:
                 "silent": self.stop.silent,
                 "alike": self.stop.alike,
                 "silence_s": self.stop.silence_s,
+                "until_s": self._stop_end_s(),
             },
             "checkpoint_step": self.checkpoint.step if self.checkpoint else None,
             "num_whole_steps": len(_whole_steps(run, self.is_open).steps),
@@ -404,6 +405,13 @@ class RunView:
         ]  # fmt: skip
         return {"lines": headlines(self.blame), "findings": findings, "notes": list(self.blame.notes)[:20]}
 
+    def _stop_end_s(self) -> float | None:
+        """Return until when the run stood still, as its last line says, s; None: it did not, or nobody knows."""
+        if not self.stop.silence_s:
+            return None
+        last_ns = max(place.last_ns for place in self.stop.places.values())
+        return (last_ns - self.begin_ns) / 1e9 + self.stop.silence_s
+
     def _span(self, number: int) -> dict[str, Any]:
         start = self.run.starts[number]
         return {
@@ -512,7 +520,9 @@ def _stop_of(columns: Columns, run: Run, is_live: bool) -> Stop:
 
 def _clock_error(signs: Mapping[int, Sign], places: Mapping[int, Mapping[int, Place]], attempt: int) -> int | None:
     """Return how far apart the clocks of ranks that gave signs may be at most, ns; None: they were not compared."""
-    hosts = {places.get(rank, {}).get(attempt, (None,))[0] for rank in signs}
+    known_places = (places.get(rank, {}) for rank in signs)
+    # A rank that has recorded nothing in this start is on the host that it was on last.
+    hosts = {(of_rank.get(attempt) or of_rank.get(max(of_rank, default=0)) or (None,))[0] for of_rank in known_places}
     if len(hosts) < 2 and hosts != {None} and hosts != {""}:
         return 0  # one host has one clock
     errors = [sign.error_ns for sign in signs.values()]

@@ -35,7 +35,8 @@ _KIND_OF_SUFFIX: dict[str, Kind] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-# What other files begin with that a name like .jsonl or .txt may hide; text never begins so.
+# What other files begin with that a name like .jsonl or .txt may hide. Text may begin with PAR1 (a protein's name), and
+# does not end with it too, as parquet does.
 _BEGINNINGS = {
     b"\x1f\x8b\x08": ("is compressed by gzip", "rename it to end with .gz"),
     b"\x28\xb5\x2f\xfd": ("is compressed by zstd", "rename it to end with .zst"),
@@ -178,6 +179,8 @@ def find_sources(
             with path.open("rb") as stream:
                 stat = os.fstat(stream.fileno())
                 beginning = stream.read(_MOST_BEGINNING)
+                stream.seek(max(0, stat.st_size - 4))
+                ending = stream.read(4)
         except OSError as exc:
             rule = f"cannot be read ({exc.strerror})"
             skipped.add(Damage("unreadable file", str(path), rule))
@@ -189,7 +192,9 @@ def find_sources(
         if compression and source.kind in ("parquet", "arrow"):
             raise ConfigError(INPUT_FIELD, path, f"is compressed {source.kind}", "decompress it first")
         if source.kind in ("text", "jsonl") and not compression:
+            is_text = beginning.startswith(b"PAR1") and ending != b"PAR1"
             other = next((each for start, each in _BEGINNINGS.items() if beginning.startswith(start)), None)
+            other = None if is_text else other
             if other:
                 skipped.add(Damage("unreadable file", str(path), *other))
                 continue

@@ -15,6 +15,7 @@ from trainer.data.tokenizer import END_OF_DOCUMENT
 
 TOKENIZER_FIELD = "--tokenizer"
 END_FIELD = "--eod"
+_WORD_BEGIN = "\u2581"
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _CONFIG_FILE = "tokenizer_config.json"
 # Of GPT-2 and its kind, Llama 3, Llama 2 and Mistral, Gemma, and ours. `<|end|>` last: in others it ends a turn.
@@ -124,7 +125,9 @@ class LossCounter:
 
     def _drops(self, character: str) -> bool:
         if not self._is_byte_level:  # white space is what words are split at
-            return not character.isspace() and not self._tokenizer.encode(character, add_special_tokens=False).ids
+            # Metaspace gives a mark of the word's begin even where it has no letter.
+            with_letter = self._tokenizer.encode(character, add_special_tokens=False).tokens
+            return not character.isspace() and not any(token != _WORD_BEGIN for token in with_letter)
         normalizer = self._tokenizer.normalizer
         written = normalizer.normalize_str(character) if normalizer else character
         [(letters, _)] = _BYTE_LEVEL.pre_tokenize_str(written) or [("", (0, 0))]

@@ -55,7 +55,7 @@ class Life {
     });
     // A run that stands still goes on to cost time.
     const recorded = Math.max(...facts.spans.map((span) => span.to_s), x[x.length - 1]);
-    const end = recorded + facts.stop.silence_s;
+    const end = Math.max(recorded, facts.stop.until_s ?? recorded);
     const at = Float64Array.from(end > recorded ? [...x, end] : x);
     if (end > recorded) effective.push(trained / Math.max(1e-9, end - first));
     const source = hasMfu ? run.mfu : run.step_median_s;

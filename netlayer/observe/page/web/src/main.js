@@ -15,7 +15,7 @@ import { view as timeline } from "./timeline.js";
 const VIEWS = [map, steps, timeline, parallel, counters, life];
 const STATES = { found: "Found", suspected: "Suspected", "cannot tell": "Cannot tell", none: "None", measured: "Measured", restarts: "Restarts" };
 const PLACE = { straggler: "steps", "slow link": "parallel", drift: "steps", traffic: "counters" };
-const LABELS = { hang: "holds others up", drift: "steps become longer" };
+const LABELS = { hang: "holds others up", drift: "steps become longer", behind: "launched less" };
 
 // The first rank that a line names, where there is such a one.
 function firstRank(line, run) {
@@ -103,7 +103,8 @@ class Page {
     const cards = [];
     const calm = [];
     for (const finding of hang?.findings ?? []) {
-      cards.push(this.card(finding.certain ? "found" : "suspected", LABELS[finding.kind] ?? finding.kind, finding.line, finding.ranks.length ? { view: "parallel", rank: finding.ranks[0] } : { view: "map" }));
+      const state = finding.kind === "behind" ? "cannot tell" : finding.certain ? "found" : "suspected";
+      cards.push(this.card(state, LABELS[finding.kind] ?? finding.kind, finding.line, finding.ranks.length ? { view: "parallel", rank: finding.ranks[0] } : { view: "map" }));
     }
     for (const note of hang?.notes ?? []) cards.push(this.card("suspected", "look at this too", note, { view: "parallel", rank: firstRank(note, this.run) }));
     if (hang && !hang.findings.length) cards.push(this.card("cannot tell", "hang", hang.lines.join("; ") || "the dumps name nobody", { view: "map" }));
