@@ -144,7 +144,7 @@ def command(
         PEERS[entry.system].check(entry.job, chosen)
     if profile and chosen != "nccl":
         raise HardwareMissing("--profile: tells kernels of a GPU, and this runs on the CPU; omit it")
-    entries = tuple(fit_room(entries, chosen))
+    entries = fit_room(entries, chosen)
     _tell_notes(entries, chosen)
     (out, made), started = _open(options.out), utc_now()
     device = next((gpu.name for gpu in environ.list_gpus()), "CPU") if chosen == "nccl" else "CPU"

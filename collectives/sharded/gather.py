@@ -249,11 +249,16 @@ class ParameterGather:
         self._home = None if now is None or self.comm.is_capturing else current_stream(self.comm.device)
         self._after = {} if now is None else dict.fromkeys(range(len(self.buckets)), now)
         self.needs_unshard = False
+        for bucket in stays_readable:  # not current before it is gathered again below
+            bucket.is_readable = False
         self._start(range(len(self.buckets)))
-        for bucket in stays_readable:  # whoever holds a view of it shall see the new values: see [Note: aliases]
+        # Whoever holds a view of these shall see the new values: see [Note: aliases]. What is launched before is the same
+        # on every rank, whichever of them holds the view.
+        while stays_readable and self._to_launch and self._to_launch[0] not in self.reshards:
+            self._launch(self._to_launch.popleft())
+        for bucket in stays_readable:
             # On every rank, and not on those that hold the view alone: what is written from here on is kept.
             self.wait_for((bucket.plan.index,))
-            bucket.is_readable = False
             self._make_readable(bucket)
 
     def stepping(self, index: int) -> None:
@@ -300,8 +305,8 @@ class ParameterGather:
                     "backward pass that has stepped them already: build the optimiser without step_in_backward"
                 )
             with self._lock:
-                # Before the wait, so that the next gathers are on their way while this one is waited for. What stays
-                # has no place in a backward pass: beside all units, it would have all of them gathered at once.
+                # Before the wait, so that the next gathers are on their way while this one is waited for. Buckets that
+                # stay are never queued in a backward pass: launching up to one would gather every unit at once.
                 if self._direction > 0 or index in self.reshards:
                     self._launch_ahead(index)
                 if index in self._freed:  # used again, or past the passes

@@ -82,10 +82,12 @@ class OpenStep:
         wait = self.open_wait()
         now_s, num = time.monotonic(), len(self.handed) + num_ended
         pause_s = min(_MOST_PAUSE_S, max(LATE_S, self.marked_s - self.since_s))
-        # Two collectives that are alike are two: the newer mark says that the older one has ended.
-        is_same = self.marked_s and num == self.marked[0] and wait is self.marked[1]
-        if is_same and now_s - self.marked_s < pause_s:
-            return None
+        # Two collectives that are alike are two: the newer mark says that the older one has ended. Where the wait is the
+        # same, what else has ended is said now and then: of a step that is slow, and not stuck, something always has.
+        if self.marked_s and wait is self.marked[1]:
+            pause_s = pause_s if num == self.marked[0] else LATE_S
+            if now_s - self.marked_s < pause_s:
+                return None
         self.marked_s, self.marked = now_s, (num, wait)
         return Mark(origin, "late", now_ns(), self.step, None, self.age_s, attributes=describe_wait(wait, ranks_of))
 

@@ -354,20 +354,27 @@ def test_pyarrow_is_asked_for_before_any_work(tmp_path: Path, monkeypatch: pytes
         (b"\xfd7zXZ\x00", "is compressed by xz"),
         (b"\x04\x22\x4d\x18", "is compressed by lz4"),
         (b"PK\x03\x04", "is a zip archive"),
-        (gzip.compress(b"{}"), "is compressed by gzip; rename it"),
+        (gzip.compress(b"{}", mtime=0), "is compressed by gzip; rename it"),
         (zstd(b"{}"), "is compressed by zstd; rename it"),
         (b"PAR1", "is parquet"),
     ],
+    ids=["bzip2", "xz", "lz4", "zip", "gzip", "zstd", "parquet"],
 )
 def test_a_file_that_is_no_text_is_named_by_its_kind(beginning: bytes, line: str, tmp_path: Path) -> None:
     """Not as broken UTF-8, which a user would try to convert; `file.json.xz` of datasets' own tests was."""
     for name in ("a.json.x", "b.jsonl"):
         file = tmp_path / name
-        file.write_bytes(beginning + bytes(100))
+        file.write_bytes(beginning + bytes(100) + b"PAR1")
         with pytest.raises(ConfigError, match=line):
             find_sources([file], Skipped("fail"))
         skipped = Skipped("skip")
         assert (find_sources([file], skipped), skipped.counts) == ([], {"unreadable file": 1})
+
+
+def test_text_that_begins_as_parquet_does_is_text(tmp_path: Path) -> None:
+    file = tmp_path / "abstract.txt"
+    file.write_text("PAR1 is a protease-activated receptor.")
+    assert len(find_sources([file], Skipped("fail"))) == 1
 
 
 def test_the_end_of_a_name_may_be_in_capitals(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_job_of_12288_ranks_is_shown_on_a_machine_without_any(tmp_path: Path) 
 
 def test_what_does_not_fit_is_refused_with_the_change_that_would() -> None:
     """Where defaults alone do not do it: these step down, as they will where it runs."""
-    with pytest.raises(ConfigError, match=r"a GPU has 30\.0 GiB; set job\..* = .*: then a rank holds"):
+    with pytest.raises(ConfigError, match=r"a GPU has 30\.0 GiB; set job\.parallel\.zero = 3: then a rank holds"):
         dry_run(FLAGSHIP, "--set", "cluster.gpu_memory_bytes=30GiB", *AS_IT_IS)
     shown = dry_run(FLAGSHIP, "--set", "cluster.gpu_memory_bytes=30GiB").stdout
     assert "a GPU has 30.0 GiB, for which it sets job." in shown.splitlines()[-1]

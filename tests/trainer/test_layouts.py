@@ -271,10 +271,10 @@ SLOTTED: list[tuple[dict[str, int], dict[str, Any]]] = [
     4,
     layout_ranks.slotted,
     [
-        job_of(degrees, {"layers": 1, **model}, {}).model_copy(
+        job_of(degrees, {"layers": layers, **model}, {}).model_copy(
             update={"batch": BatchConfig(global_batch_size=size, micro_batch_size=2)}
         )
-        for degrees, model in SLOTTED
+        for layers, (degrees, model) in zip((2, 1, 1, 1), SLOTTED, strict=True)
         for size in (2 * degrees.get("dp", 1), 4 * degrees.get("dp", 1))
     ],
     1,

@@ -495,10 +495,10 @@ def test_windows_are_taken_by_themselves_where_there_is_room(monkeypatch: pytest
         assert f"fragments {needed} GiB" in (line if memory_mib > 61_512 else str(refused.value))
 
 
-# GiB that torch held at the peak, and that were gone of the card: of 7b over four H100 (reports/zero_202611.md), when
-# shards of reduced gradients stayed from step to step.
 DRIVER_BYTES = (81_559 - 81_080) * 2**20
 """What CUDA does not count as the card's."""
+# GiB that torch held at the peak, and that were gone of the card: of 7b over four H100 (reports/zero_202611.md), when
+# shards of reduced gradients stayed from step to step.
 MEASURED = [
     ((), 72.32, 77.38),
     (("job.overlap.windows=false",), 72.32, 75.79),

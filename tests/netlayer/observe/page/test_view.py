@@ -231,22 +231,33 @@ def test_signs_of_several_hosts_tell_no_more_than_their_clocks(
     assert text in stop.line
 
 
-@pytest.mark.parametrize(("error_ns", "state"), [(1_000_000, "silent"), (60_000_000_000, "suspected")])
-def test_of_ranks_in_one_operation_none_is_told_by_less_than_the_clocks(error_ns: int, state: str) -> None:
+def stop_in_a_pass(silent: tuple[int, ...], last_sign_s: float, error_ns: int) -> Stop:
+    """Stop where four ranks of four hosts wait in an all-reduce but for some, which never ended their forward pass."""
     segments = []
     for rank in range(4):
         origin = Origin(rank=rank, host=f"h{rank}")
         for step in (2, 3):
             at = step * 100 * MS
             group = {"group": "reduce", "group_ranks": "0:4:1", "seq": step, "step": step}
-            if step == 2 or rank not in (1, 2):
+            if step == 2 or rank not in silent:
                 segments.append(Segment(origin, "forward", "forward", at, at + 60 * MS, step=step))
             if step == 2:
                 segments.append(Segment(origin, "collective", "all_reduce", at + 60 * MS, at + 70 * MS, **group))
                 segments.append(Segment(origin, "step", "step", at, at + 70 * MS, step=2))
-    signs = dict.fromkeys((0, 1, 3), 59 * 10**9) | {2: 10**9}
-    stop = judge_stop(segments, 60 * 10**9, 0.1, ended=False, last_sign_ns=signs, clock_error_ns=error_ns)
-    assert (stop.state, stop.silent) == ((state, (2,)) if state == "silent" else ("cannot tell", ())), stop.line
+    signs = dict.fromkeys((0, 1, 3), 59 * 10**9) | {2: round(last_sign_s * 1e9)}
+    return judge_stop(segments, 60 * 10**9, 0.1, ended=False, last_sign_ns=signs, clock_error_ns=error_ns)
+
+
+@pytest.mark.parametrize(("error_ns", "state"), [(1_000_000, "silent"), (60_000_000_000, "cannot tell")])
+def test_of_ranks_in_one_operation_none_is_told_by_less_than_the_clocks(error_ns: int, state: str) -> None:
+    stop = stop_in_a_pass((1, 2), 1.0, error_ns)
+    assert (stop.state, stop.silent) == (state, (2,) if state == "silent" else ()), stop.line
+
+
+@pytest.mark.parametrize("error_ns", [0, 1_000_000, 60_000_000_000])
+def test_clocks_that_hide_a_sign_leave_what_places_tell(error_ns: int) -> None:
+    stop = stop_in_a_pass((2,), 1.0, error_ns)
+    assert (stop.state, stop.silent) == ("silent", (2,)), stop.line
 
 
 def test_signs_are_on_the_reference_clock_with_their_error(tmp_path: Path) -> None:
