@@ -92,6 +92,30 @@ def offsets(context: RankContext, job: JobConfig, url: str) -> list[list[int]]:
         return [[part.storage_offset() * part.element_size() for part in of_bucket] for of_bucket in parts]
 
 
+def holds_views(context: RankContext, job: JobConfig, url: str) -> list[float]:
+    """Train three steps while each rank holds a view of another weight that travels in 8 bits; return the losses."""
+    with layout_ranks._world(context, url):
+        rank = context.env.rank
+        model = ParallelModel(job, 3, rank, CPU, create_groups(job.parallel.layout))
+        optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
+        losses, held = [], None
+        for step in range(1, 5):
+            model.start_step(step)
+            loss = model.accumulate(layout_ranks.batches(job, step, model.data_rank))
+            model.finish_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(layout_ranks.mean_loss(model, loss))
+            if step == 1:
+                weights = dict(model.chunks[0].module.named_parameters())
+                views = {name: weights[name].data for name in ("blocks.1.qkv.weight", "blocks.2.up.weight")}
+                held = views.pop(("blocks.1.qkv.weight", "blocks.2.up.weight")[rank])
+                views.clear()
+        assert held is not None
+        model.close()
+        return losses
+
+
 def resumes(context: RankContext, jobs: Sequence[JobConfig], folders: Sequence[Path], url: str) -> list[list[Trained]]:
     """Four steps of each job at once, and from a checkpoint after two, into a job of the other setting too."""
     with layout_ranks._world(context, url):

@@ -240,6 +240,15 @@ def test_weights_and_scales_of_a_bucket_lie_where_cublaslt_takes_them(work: Work
         assert all(offset % 16 == 0 for offset in offsets)
 
 
+VIEWED = job_of({"dp": 2}, {**NARROW, "fp8_param_gather": True}, {"prefetch": 2}, sequences=4)
+
+
+@on_ranks(2, float8_ranks.holds_views, VIEWED)
+def test_ranks_that_hold_views_of_different_weights_gather_in_one_order(work: Work, by_rank: ByRank) -> None:
+    losses = by_rank(work)
+    assert losses[0] == losses[1]
+
+
 class _Gathered(HeldWeight):
     """A weight that has come in 8 bits, without a bucket."""
 
