@@ -252,8 +252,8 @@ class ParameterGather:
         for bucket in stays_readable:  # not current before it is gathered again below
             bucket.is_readable = False
         self._start(range(len(self.buckets)))
-        # Whoever holds a view of these shall see the new values: see [Note: aliases]. What is launched before is the same
-        # on every rank, whichever of them holds the view.
+        # Whoever holds a view of these shall see the new values: see [Note: aliases]. What is launched before is the
+        # same on every rank, whichever of them holds the view.
         while stays_readable and self._to_launch and self._to_launch[0] not in self.reshards:
             self._launch(self._to_launch.popleft())
         for bucket in stays_readable:

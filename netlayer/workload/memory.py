@@ -53,7 +53,10 @@ Measured beside a 7B over four H100 (reports/zero_202611.md): 2.53 GiB by CUDA a
 has, CUDA gives out 81,080.
 """
 GROUP_BYTES = 2**29
-"""Bytes outside torch's allocator for each further kind of group. Measured: 2.99 GiB beside cp 2, dp 2 over four H100, 2.52 beside dp 4."""
+"""Bytes outside torch's allocator for each further kind of group.
+
+Measured: 2.99 GiB beside cp 2, dp 2 over four H100, 2.52 beside dp 4.
+"""
 FRAGMENTED_SHARE = 0.03
 """Of what comes and goes in a step: free in torch's pools, and of no use there."""
 _TOKEN_BYTES = 8
@@ -86,7 +89,7 @@ class Estimate:
         construction: of the largest bucket, as it is made: in float32, whole, drawn and broadcast.
         gathered: in ZeRO stage 3 the blocks that are gathered at a time.
         lookup: the embedding's gradient, before it is added to others: the last of a backward pass.
-        waiting: gradients of the previous micro-batch that are still being reduced while the next one computes its loss.
+        waiting: gradients of the previous micro-batch that are still reduced while the next one computes its loss.
         groups: what NCCL takes for groups of further kinds than one, beside `RESERVED_BYTES`.
         released: of the gradients, what is not there before the first bucket is reduced: they come as activations go.
     """
@@ -448,7 +451,7 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
 
 
 def _kinds_of_groups(job: JobConfig) -> int:
-    """Return how many kinds of groups a rank is in: tensor-, pipeline-, context-, data-parallel, replicas, tied ends."""
+    """Return how many kinds of groups a rank is in: tensor, pipeline, context, data, replicas, tied ends."""
     parallel = job.parallel
     tied = 1 + (job.model.tied_embeddings and parallel.pp > 1)
     degrees = parallel.tp, parallel.pp, parallel.cp, parallel.dp_cp, parallel.dp_replicate, tied

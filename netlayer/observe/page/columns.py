@@ -282,8 +282,8 @@ class _Builder:
         """Join the parts of all batches once the last is read: segments, and counters by name, rank, host and port."""
         self._file.tail = [batch for _, batch in self._tail]
         for one in self._file.marks:
-            # That a rank started or has a checkpoint is no reading that could end: it would be taken for one. That events
-            # were dropped others say of a rank too, by their own clock.
+            # That a rank started or has a checkpoint is no reading that could end: it would be taken for one. And that
+            # events were dropped others say of a rank too, by their own clock.
             if one.origin.rank is not None and one.name not in ("run_start", "restart", "checkpoint", "dropped"):
                 self._sign(one.origin.rank, Sign(one.end_ns - (one.clock_offset_ns or 0), one.clock_error_ns))
         self._file.segments = {

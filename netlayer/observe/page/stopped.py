@@ -157,11 +157,9 @@ def judge_stop(
     waiting, silent = _waiting(places, working)
     lead_ns = round(max(MIN_SILENCE_S, MIN_SILENCE_STEPS * step_s) * 1e9)
     signs = _Signs.of(places, last_ns, last_sign_ns, lead_ns, clock_error_ns)
-    gone = _gone(places, signs)
+    gone = _gone(places, signs, is_told=bool(silent))
     if gone is not None and not silent:
         return _stop_of_gone(places, gone, signs, until_ns)
-    if gone is not None and signs.hide([gone], lead_ns):
-        gone = None  # its signs may be as new as the others': it is judged by places alone
     if gone is not None and places[gone].operation is None:
         # Its tensor-parallel peers wait for it inside a pass that does not end: it may be in the same one.
         places[gone] = replace(places[gone], operation=places[silent[0]].operation)
@@ -283,8 +281,12 @@ def _quiet(silent: list[int], places: Mapping[int, Place], signs: _Signs) -> lis
     return silent
 
 
-def _gone(places: Mapping[int, Place], signs: _Signs) -> int | None:
-    """Return the one rank whose signs ended when it stopped while those of all others go on; None: it is not so."""
+def _gone(places: Mapping[int, Place], signs: _Signs, *, is_told: bool) -> int | None:
+    """Return the one rank whose signs ended when it stopped while those of all others go on; None: it is not so.
+
+    Args:
+        is_told: places name a rank: signs that the clocks may hide then add nothing.
+    """
     gone = [rank for rank in places if rank not in signs.alive]
     if len(gone) != 1:
         return None
@@ -292,7 +294,8 @@ def _gone(places: Mapping[int, Place], signs: _Signs) -> int | None:
     ahead_ns = max(other.last_ns for other in places.values()) - place.last_ns
     # Else its record ended before it stopped. The last second of it is lost anyway, with any number of short steps.
     is_lost = ahead_ns > signs.lead_ns or signs.last_ns.get(gone[0], 0) < place.last_ns - signs.lead_ns
-    return None if is_lost or signs.apart_ns(gone) < signs.lead_ns else gone[0]
+    is_hidden = is_told and signs.hide(gone, signs.lead_ns)
+    return None if is_lost or is_hidden or signs.apart_ns(gone) < signs.lead_ns else gone[0]
 
 
 def _stop_of_gone(places: Mapping[int, Place], rank: int, signs: _Signs, until_ns: int) -> Stop:
