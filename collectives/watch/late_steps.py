@@ -83,7 +83,7 @@ class OpenStep:
         now_s, num = time.monotonic(), len(self.handed) + num_ended
         pause_s = min(_MOST_PAUSE_S, max(LATE_S, self.marked_s - self.since_s))
         # Two collectives that are alike are two: the newer mark says that the older one has ended. Where the wait is
-        # the same, what else has ended is said now and then: of a step that is slow, and not stuck, something always has.
+        # the same, what else has ended is said now and then: of a step that is slow, not stuck, something always has.
         if self.marked_s and wait is self.marked[1]:
             pause_s = pause_s if num == self.marked[0] else LATE_S
             if now_s - self.marked_s < pause_s:
