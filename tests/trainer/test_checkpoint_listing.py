@@ -15,6 +15,7 @@ from netlayer.errors import ConfigError
 from tests.trainer.foreign_models import config_named, random_model, values_of
 from tests.trainer.test_convert import assert_same, call, export, read_own, save_own, with_moments
 from trainer.checkpoint.listing import Verification, list_checkpoints
+from trainer.checkpoint.resume import AUTO, start_of
 
 pytestmark = [
     pytest.mark.usefixtures("_no_sync"),
@@ -77,6 +78,9 @@ def test_ls_sees_a_file_that_is_cut_short(run: Path, name: str, line: str) -> No
     damaged, pending, _half = list_checkpoints(run)
     assert (damaged.state, pending.state) == ("damaged", "pending")
     assert damaged.detail.startswith(line)
+    with pytest.raises(ConfigError, match="is damaged") as caught:  # a run that resumes sees the same
+        start_of(AUTO, run, {})
+    assert caught.value.rule == damaged.detail
     file.unlink()
     assert list_checkpoints(run)[0].state == "damaged"
 
@@ -141,6 +145,12 @@ def test_verify_reads_every_file_of_format_3(tmp_path: Path) -> None:
     table = call("verify", path, code=1)
     assert "tp1-pp0.safetensors" in table
     assert "tp0-pp0.safetensors" not in table
+    assert start_of(AUTO, tmp_path, {}, str(path.parent)).meta is not None  # which reads no tensor
+    file = path / "tp1-pp0.safetensors"
+    file.write_bytes(file.read_bytes()[:-20])
+    assert list_checkpoints(path)[0].state == "damaged"
+    with pytest.raises(ConfigError, match=r"tp1-pp0\.safetensors: is damaged"):
+        start_of(AUTO, tmp_path, {}, str(path.parent))
 
 
 @pytest.mark.parametrize("target", ["safetensors", "huggingface"])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from netlayer.config.tree import build_config
-from netlayer.errors import ConfigError
+from netlayer.errors import EXIT_FAILED, ConfigError
 from trainer.checkpoint.digest import digest
-from trainer.checkpoint.distcp import ItemWriter
+from trainer.checkpoint.distcp import ItemWriter, read_trailer
 from trainer.checkpoint.names import FORMAT, sealed
-from trainer.checkpoint.resume import AUTO, Start, check_steps_left, start_of
+from trainer.checkpoint.resume import AUTO, Start, Unreadable, check_steps_left, start_of
+from trainer.resilience.rules import load_rules, match
 
 RESTART = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
 FILE = "__0_0.distcp"
@@ -76,6 +80,63 @@ def test_auto_passes_over_a_file_that_was_cut_short(name: str, tmp_path: Path) -
     start = start_of(AUTO, tmp_path, {})
     assert came_from(start) == (good, True)
     assert "step-000006 is newer, and was passed over: it is damaged" in start.notes[0]
+
+
+def test_auto_takes_no_older_checkpoint_where_storage_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one rank of many takes another one than the rest, for an error that is gone a moment later."""
+    checkpoint(tmp_path, 4)
+    newest = checkpoint(tmp_path, 6)
+    read_bytes = Path.read_bytes
+
+    def fail_once(path: Path) -> bytes:
+        if path == newest / ".metadata" and errors:
+            raise errors.pop()
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail_once)
+    errors = [OSError(errno.EIO, os.strerror(errno.EIO), str(newest / ".metadata"))]
+    with pytest.raises(
+        Unreadable, match=r"step-000006: cannot be read \(.*Input/output error.*; start again"
+    ) as caught:
+        start_of(AUTO, tmp_path, {})
+    assert caught.value.exit_code == EXIT_FAILED
+    # The driver of a run neither sets that checkpoint aside nor holds the job to be wrong.
+    assert match(load_rules(), "rank", f"error: {caught.value}", 0, 1) is None
+    assert came_from(start_of(AUTO, tmp_path, {})) == (newest, True)
+    errors = [FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))]
+    assert came_from(start_of(AUTO, tmp_path, {}))[0] != newest
+
+
+def test_auto_says_in_a_line_that_a_checkpoint_cannot_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = checkpoint(tmp_path, 6)
+    is_file = Path.is_file
+
+    def fail(path: Path) -> bool:
+        if path.name == FILE:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", fail)
+    with pytest.raises(Unreadable, match=f"--resume = {newest}: cannot be read"):
+        start_of(AUTO, tmp_path, {})
+
+
+@pytest.mark.parametrize(("num_items", "num_reads"), [(0, 1), (100, 1), (2000, 2)])
+def test_the_end_of_a_file_is_read_at_once_unless_it_is_long(num_items: int, num_reads: int) -> None:
+    stream, reads = io.BytesIO(), list[tuple[int, int]]()
+    writer = ItemWriter(stream)
+    places = [writer.add([bytes(3)]) for _ in range(num_items)]
+    written = writer.finish()
+    content = stream.getvalue()
+
+    def read(offset: int, length: int) -> bytes:
+        reads.append((offset, length))
+        return content[offset : offset + length]
+
+    assert read_trailer(len(content), read) == (written, places)
+    assert len(reads) == num_reads
 
 
 def test_auto_does_not_start_anew_where_all_checkpoints_are_damaged(tmp_path: Path) -> None:

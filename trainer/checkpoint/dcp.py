@@ -51,7 +51,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from collectives.sharded.optimizer_state import boxes_of
 
-METADATA = ".metadata"
 OPTIMIZER = "optimizer"
 BOX_BYTES = 16 << 20
 _STATE, _GROUPS = f"{OPTIMIZER}.state.", f"{OPTIMIZER}.param_groups."

@@ -21,6 +21,7 @@ _MARK = b"netlayer"
 _LENGTH_BYTES = 8
 _END = _LENGTH_BYTES + len(_MARK)
 _MAX_TRAILER_BYTES = 1 << 30
+_TAIL_BYTES = 16 << 10  # of a file that are read at once: most trailers are in it
 _CHUNK_BYTES = 4 << 20
 """Written and digested together: what the second of the two reads is still in the processor's cache."""
 _SMALL_BYTES = 64 << 10
@@ -109,11 +110,13 @@ def read_trailer(size: int, read: Read) -> tuple[str, list[Extent]]:
     Raises:
         ValueError: there is no such trailer: the file is cut short, or not one of ours.
     """
-    end = read(size - _END, _END) if size >= _END else b""
-    length = int.from_bytes(end[:_LENGTH_BYTES], "little")
-    if end[_LENGTH_BYTES:] != _MARK or not 2 <= length <= min(_MAX_TRAILER_BYTES, size - _END):
+    num_tail = min(size, _TAIL_BYTES)
+    tail = read(size - num_tail, num_tail) if size >= _END else b""
+    length = int.from_bytes(tail[-_END:][:_LENGTH_BYTES], "little")
+    if not tail.endswith(_MARK) or not 2 <= length <= min(_MAX_TRAILER_BYTES, size - _END):
         raise ValueError(f"its {size} bytes do not end in digests: it is cut short, or another file")
-    text = read(size - _END - length, length)
+    is_whole = length + _END <= num_tail
+    text = tail[-_END - length : -_END] if is_whole else read(size - _END - length, length)
     return digest(text), _parse(text, size)
 
 

@@ -15,18 +15,11 @@ from typing import Any
 
 from netlayer.errors import ConfigError
 from netlayer.units import format_size
-from trainer.checkpoint.dcp import METADATA
-from trainer.checkpoint.distcp import SUFFIX, file_reader, read_trailer
 from trainer.checkpoint.file import DIGESTS, TensorFile, header_digest
-from trainer.checkpoint.meta import (
-    ALTERED,
-    Meta,
-    find,
-    undamaged,
-)
+from trainer.checkpoint.meta import check_ends, find, undamaged
 from trainer.checkpoint.names import (
     META,
-    OLD_FORMAT,
+    METADATA,
     PENDING,
     as_location,
     checkpoints_in,
@@ -107,7 +100,7 @@ def _row(path: Path, *, may_be_plain: bool = False) -> Row:
             raise ConfigError(FIELD, path, f"lacks {META}", "")
         meta = find(path, FIELD) if (path / META).is_file() else None
         if meta is not None:
-            _check_ends(meta)
+            check_ends(meta)
         source = open_checkpoint(path, FIELD) if meta is None else open_found(meta)
         with source:
             parameters = source.parameters()
@@ -122,21 +115,6 @@ def _row(path: Path, *, may_be_plain: bool = False) -> Row:
         return Row(path.name, None, None, None, numel, content, *_size(path), state, "of torch.distributed.checkpoint")
     layout = f"tp {meta.tp}, pp {meta.pp}"
     return Row(path.name, meta.step, meta.format, layout, numel, content, *_size(path), state)
-
-
-def _check_ends(meta: Meta) -> None:
-    """Compare the header or trailer of each file of tensors with its digest; no tensor is read.
-
-    Raises:
-        ConfigError: one is not as it was written; names the file.
-    """
-    for name in meta.files:
-        file = meta.path / name
-        with undamaged(meta.field, file):
-            if meta.format == OLD_FORMAT:
-                TensorFile(file, meta.digests[name])
-            elif name.endswith(SUFFIX) and read_trailer(*file_reader(file))[0] != meta.digests[name]:
-                raise ValueError(ALTERED)
 
 
 def _size(path: Path) -> tuple[int, int]:

@@ -16,9 +16,11 @@ from netlayer.config.tree import JobConfig, ModelConfig
 from netlayer.errors import ConfigError
 from netlayer.units import format_size
 from trainer.checkpoint.digest import digest
+from trainer.checkpoint.distcp import SUFFIX, file_reader, read_trailer
 from trainer.checkpoint.names import (
     FORMAT,
     META,
+    METADATA,
     OLD_FORMAT,
     OWN_DIGEST,
     PENDING,
@@ -142,6 +144,29 @@ def find(path: Path, field: str = "--resume") -> Meta:
         if not (folder / name).is_file():
             raise ConfigError(field, folder, f"lacks {name}", "give an older checkpoint")
     return checkpoint
+
+
+def check_ends(meta: Meta) -> None:
+    """Compare the header or trailer of each file of tensors, and what lists them, with its digest; no tensor is read.
+
+    Raises:
+        ConfigError: one is cut short, or not as it was written; names the file.
+    """
+    for name in meta.files:
+        with meta.undamaged(name):
+            if meta.format == OLD_FORMAT:
+                from trainer.checkpoint.file import TensorFile  # only here: it loads torch
+
+                TensorFile(meta.path / name, meta.digests[name])
+                continue
+            if name.endswith(SUFFIX):
+                actual = read_trailer(*file_reader(meta.path / name))[0]
+            elif name == METADATA:
+                actual = digest((meta.path / name).read_bytes())
+            else:
+                continue
+            if actual != meta.digests[name]:
+                raise ValueError(ALTERED)
 
 
 def file_name(tp: int, pp: int) -> str:

@@ -16,6 +16,8 @@ FORMAT = 4
 OLD_FORMAT = 3
 """A file of the safetensors format for each (tensor-parallel, pipeline) place: read, and no longer written."""
 META = "meta.json"
+METADATA = ".metadata"
+"""Of torch.distributed.checkpoint: where each tensor lies."""
 TOKENIZER = "tokenizer.json"
 PENDING = ".new"
 """End of the name of a checkpoint that is not verified yet: no finite loss was computed with its parameters."""

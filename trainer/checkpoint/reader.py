@@ -24,7 +24,6 @@ from netlayer.config.tree import JobConfig
 from netlayer.errors import ConfigError
 from netlayer.results import sync_folder, writing
 from trainer.checkpoint.dcp import (
-    METADATA,
     Box,
     Stored,
     elements_of,
@@ -45,7 +44,7 @@ from trainer.checkpoint.digest import digest
 from trainer.checkpoint.distcp import SUFFIX, Extent, ItemWriter, Read, file_of, file_reader, has_trailer, read_trailer
 from trainer.checkpoint.file import TensorFile
 from trainer.checkpoint.meta import ALTERED, Meta, file_name, find, undamaged
-from trainer.checkpoint.names import FORMAT, META, OLD_FORMAT, TOKENIZER, as_location, is_name_of_run, sealed
+from trainer.checkpoint.names import FORMAT, META, METADATA, OLD_FORMAT, TOKENIZER, as_location, is_name_of_run, sealed
 from trainer.model.linears import Part
 from trainer.ramps import learning_rate
 

@@ -16,16 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from netlayer.config.tree import JobConfig
-from netlayer.errors import ConfigError
-from trainer.checkpoint.digest import digest
-from trainer.checkpoint.distcp import SUFFIX, file_reader, read_trailer
-from trainer.checkpoint.meta import ALTERED, Meta, find
-from trainer.checkpoint.names import FORMAT, META, as_location, checkpoints_in, pending_in, step_of
+from netlayer.errors import EXIT_FAILED, ConfigError
+from trainer.checkpoint.meta import Meta, check_ends, find
+from trainer.checkpoint.names import META, as_location, checkpoints_in, pending_in, step_of
 from trainer.history import CHECKPOINTS, METRICS, REPLACED
 from trainer.peer_copy.hosts import has_copies, location_of
 
 AUTO = Path("auto")
-_METADATA = ".metadata"  # of torch.distributed.checkpoint; `trainer.checkpoint.dcp`, which needs torch, has it too
+_DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that say what storage holds
+
+
+class Unreadable(ConfigError):
+    """A checkpoint cannot be read, which says nothing of the checkpoint: a fault of storage or network, maybe short."""
+
+    exit_code = EXIT_FAILED  # else it would count as a wrong job, which is not started again
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ def _newest(out: Path, folder: Path) -> Start:
 
     Raises:
         ConfigError: there are some, and all are damaged: to start from the first step would be no answer.
+        Unreadable: one in storage cannot be read. To pass over it would have this rank take an older one than others.
     """
     notes, damaged = list[str](), list[ConfigError]()
     stored, copies = checkpoints_in(folder), _copies(out)
@@ -110,15 +115,16 @@ def _newest(out: Path, folder: Path) -> Start:
     for path in sorted([*copies, *stored], key=step_of, reverse=True):  # stable: a copy first
         if path in copies:
             notes += [f"note: {line} was damaged, and is no longer used" for line in _damaged_copies(path)]
-        if not (path / META).is_file():
-            notes.append(f"note: {path} is newer, and was passed over: it lacks {META}")
-            continue
         try:
-            meta = find(path)
-            _check_ends(meta)
+            meta = _checked(path, is_copy=path in copies)
+        except Unreadable:
+            raise
         except ConfigError as exc:
             damaged.append(exc)
             notes.append(f"note: {path} is newer, and was passed over: it {exc.rule}")
+            continue
+        if meta is None:
+            notes.append(f"note: {path} is newer, and was passed over: it lacks {META}")
             continue
         newer = [each for each in pending_in(folder) if step_of(each) > meta.step]
         if path in copies:
@@ -134,23 +140,30 @@ def _newest(out: Path, folder: Path) -> Start:
     return Start(None, True, True, tuple(notes))
 
 
-def _check_ends(meta: Meta) -> None:
-    """Raise ConfigError where a file was cut short or replaced since it was written; no tensor is read.
+def _checked(path: Path, *, is_copy: bool) -> Meta | None:
+    """Return the metadata of a checkpoint whose files end as they were written; None: it lacks `meta.json`.
 
-    Else a restart would take it, fail when it reads it, and so would each one after.
+    Args:
+        is_copy: it is in memory, and goes with its machine: that it cannot be read is damage then.
+
+    Raises:
+        ConfigError: it is damaged.
+        Unreadable: nobody can say.
     """
-    if meta.format != FORMAT:
-        return
-    for name, expected in meta.digests.items():
-        with meta.undamaged(name):
-            if name.endswith(SUFFIX):
-                actual = read_trailer(*file_reader(meta.path / name))[0]
-            elif name == _METADATA:
-                actual = digest((meta.path / name).read_bytes())
-            else:
-                continue
-            if actual != expected:
-                raise ValueError(ALTERED)
+    try:
+        if not (path / META).is_file():
+            return None
+        meta = find(path)
+        check_ends(meta)
+    except (ConfigError, OSError) as exc:
+        error = exc.__cause__ if isinstance(exc, ConfigError) else exc
+        if is_copy or not isinstance(error, OSError) or isinstance(error, _DAMAGE):
+            if isinstance(exc, ConfigError):
+                raise
+            raise ConfigError("--resume", path, f"cannot be read ({exc})", "give an older checkpoint") from exc
+        remedy = "start again; if it stays so, check the storage, or move that checkpoint away"
+        raise Unreadable("--resume", path, f"cannot be read ({error})", remedy) from exc
+    return meta
 
 
 def _copies(out: Path) -> list[Path]:

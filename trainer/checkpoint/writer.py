@@ -41,13 +41,12 @@ from typing import IO, Any, Literal, cast
 
 from trainer.checkpoint.digest import digest
 from trainer.checkpoint.distcp import ItemWriter, read_trailer
-from trainer.checkpoint.names import TOKENIZER, sealed
+from trainer.checkpoint.names import METADATA, TOKENIZER, sealed
 from trainer.checkpoint.pace import Pace
 from trainer.checkpoint.storage import Storage, open_storage
 
 KILL, SLOW = "NETLAYER_CHECKPOINT_KILL", "NETLAYER_CHECKPOINT_SLOW_S"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_METADATA = ".metadata"
 
 Pieces = Sequence[bytes | memoryview]
 
@@ -244,7 +243,7 @@ def _publish(storage: Storage, command: Publish, check: Callable[[str], None]) -
         except ValueError as exc:
             raise ValueError(f"{file} is not whole: {exc}") from exc
         num_bytes += size
-    texts = {_METADATA: command.metadata}
+    texts = {METADATA: command.metadata}
     if command.tokenizer is not None:
         texts[TOKENIZER] = command.tokenizer
     for file, content in texts.items():

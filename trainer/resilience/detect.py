@@ -183,8 +183,8 @@ class View:
         self.has_news = True
         """Whether a heartbeat has come, since this was last cleared, that is more than a sign of life."""
         self.clocks = NodeClocks()
-        self._furthest = (-1, 0, "")  # incarnation and step that were told of last, and by which node
-        self._looked = (-1, 0, 0)  # how many of the members are known to be past which step, in which incarnation
+        self._furthest = (-1, 0, "")  # (incarnation, step, node) of the furthest step told of
+        self._looked = (-1, 0, 0)  # (incarnation, step, number of leading members known to be past that step)
         self._traffic: dict[str, deque[tuple[float, int, int]]] = {}  # when heard, bytes since the boot, step
         self._heartbeat_s = heartbeat_s
 

@@ -99,9 +99,10 @@ class Driver:
     def round(self) -> bool:
         """Do one round; False: the run is over."""
         now_s = self._clock()
-        if now_s - self._round_s > self.spec.heartbeat_s:
-            self.view.forgive(now_s - self._round_s)  # [Note: away] in `link`
-        self._round_s = now_s
+        slept_s, self._round_s = now_s - self._round_s, now_s
+        if slept_s > self.spec.heartbeat_s and not self.link.is_down:  # of an outage all is given back at its end
+            self.view.forgive(slept_s)  # [Note: away] in `link`
+            self._enter_later(slept_s)
         with contextlib.suppress(OSError):  # a full disk ends no run
             self.folder.beat.touch()
         self._receive(now_s)
@@ -209,7 +210,12 @@ class Driver:
         expected, evicted = self.roster.expected, self.facts.evicted
         self.link.receive(now_s, lambda name: name in expected and name not in evicted)
 
+    def _enter_later(self, seconds: float) -> None:
+        """Have the limits of the state begin later: no node could meet them for so long."""
+        self._entered_s = min(self._entered_s + seconds, self._clock())
+
     def _note_store_away(self, away_s: float) -> None:
+        self._enter_later(away_s + self.spec.heartbeat_s)
         if away_s > 1 and self.view.nodes:  # else it was not there yet
             self._say(f"the run's store was away for {away_s:.1f} s; no node is blamed for that")
             with contextlib.suppress(OSError):
@@ -316,15 +322,19 @@ class Driver:
             for name in lost:
                 self.roster.remove(name)
             return Event.NODE_LOST, {"nodes": lost}
-        waiting = self.roster.without_checks(facts.members)
-        failed = {} if waiting else self.roster.failed_checks(facts.members)
-        if waiting and now_s - self._entered_s > self.roster.check_limit_s + LOAD_S:
-            failed = self.roster.give_up_checks(waiting, now_s - self._entered_s)
-            if not failed:  # a standby that has passed its own takes the place, if there is one
-                return Event.CHECKS_FAILED, {"unclear": {name: facts.unclear[name] for name in waiting}}
+        waiting, waited_s = self.roster.without_checks(facts.members), now_s - self._entered_s
+        if waiting and waited_s <= self.roster.check_limit_s + LOAD_S:
+            return None
+        silent = set(waiting)
+        failed = self.roster.failed_checks([name for name in facts.members if name not in silent])
+        if waiting:
+            failed |= self.roster.give_up_checks(waiting, waited_s)
+        given_up = {name: facts.unclear[name] for name in waiting if name not in failed}
         if failed:
             self.roster.evict_failed(failed)
-            return Event.CHECKS_FAILED, {"checks": failed}
+            return Event.CHECKS_FAILED, {"checks": failed, "unclear": given_up}
+        if given_up:  # a standby that has passed its own takes the place, if there is one
+            return Event.CHECKS_GIVEN_UP, {"unclear": given_up}
         if not set(facts.members).issubset(facts.checked):
             return None
         known = self.view.nodes.get(facts.members[0])

@@ -66,6 +66,7 @@ class Event(StrEnum):
     TOO_FEW_NODES = "too few nodes"
     CHECKS_PASSED = "checks passed"
     CHECKS_FAILED = "checks failed"
+    CHECKS_GIVEN_UP = "checks given up"
     NODE_LOST = "node lost"
     FIRST_STEP = "first step"
     FAULT = "fault"
@@ -86,6 +87,7 @@ TRANSITIONS: Mapping[tuple[State, Event], State] = {
     (State.GATHER, Event.STOP_ASKED): State.STOP,
     (State.VERIFY, Event.CHECKS_PASSED): State.START,
     (State.VERIFY, Event.CHECKS_FAILED): State.GATHER,
+    (State.VERIFY, Event.CHECKS_GIVEN_UP): State.GATHER,
     (State.VERIFY, Event.NODE_LOST): State.GATHER,
     (State.VERIFY, Event.PAUSE_ASKED): State.PAUSED,
     (State.VERIFY, Event.STOP_ASKED): State.STOP,

@@ -264,7 +264,8 @@ class HeartbeatReader:
 def _part_of(body: bytes) -> bytes:
     """Return a heartbeat's results of the self-check with their key; empty: it has none, or other fields follow.
 
-    In a JSON string no quote comes right after a comma or a bracket, only after a backslash: so these are keys.
+    Neither text can stand in a string: a quote within one has a backslash before it, and after the quote that ends one
+    comes one of `,:]}`, which no key begins with. So both are keys.
     """
     begin = body.find(b',"checks":[')
     end = body.find(b'],"tx_bytes":', begin)

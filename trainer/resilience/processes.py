@@ -37,7 +37,7 @@ _KILLED_S = 10.0
 _KEEPER = "import sys; sys.path[:0] = [sys.argv.pop()]; from netlayer.launch.keeper import keep; keep()"
 _MAX_READ = 1 << 18  # bytes of one log at a time
 LOAD_S = 300.0
-"""Of a node for the imports, at most, where a file system is slow."""
+"""Seconds that a node's imports may take; file systems can be slow."""
 _MOST_SERVERS = 3
 
 

@@ -15,7 +15,7 @@ from trainer.resilience.machine import TERMINAL, State
 from trainer.resilience.messages import Assignment, CheckResult, plain
 
 OBEY_S = 30.0
-"""From an assignment to its outcome, at most: a node that takes longer is lost."""
+"""Seconds a node has to carry out an assignment; after them it counts as lost."""
 _MAX_REASON = 600
 _MOST_USELESS = 6
 _MOST_FAILED = 0.5  # share of the nodes above which a failed check is rather the fault of what they share
@@ -211,7 +211,7 @@ class Roster:
         return [name for name in names if name not in checked and self.checks_of(name) is None]
 
     def give_up_checks(self, names: Iterable[str], waited_s: float) -> dict[str, str]:
-        """Take nodes for checked, with an unclear result, that tell of none; return those that fail by that."""
+        """Count nodes without a self-check result as checked but unclear; return those to evict."""
         text = f"no result of its self-check within {waited_s:.0f} s"
         if self._settings.checks_unclear == "evict":
             return dict.fromkeys(names, text)

@@ -93,9 +93,14 @@ def write_status(
                 for each in beat.ranks
             ]
         nodes.append(row)
-    tree = {"at_s": time.time(), "pid": os.getpid(), "host": socket.gethostname(), "state": facts.state, **seen}
+    tree: dict[str, Any] = {"at_s": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+    tree |= {"state": facts.state, **seen, "nodes": nodes}
     with contextlib.suppress(NetlayerError, OSError):
-        write_text(folder.status, _STATUS.dump_json(tree | {"nodes": nodes}).decode() + "\n")
+        try:
+            text = _STATUS.dump_json(tree).decode()
+        except ValueError:  # half a surrogate pair, as names of files that are no UTF-8 have: `json` writes an escape
+            text = json.dumps(tree)
+        write_text(folder.status, text + "\n")
 
 
 def set_aside_damaged(folder: Path, evidence: str) -> list[str]:

@@ -23,7 +23,7 @@ from trainer.resilience.machine import TERMINAL, Event, State
 from trainer.resilience.messages import Beacon, Heartbeat, seal, unseal
 from trainer.resilience.rules import load_rules, match
 
-from .fleet import FakeNode, Fleet
+from .fleet import TICK_S, FakeNode, Fleet
 
 
 def test_a_healthy_run_ends_without_an_incident(tmp_path: Path) -> None:
@@ -740,6 +740,20 @@ def test_a_node_that_never_tells_of_its_self_check_is_evicted_where_the_user_wan
     assert "no result of its self-check within" in reason
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_checks_that_are_given_up_are_not_called_failed(fails: bool, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, spares=1, checks_s=5.0, checks_retries=0)
+    fleet.until(lambda: len(fleet.nodes) == 5)
+    fleet.nodes["node-0"].ignores_checks = True
+    fleet.nodes["node-1"].fails_checks = fails
+    fleet.until_state(State.VERIFY)
+    fleet.until(lambda: fleet.driver.facts.state is not State.VERIFY, 3000.0)
+    assert fleet.driver.facts.unclear.keys() == {"node-0"}
+    assert fleet.driver.facts.evicted.keys() == ({"node-1"} if fails else set())  # in the same round
+    assert fleet.lines[-1] == f"verify -> gather (checks {'failed' if fails else 'given up'})"
+    assert fleet.finish() is State.COMPLETED
+
+
 def test_nodes_that_answer_at_once_are_each_looked_at_a_bounded_number_of_times(tmp_path: Path) -> None:
     """Thousands of nodes tell of their self-checks within one round after a fault."""
 
@@ -853,6 +867,60 @@ def test_a_lost_store_costs_no_node_and_no_restart(tmp_path: Path) -> None:
     fleet.bus.is_down = False
     assert fleet.finish() is State.COMPLETED
     assert fleet.decisions == []
+
+
+def stay_away(fleet: Fleet, seconds: float, *, sleeps: bool = False) -> None:
+    """Let the store, or the driver, be away; its first round after that comes before any heartbeat."""
+    fleet.bus.is_down = not sleeps
+    for _ in range(int(seconds / TICK_S)):
+        fleet.tick(drives=not sleeps)
+    fleet.bus.heartbeats, fleet.bus.is_down = [], False
+    fleet.clock.now_s += TICK_S
+    fleet.driver.round()
+
+
+@pytest.mark.parametrize("sleeps", [False, True], ids=["store", "driver"])
+def test_what_was_away_while_processes_were_killed_costs_no_node(sleeps: bool, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    name = fleet.node(1).name
+    fleet.node(1).die(-9)
+    fleet.until_state(State.SUSPEND)
+    if sleeps:  # its orders are lost too
+        fleet.bus.assignments = {}
+    stay_away(fleet, 40.0, sleeps=sleeps)
+    assert fleet.driver.facts.state is State.SUSPEND
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == [("retry", "killed", [name])]
+    assert fleet.driver.facts.evicted == {}
+
+
+@pytest.mark.parametrize("sleeps", [False, True], ids=["store", "driver"])
+def test_what_was_away_while_nodes_checked_themselves_costs_no_node(sleeps: bool, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, checks_unclear="evict", checks_s=5.0, checks_retries=0)
+    fleet.until_state(State.VERIFY)
+    stay_away(fleet, 380.0, sleeps=sleeps)  # longer than imports and checks may take
+    assert fleet.driver.facts.state is State.VERIFY
+    assert fleet.finish() is State.COMPLETED
+    assert fleet.decisions == []
+    assert fleet.driver.facts.evicted == {}
+
+
+def test_a_driver_that_slept_while_the_store_was_away_gives_the_time_back_once(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    for node in fleet.nodes.values():
+        node.is_frozen = True
+    fleet.bus.is_down = True
+    fleet.tick()
+    for _ in range(200):
+        fleet.tick(drives=False)
+    fleet.bus.is_down = False
+    fleet.tick()
+    assert max(node.heard_s for node in fleet.driver.view.nodes.values()) <= fleet.clock.now_s + 1.0
+    at_s = fleet.clock.now_s
+    fleet.until_not(State.RUN)
+    assert fleet.clock.now_s - at_s < 30
 
 
 def test_a_driver_that_slept_blames_nobody(tmp_path: Path) -> None:
@@ -1159,6 +1227,16 @@ def test_what_is_decided_stands_in_the_events_and_in_the_status(tmp_path: Path) 
     status = json.loads(fleet.folder.status.read_text())
     assert status["state"] == "completed"
     assert {row["role"] for row in status["nodes"] if row["node"] == name} == {"evicted"}
+
+
+def test_a_reason_that_is_no_unicode_does_not_end_the_driver(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(2)
+    fleet.driver.facts.evicted["node-0"] = "gone; see \udcff.log"  # as Python has the name of a file that is no UTF-8
+    fleet.driver.write_status()
+    rows = {row["node"]: row for row in json.loads(fleet.folder.status.read_bytes())["nodes"]}
+    assert rows["node-0"]["reason"] == "gone; see \udcff.log"
+    assert rows["node-1"]["role"] == "member"
 
 
 def test_forged_and_replayed_heartbeats_change_nothing(tmp_path: Path) -> None:
