@@ -32,8 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.sharded.bucket import Bucket, BucketPlan
 from collectives.transport.communicator import Communicator
-
-_ALIGN = 4  # numbers of float32 in 16 bytes
+from netlayer.config.parallel import FP8_SCALES_ALIGN
 
 
 class Quantiser(Protocol):
@@ -114,9 +113,9 @@ class Float8Bucket(Bucket):
             memory_N = torch.empty(0 if frees else plan.padded_numel, dtype=torch.uint8, device=flat_N.device)
         self._gathered_N, self._is_there = memory_N, not frees
         shapes = [quantiser.scales_shape(slot.shape) for slot in plan.slots]
-        # Kept in one place: whoever is handed a scale reads that of the last gather. Each weight's begin at a multiple
-        # of 16 bytes, without which cuBLASLt takes no product (CUBLAS_STATUS_NOT_SUPPORTED).
-        self._scale_places = [-(-torch.Size(shape).numel() // _ALIGN) * _ALIGN for shape in shapes]
+        # Kept in one place: whoever is handed a scale reads that of the last gather.
+        align = FP8_SCALES_ALIGN
+        self._scale_places = [-(-torch.Size(shape).numel() // align) * align for shape in shapes]
         self.scales_K = torch.zeros(sum(self._scale_places), dtype=torch.float32, device=flat_N.device)
         self._scales = [
             view[: torch.Size(shape).numel()].view(shape)

@@ -476,11 +476,10 @@ def _judge_state(query: Query, earlier: Query | None = None) -> Blame:
         finding for comm in query.communicators for finding in _dead_findings(comm, missing.get(comm.key, set()))
     ]
     if not findings:
-        findings = [
-            Finding("dead", (), "", "", what if is_certain else f"{what}; {_MAYBE}", certain=is_certain)
-            for what in query.processes
-            if [is_certain := "considered dead" in what or bool(earlier and what in earlier.processes)]
-        ]
+        for what in query.processes:
+            is_certain = "considered dead" in what or bool(earlier and what in earlier.processes)
+            line = what if is_certain else f"{what}; {_MAYBE}"
+            findings.append(Finding("dead", (), "", "", line, certain=is_certain))
     if not findings:
         findings = [finding for comm in query.communicators for finding in _error_findings(comm)]
     if findings:  # all other ranks wait for these

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from netlayer.config.parallel import FP8_BLOCK
+from netlayer.config.parallel import FP8_BLOCK, FP8_SCALES_ALIGN
 from netlayer.config.tree import JobConfig
 from netlayer.workload.buckets import cut
 from netlayer.workload.dtypes import DTYPE_BYTES, Dtype
@@ -27,7 +27,7 @@ class BucketUnit:
         count: of such units.
         is_block: of a block: it comes and goes in ZeRO stage 3.
         dtype: in which they travel, and lie on every rank.
-        num_scales: of each unit, where they travel in 8 bits.
+        num_scales: of each unit, where they travel in 8 bits, with those that align them.
         has_last: the last block of the chunk is among them.
     """
 
@@ -83,7 +83,8 @@ def _split(job: JobConfig, unit: Unit, stage: int, chunk: int) -> Iterator[Bucke
             continue
         weights = [parameter for parameter in unit.parameters if _is_weight(parameter)]
         travels = gathers_float8(job)
-        num_scales = sum(p.numel // FP8_BLOCK**2 if job.model.fp8 == "blockwise" else 1 for p in weights) * travels
+        of_weights = (p.numel // FP8_BLOCK**2 if job.model.fp8 == "blockwise" else 1 for p in weights)
+        num_scales = sum(-(-number // FP8_SCALES_ALIGN) * FP8_SCALES_ALIGN for number in of_weights) * travels
         own = tuple(weight.numel for weight in weights)
         yield BucketUnit(own, "float8" if travels else dtype, len(layers), True, num_scales, has_last)
 
