@@ -8,15 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bench.backends import DTYPES, OPS, Backend, Call, GlooBackend, meet
-from bench.mfu.systems import Ours
 from bench.perf.driver import Buffers, Plan, load_collective, run_first_rank
-from netlayer.config.tree import JobConfig
 from netlayer.launch.launcher import RankContext
-from trainer.worker import init_process_groups
 
 COUNT = 21  # elements of a part: no power of two
 
@@ -130,17 +126,3 @@ _REFERENCES: dict[str, Callable[[Backend, Call, list[Tensor]], Any]] = {
     "gather": lambda backend, call, inputs: torch.cat(inputs) if backend.rank == call.root else None,
     "scatter": lambda backend, call, inputs: _own(backend, inputs[call.root]),
 }
-
-
-def count_groups(context: RankContext, job: JobConfig, init_method: str) -> list[int]:
-    """Build our system and close it, twice; return how many process groups there are: before, within, after, ..."""
-    place, groups = init_process_groups(context, job, init_method, "gloo")
-    counts = []
-    for _ in range(2):
-        counts.append(len(dist.distributed_c10d._world.pg_map))
-        system = Ours(job, 0, place.rank, place.device, groups)
-        counts.append(len(dist.distributed_c10d._world.pg_map))
-        system.close()
-    counts.append(len(dist.distributed_c10d._world.pg_map))
-    dist.destroy_process_group()
-    return counts

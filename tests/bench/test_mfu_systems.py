@@ -13,7 +13,7 @@ from bench.peers import native3d
 from netlayer.config.tree import build_config
 from netlayer.launch.launcher import launch
 from netlayer.store.meeting import MeetingPlace
-from tests.bench import ranks
+from tests.bench import mfu_ranks
 from trainer.parallel import MicroBatch
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_ours_leaves_no_process_group_behind(tmp_path: Path) -> None:
     """Communicators of NCCL hold memory, which the systems after it would lack."""
     job = build_config({"cluster": {"gpus_per_server": 2}, "job": {"parallel": {"dp": 2}}}).job
     before, within, *rest = launch(
-        ranks.count_groups, 2, args=(job, MeetingPlace("", "TCPStore").init_method("test")), log_dir=tmp_path
+        mfu_ranks.count_groups, 2, args=(job, MeetingPlace("", "TCPStore").init_method("test")), log_dir=tmp_path
     )[0]
     assert within > before
     assert rest == [before, within, before]

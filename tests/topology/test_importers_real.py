@@ -130,6 +130,16 @@ class TestManagement:
         assert wiring(read) == wiring(plain)
         assert "oob omitted as an out-of-band management switch: its cables run at 1 Gb/s or less" in caplog.text
 
+    def test_one_cable_without_a_rate_hides_no_management_switch(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        devices = ("leaf0", "leaf1", "core0", "core1", "gpu0", "gpu1", "gpu2")
+        more = [(name, "eth9", "oob", f"Ethernet{at}", "1000BaseTFD" if at else "") for at, name in enumerate(devices)]
+        cables = [(*cable[:4], "") for cable in leaf_spine()]
+        plain = read_fabric([write_lldp(tmp_path / "plain", cables)], default_bps=4e11)
+        assert wiring(read_fabric([write_lldp(tmp_path / "all", [*cables, *more])], default_bps=4e11)) == wiring(plain)
+        assert "oob omitted as an out-of-band management switch" in caplog.text
+
     def test_keep_takes_it_in(self, tmp_path: Path) -> None:
         cables = [
             (device, "eth9", "oob", f"Ethernet{at}", "1000BaseTFD") for at, device in enumerate(("leaf0", "leaf1"))

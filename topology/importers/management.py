@@ -61,7 +61,10 @@ def without_management(
     for device, ends in cables.items():
         if forwarding.get(device) is False or _matches(device, keep):
             continue
-        known = [bps for _, _, bps in ends if bps]  # the rate that the user gives for the others tells nothing of these
+        # The rate that the user gives tells nothing of a device most of whose cables report theirs, or none of which does.
+        reported = [bps for _, _, bps in ends if bps]
+        most_report = not reported or 2 * len(reported) > len(ends)
+        known = reported if most_report else [rate for _, _, bps in ends if (rate := bps or default_bps)]
         at_management = all(any(_MANAGEMENT_PORT.fullmatch(port) for port in ports) for _, ports, _ in ends)
         if len({name for name, _, _ in ends}) > 1 and known and max(known) * _FAR_SLOWER <= usual_bps:
             reasons[device] = (
