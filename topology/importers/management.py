@@ -61,7 +61,7 @@ def without_management(
     for device, ends in cables.items():
         if forwarding.get(device) is False or _matches(device, keep):
             continue
-        # The rate that the user gives tells nothing of a device most of whose cables report theirs, or none of which does.
+        # The rate that the user gives tells nothing of a device most of whose cables report theirs, or none does.
         reported = [bps for _, _, bps in ends if bps]
         most_report = not reported or 2 * len(reported) > len(ends)
         known = reported if most_report else [rate for _, _, bps in ends if (rate := bps or default_bps)]
