@@ -533,7 +533,7 @@ def test_a_7b_over_four_h100_takes_what_was_measured(
         ({"vocab_size": 50_000_000, "tied_embeddings": True}, "lower job.model.vocab_size$"),
         ({"seq_len": 1_000_000_000}, "lower job.model.seq_len$"),  # learned positions
         ({"seq_len": 1_000_000_000, "positions": "rotary"}, "lower job.model.seq_len$"),  # activations
-        ({"layers": 10_000}, "lower job.model.layers or job.model.hidden$"),
+        ({"layers": 2_500}, "lower job.model.layers or job.model.hidden$"),
         ({"hidden": 65_536, "ffn_hidden": 262_144}, "lower job.model.layers or job.model.hidden$"),
     ],
     ids=str,
@@ -543,7 +543,7 @@ def test_what_no_layout_fits_is_refused_with_the_key_that_leads(
     monkeypatch: pytest.MonkeyPatch, model: dict[str, object], said: str, parallel: dict[str, int]
 ) -> None:
     tree = {"model": {**SMALL, "layers": 4, **model}, "parallel": parallel, "batch": {"global_batch_size": 16}}
-    monkeypatch.setattr(environ, "available_memory_bytes", lambda: 4 << 30)
+    monkeypatch.setattr(environ, "available_memory_bytes", lambda: 1 << 30)
     with pytest.raises(ConfigError, match=said):
         check_memory(JobConfig.model_validate(tree), 2, "gloo")
 
