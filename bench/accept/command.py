@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _DEFAULT_RANKS = 8
 _INTERRUPTED = 130
 EXIT_NOT_FOUND = 4
-"""An injected fault is accused by no finding: the run says nothing of what it would have found."""
+"""No finding names an injected fault: the run says nothing of what it would have found."""
 
 
 Logs = Callable[[str], IO[bytes]]

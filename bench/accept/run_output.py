@@ -81,13 +81,13 @@ def sentence(result: Result) -> str:
 
 
 def missed_faults(result: Result, faults: Sequence[InjectedFault]) -> str:
-    """Name the injected faults that no finding accuses, and why; empty if there are none.
+    """Name the injected faults that no finding shows, and why; empty if there are none.
 
     A fault is found by a finding for its ranks, for more than these (a group that they are in), or for one of them (a
     node whose links are slow).
     """
-    accused = [set(one.ranks) for one in result.trial.suspects if one.ranks and one.kind != NAME]
-    missed = [each for each in faults if not any(set(each.ranks) <= one or one <= set(each.ranks) for one in accused)]
+    suspects = [set(one.ranks) for one in result.trial.suspects if one.ranks and one.kind != NAME]
+    missed = [each for each in faults if not any(set(each.ranks) <= one or one <= set(each.ranks) for one in suspects)]
     if not missed:
         return ""
     text = ", ".join(f"{one.kind}:{'-'.join(map(str, one.ranks))}:{one.amount:g}" for one in missed)

@@ -58,7 +58,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Launches:
-    """What the GPU ran for one call: kernels, those of them that only copy, and peak memory; None on a CPU."""
+    """Work of the GPU for one call: kernels, those of them that only copy, and peak memory; None on a CPU."""
 
     kernels: int | None = None
     copies: int | None = None

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from collectives.sharded.bucket import Bucket, BucketPlan
 from collectives.transport.communicator import Communicator
-from netlayer.config.parallel import FP8_SCALES_ALIGN
+from netlayer.workload.buckets import aligned_scales
 
 
 class Quantiser(Protocol):
@@ -114,8 +114,7 @@ class Float8Bucket(Bucket):
         self._gathered_N, self._is_there = memory_N, not frees
         shapes = [quantiser.scales_shape(slot.shape) for slot in plan.slots]
         # Kept in one place: whoever is handed a scale reads that of the last gather.
-        align = FP8_SCALES_ALIGN
-        self._scale_places = [-(-torch.Size(shape).numel() // align) * align for shape in shapes]
+        self._scale_places = [aligned_scales(torch.Size(shape).numel()) for shape in shapes]
         self.scales_K = torch.zeros(sum(self._scale_places), dtype=torch.float32, device=flat_N.device)
         self._scales = [
             view[: torch.Size(shape).numel()].view(shape)

@@ -2,11 +2,11 @@
 
 [Note: late steps] A step reaches the monitor's ring when it ends, and in a run that hangs it never does. So of a step
 that is open for longer than 5 s and twice the one before, the monitor's thread hands over what has ended, and marks
-that the step is `late`: as soon as something else of it has ended or the rank waits for something else, so that the
-newest mark is never older than the record, and else ever more seldom, at least once a minute. A process that is stopped
-or dead gives no such mark: that tells it from those that wait for it. The mark says in which collective a rank waits,
-for whatever is on the way says nothing: a receive is posted early, and a forward pass contains the waits for its
-parameters.
+that the step is `late`: as soon as the rank waits for something else; within five seconds of anything else of it that
+ends, so that the newest mark is soon no older than the record; and else ever more seldom, at least once a minute. A
+process that is stopped or dead gives no such mark: that tells it from those that wait for it. The mark says in which
+collective a rank waits, for whatever is on the way says nothing: a receive is posted early, and a forward pass contains
+the waits for its parameters.
 """
 
 from __future__ import annotations

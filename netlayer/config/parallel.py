@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 Count = Annotated[int, Field(ge=1)]
 FP8_BLOCK = 128
 """Side of a block of weights, and length of a run of inputs, that share a scale in `model.fp8 = "blockwise"`."""
-FP8_SCALES_ALIGN = 4
-"""A weight's scales begin at a multiple of so many float32 (16 bytes), or cuBLASLt takes no product of it."""
 
 
 def _stage_or_auto(value: object) -> object:

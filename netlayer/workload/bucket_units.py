@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from netlayer.config.parallel import FP8_BLOCK, FP8_SCALES_ALIGN
+from netlayer.config.parallel import FP8_BLOCK
 from netlayer.config.tree import JobConfig
-from netlayer.workload.buckets import cut
+from netlayer.workload.buckets import aligned_scales, cut
 from netlayer.workload.dtypes import DTYPE_BYTES, Dtype
 from netlayer.workload.model_size import Parameter, Unit, block_parameters, chunk_units
 from netlayer.workload.stages import BLOCK_PARTS, parts_of, run_of
@@ -84,7 +84,7 @@ def _split(job: JobConfig, unit: Unit, stage: int, chunk: int) -> Iterator[Bucke
         weights = [parameter for parameter in unit.parameters if _is_weight(parameter)]
         travels = gathers_float8(job)
         of_weights = (p.numel // FP8_BLOCK**2 if job.model.fp8 == "blockwise" else 1 for p in weights)
-        num_scales = sum(-(-number // FP8_SCALES_ALIGN) * FP8_SCALES_ALIGN for number in of_weights) * travels
+        num_scales = sum(map(aligned_scales, of_weights)) * travels
         own = tuple(weight.numel for weight in weights)
         yield BucketUnit(own, "float8" if travels else dtype, len(layers), True, num_scales, has_last)
 

@@ -65,6 +65,14 @@ def buffer_sizes(sizes: Sequence[int], count: int) -> list[int]:
     return [*[usual] * (count - 1), *ordered[:1]] if ordered else [0] * count
 
 
+def aligned_scales(number: int) -> int:
+    """Return how many float32 the scales of a weight in 8 bits take: those of the next one begin at 16 bytes.
+
+    cuBLASLt takes no product whose scale lies elsewhere (CUBLAS_STATUS_NOT_SUPPORTED; reports/llama8b_202611.md).
+    """
+    return -(-number // 4) * 4
+
+
 def shard_elements(numel: int, ranks: int, align: int = 1) -> int:
     """Elements of a rank's shard of a bucket, its part of the padding among them.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,16 @@ def reads(context: RankContext, jobs: Sequence[JobConfig], url: str) -> list[Rea
         return [_reads(job, context.env.rank) for job in jobs]
 
 
+def _take_step(model: ParallelModel, optimizer: Any, job: JobConfig, step: int) -> float:
+    """Train one step; return its mean loss."""
+    model.start_step(step)
+    loss = model.accumulate(layout_ranks.batches(job, step, model.data_rank))
+    model.finish_gradients()
+    optimizer.step()
+    optimizer.zero_grad()
+    return layout_ranks.mean_loss(model, loss)
+
+
 def _reads(job: JobConfig, rank: int) -> Read:
     model = ParallelModel(job, 3, rank, CPU, create_groups(job.parallel.layout))
     optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
@@ -57,12 +68,7 @@ def _reads(job: JobConfig, rank: int) -> Read:
 
     note_held()
     for step in range(1, 5):
-        model.start_step(step)
-        loss = model.accumulate(layout_ranks.batches(job, step, model.data_rank))
-        model.finish_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(layout_ranks.mean_loss(model, loss))
+        losses.append(_take_step(model, optimizer, job, step))
         if step == 1:
             ReplicaCheck(model, 0, "cpu", 0).compare(step)
             note_held()
@@ -100,12 +106,7 @@ def holds_views(context: RankContext, job: JobConfig, url: str) -> list[float]:
         optimizer = model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
         losses, held = [], None
         for step in range(1, 5):
-            model.start_step(step)
-            loss = model.accumulate(layout_ranks.batches(job, step, model.data_rank))
-            model.finish_gradients()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(layout_ranks.mean_loss(model, loss))
+            losses.append(_take_step(model, optimizer, job, step))
             if step == 1:
                 weights = dict(model.chunks[0].module.named_parameters())
                 views = {name: weights[name].data for name in ("blocks.1.qkv.weight", "blocks.2.up.weight")}

@@ -117,6 +117,14 @@ class Stop:
     alike: tuple[int, ...] = ()
     silence_s: float = 0.0
 
+    @property
+    def still_ns(self) -> tuple[int, int] | None:
+        """From when until when the run stands still, on the reference clock; None: for no known reason."""
+        if not self.silence_s:
+            return None
+        last_ns = max(place.last_ns for place in self.places.values())
+        return last_ns, last_ns + round(self.silence_s * 1e9)
+
 
 def judge_stop(
     segments: Iterable[Segment],

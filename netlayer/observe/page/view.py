@@ -97,10 +97,7 @@ class RunView:
             is_open[:] = False  # evidence that knows no steps as such: from the first event to the last
         is_live = time.time() - columns.newest_s < _LIVE_S
         stop = _stop_of(columns, run, is_live)
-        hung_ns = None
-        if stop.silent:
-            last_ns = max(place.last_ns for place in stop.places.values())
-            hung_ns = (last_ns, last_ns + round(stop.silence_s * 1e9))
+        hung_ns = stop.still_ns if stop.silent else None
         verdicts, detection = judge(_whole_steps(run, is_open), link_gbps, hung_ns)
         # Judged by whole steps; the tables of the page have the others too.
         lacking = np.full((len(run.steps) - len(detection.relative), len(run.ranks)), np.nan)
@@ -280,7 +277,7 @@ class RunView:
                 "silent": self.stop.silent,
                 "alike": self.stop.alike,
                 "silence_s": self.stop.silence_s,
-                "until_s": self._stop_end_s(),
+                "until_s": (self.stop.still_ns[1] - self.begin_ns) / 1e9 if self.stop.still_ns else None,
             },
             "checkpoint_step": self.checkpoint.step if self.checkpoint else None,
             "num_whole_steps": len(_whole_steps(run, self.is_open).steps),
@@ -404,13 +401,6 @@ class RunView:
             for one in self.blame.findings[:_MOST_FINDINGS]
         ]  # fmt: skip
         return {"lines": headlines(self.blame), "findings": findings, "notes": list(self.blame.notes)[:20]}
-
-    def _stop_end_s(self) -> float | None:
-        """Return until when the run stood still, as its last line says, s; None: it did not, or nobody knows."""
-        if not self.stop.silence_s:
-            return None
-        last_ns = max(place.last_ns for place in self.stop.places.values())
-        return (last_ns - self.begin_ns) / 1e9 + self.stop.silence_s
 
     def _span(self, number: int) -> dict[str, Any]:
         start = self.run.starts[number]
