@@ -318,7 +318,8 @@ class ParallelModel:
 
     def _takes_peer_reduce(self) -> bool:
         group = self.groups["dp"]
-        if group is None or self._is_wide or not (self.has_windows and self.job.overlap.copies_gradients):
+        takes_memory = self.has_windows or (self._frees and self.device.type == "cuda")
+        if group is None or self._is_wide or not (takes_memory and self.job.overlap.copies_gradients):
             return False
         # Asked on every rank of the group, whatever this rank's memory: it is collective.
         reason = why_unusable(group, self.device)

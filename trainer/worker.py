@@ -145,7 +145,8 @@ def _train_watched(
     if place.rank == 0:
         windows = ", parameters and gradients in NCCL's windows" if trainer.model.has_windows else ""
         if trainer.model.has_peer_reduce:
-            windows = ", parameters in NCCL's windows, gradients to the peers by copy engines"
+            windows = ", parameters in NCCL's windows" if trainer.model.has_windows else ""
+            windows += ", gradients to the peers by copy engines"
         facts = trainer.num_parameters, place.world_size, place.device_name, windows
         logger.info("%d parameters, %d ranks on %s%s", *facts)
     tracer = StepTracer(plan.trace, plan.out / TRACE, plan.job.parallel.layout, place.rank)

@@ -155,23 +155,21 @@ def _plain_products(job: JobConfig, rows: int, width_in: int, width_out: int, de
 def _scaled_products(job: JobConfig, rows: int, width_in: int, width_out: int, device: torch.device) -> Calls:
     import torch
 
-    from trainer.ops.fp8 import ScaledWeightGradient, check_fp8, over_rows, product, quantise
+    from trainer.ops.backend import autotunes_gemms
+    from trainer.ops.fp8 import check_fp8, product, quantise, quantise_both_ways
 
     recipe = job.model.fp8
     assert recipe != "off"
     check_fp8(recipe, device)
     dtype = getattr(torch, job.model.dtype)
-    wide_dy = _normal(rows, width_out, dtype, device)
-    x = quantise(_normal(rows, width_in, dtype, device), "input", recipe)
-    dy = quantise(wide_dy, "gradient", recipe)
+    x, x_KM = quantise_both_ways(_normal(rows, width_in, dtype, device), "input", recipe)
+    dy, dy_NM = quantise_both_ways(_normal(rows, width_out, dtype, device), "gradient", recipe)
     weight = quantise(_normal(width_out, width_in, dtype, device), "weight", recipe)
-    back = weight.transposed()
-    gradient = ScaledWeightGradient(lambda: over_rows(dy, wide_dy, recipe), x, recipe, dtype)
-    dy_NM, x_KM = gradient.factors()
+    back, tuned = weight.transposed(), autotunes_gemms(job.model.operators)
     return [
-        lambda: product(x, weight, dtype, fast=True),
-        lambda: product(dy, back, dtype),
-        lambda: product(dy_NM, x_KM, torch.float32),
+        lambda: product(x, weight, dtype, fast=True, tuned=tuned),
+        lambda: product(dy, back, dtype, tuned=tuned),
+        lambda: product(dy_NM, x_KM, torch.float32, tuned=tuned),
     ]
 
 

@@ -124,6 +124,7 @@ class ReduceScatter(ABC):
     def __init__(self, reduction: Reduction, *, divides: bool = False, sum_dtype: torch.dtype | None = None) -> None:
         comm, dtype, mean, replicas = reduction.comm, reduction.dtype, reduction.mean, reduction.replicas
         self.comm, self.dtype, self.replicas = comm, dtype, replicas
+        self._can_add = False
         # Copy engines' sums are wider than what travels.
         self._sum_dtype = sum_dtype or dtype
         num_replicas = 1 if replicas is None else replicas.world_size
@@ -177,7 +178,10 @@ class ReduceScatter(ABC):
         # Allocated here if it is not: on the stream that reads it, and not on the one that writes a sum into it.
         _ = bucket.grad_S
         copy_in, shard_S = self._copy_in(bucket)
-        if not adds and self._sum_dtype == bucket.grad_S.dtype:
+        has_grads_dtype = self._sum_dtype == bucket.grad_S.dtype
+        if adds and self._can_add and has_grads_dtype and self.scale == 1 and self.replicas is None:
+            return self._reduce(bucket.grad_S, copy_in, adds=True)
+        if not adds and has_grads_dtype:
             output_S = bucket.grad_S  # nothing to add to, and no cast: the sum lands where the optimiser reads it
         elif shard_S is None or shard_S is bucket.grad_S:
             output_S = copy_in.buffer.new_empty(bucket.plan.shard_numel, dtype=self._sum_dtype)
@@ -201,14 +205,18 @@ class ReduceScatter(ABC):
         return bucket.copy_in(self.dtype, self.divisor), None
 
     @abstractmethod
-    def _reduce(self, output_S: Tensor, copy_in: CopyIn) -> Work:
-        """Launch the sum (or mean, where this backend divides) of the ranks' gradients into `output_S`."""
+    def _reduce(self, output_S: Tensor, copy_in: CopyIn, adds: bool = False) -> Work:
+        """Launch the sum (or mean, where this backend divides) of the ranks' gradients into `output_S`.
+
+        Args:
+            adds: to what that holds, where the backend can (`_can_add`).
+        """
 
 
 class GlooReduceScatter(ReduceScatter):
     """Sums by gloo: where it has no reduce-scatter of the dtype, by an all-reduce in a wide one."""
 
-    def _reduce(self, output_S: Tensor, copy_in: CopyIn) -> Work:
+    def _reduce(self, output_S: Tensor, copy_in: CopyIn, adds: bool = False) -> Work:  # noqa: ARG002
         return self.comm.reduce_scatter(output_S, copy_in.buffer, copy_in.fill, copy_in.read)
 
 
@@ -291,7 +299,7 @@ class NcclReduceScatter(ReduceScatter):
         self._acquired = None
         return bucket.copy_in(self.dtype, self.divisor, whole_N), shard_S
 
-    def _reduce(self, output_S: Tensor, copy_in: CopyIn) -> Work:
+    def _reduce(self, output_S: Tensor, copy_in: CopyIn, adds: bool = False) -> Work:  # noqa: ARG002
         return self.comm.reduce_scatter(output_S, copy_in.buffer, copy_in.fill, copy_in.read, self._gets_means)
 
 
@@ -305,14 +313,14 @@ class PeerReduceScatter(ReduceScatter):
     def __init__(self, reduction: Reduction, *, peers: PeerReduce) -> None:
         # The kernel that adds what peers have sent reads it once, and divides at no cost.
         super().__init__(reduction, divides=True, sum_dtype=torch.float32)
-        self._peers = peers
+        self._peers, self._can_add = peers, True
 
     def close(self) -> None:
         self._peers.close()
 
-    def _reduce(self, output_S: Tensor, copy_in: CopyIn) -> Work:
+    def _reduce(self, output_S: Tensor, copy_in: CopyIn, adds: bool = False) -> Work:
         mean = self._gets_means
-        return self.comm.reduce_scatter(output_S, copy_in.buffer, copy_in.fill, copy_in.read, mean, self._peers)
+        return self.comm.reduce_scatter(output_S, copy_in.buffer, copy_in.fill, copy_in.read, mean, self._peers, adds)
 
 
 def open_reduce_scatter(

@@ -47,11 +47,12 @@ class Quantiser(Protocol):
     def scales(self, largest_K: Tensor) -> Tensor:
         """Return the scales for largest magnitudes of whole weights, float32, [K]."""
 
-    def cast(self, piece: PieceOfWeight, dtype: torch.dtype, scale: Tensor) -> Tensor:
-        """Return a piece that is rounded to `dtype` first in float8, [E].
+    def cast(self, piece: PieceOfWeight, dtype: torch.dtype, scale: Tensor, out_E: Tensor) -> None:
+        """Write a piece, rounded to `dtype` first, in float8.
 
         Args:
             scale: of the whole weight, in its shape.
+            out_E: float8, [E].
         """
 
 
@@ -165,8 +166,8 @@ class Float8Bucket(Bucket):
         gathered_S = self.plan.own(self.gathered_N, self.rank)
         pieces = zip(self.plan.pieces(self.rank), self.own_pieces(), strict=True)
         for (index, start, end), piece in pieces:
-            cast_E = self._quantiser.cast(piece, self.plan.dtype, self._scales[index])
-            gathered_S[start:end].copy_(cast_E.view(torch.uint8))
+            out_E = gathered_S[start:end].view(torch.float8_e4m3fn)
+            self._quantiser.cast(piece, self.plan.dtype, self._scales[index], out_E)
         # What comes after the last weight travels too, and shall not be what the allocator left there.
         filled = max((end for _, _, end in self.plan.pieces(self.rank)), default=0)
         gathered_S[filled:].zero_()

@@ -75,7 +75,12 @@ class Overlap:
         if any(number is not None and number < 1 for number in (self.prefetch, self.in_flight)):
             raise ValueError(f"prefetch and in_flight must be at least 1, got {self.prefetch} and {self.in_flight}")
         for name in ("windows", "peer_reduce"):
-            if getattr(self, name) not in (True, False, "auto"):
+            value = getattr(self, name)
+            if value == "auto":
+                continue
+            if value in (True, False):  # 1 equals True, and is not it
+                object.__setattr__(self, name, bool(value))
+            else:
                 raise ValueError(f'{name} = {getattr(self, name)!r}: must be True, False or "auto"')
 
     def most_in_flight(self, bucket_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices on a GPU by the algorithm that is the fastest where they run: measured, once a shape.
+"""Products of 16-bit and 8-bit matrices on a GPU by the algorithm that measures fastest where they run, once a shape.
 
 A chip under full load is bound by its power: what counts is how much of it an algorithm needs, which no heuristic
 knows, and no measurement that is over before the clock has come down. On an H200 an algorithm that took 7% less time
@@ -31,6 +31,7 @@ from collectives.tensor.gemm_choices import GemmChoices, choices_of
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LEAST_FLOPS = 2e10
 """Some 27 us of an H200."""
 _LEAST_SPARED_FLOPS = 4e9
@@ -41,6 +42,8 @@ _SETTLING_S = 0.2
 _LEAST_GAIN = 0.005
 
 Run = Callable[[], object]
+Scales = tuple[Tensor, Tensor]
+"""Of 8-bit factors, float32, []."""
 Operands = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """The factors, where the product goes, and a bias."""
 Choice = tuple[cublaslt.Gemm, Any] | None
@@ -73,15 +76,18 @@ class AutotunedGemms:
         bias_N: Tensor | None = None,
         adds: bool = False,
         spared: int = 0,
+        scales: Scales | None = None,
+        fast: bool = False,
     ) -> bool:
         """out = a b (+ bias), or out += a b; False: torch is to do it, which is no slower, or nothing is chosen yet.
 
         Args:
             spared: multiprocessors that are left to concurrent kernels, which no product of torch's does.
+            scales, fast: of 8-bit factors, as in `cublaslt.Shape`.
         """
-        seen = _seen(a_MK, b_KN, out_MN, bias_N, spared)
+        seen = _seen(a_MK, b_KN, out_MN, bias_N, spared, fast)
         if seen not in self._met:
-            shape = cublaslt.Shape.of(a_MK, b_KN, out_MN, bias_N, spared)
+            shape = cublaslt.Shape.of(a_MK, b_KN, out_MN, bias_N, spared, fast)
             if shape is not None and shape not in self._chosen:
                 if torch.cuda.is_current_stream_capturing():
                     return False
@@ -90,21 +96,21 @@ class AutotunedGemms:
                     place_MN = torch.empty_strided(
                         out_MN.shape, out_MN.stride(), dtype=out_MN.dtype, device=out_MN.device
                     )
-                self._chosen[shape] = self._choose(shape, (a_MK, b_KN, place_MN, bias_N))
+                self._chosen[shape] = self._choose(shape, (a_MK, b_KN, place_MN, bias_N), scales)
             self._met[seen] = None if shape is None else self._chosen[shape]
         chosen = self._met[seen]
         if chosen is None:
             return False
         product, algorithm = chosen
-        product.run(algorithm, a_MK, b_KN, out_MN, bias_N, adds)
+        product.run(algorithm, a_MK, b_KN, out_MN, bias_N, adds, scales)
         return True
 
-    def _choose(self, shape: cublaslt.Shape, operands: Operands) -> Choice:
+    def _choose(self, shape: cublaslt.Shape, operands: Operands, scales: Scales | None) -> Choice:
         choices = self._choices(shape.device)
         kept = choices.find(shape)
         if kept is not None:
             try:
-                return _earlier_choice(shape, kept, operands)
+                return _earlier_choice(shape, kept, operands, scales)
             except (RuntimeError, ValueError) as exc:
                 logger.info(
                     "%s: what was chosen earlier does not run, and is chosen anew: %s", _describe(operands), exc
@@ -113,22 +119,22 @@ class AutotunedGemms:
             logger.info("matmuls: measuring which algorithms are the fastest, a second or two for each shape")
             self._measures = True
         try:
-            chosen = self._fastest(shape, operands)
+            chosen = self._fastest(shape, operands, scales)
         except RuntimeError as exc:
             logger.warning("torch's own product is taken for %s: %s", _describe(operands), exc)
             return None
         choices.add(shape, "" if chosen is None else chosen[0].to_text(chosen[1]))
         return chosen
 
-    def _fastest(self, shape: cublaslt.Shape, operands: Operands) -> Choice:
+    def _fastest(self, shape: cublaslt.Shape, operands: Operands, scales: Scales | None) -> Choice:
         """Measure torch's product and every algorithm; return the fastest one, or None: torch's is as good.
 
         A shape that leaves multiprocessors to other kernels (`spared`) never gets torch's, which would take them all.
         """
         product = cublaslt.Gemm(shape)
         candidates = list(product.algorithms)
-        runs = [functools.partial(product.run, each, *operands, False) for each in candidates]
-        torch_s, *others = self._measure([functools.partial(by_torch, *operands), *runs])
+        runs = [functools.partial(product.run, each, *operands, False, scales) for each in candidates]
+        torch_s, *others = self._measure([functools.partial(by_torch, *operands, scales, shape.fast), *runs])
         best_s = min(others, default=torch_s)
         is_worth_it = bool(others) and (shape.spared > 0 or best_s < torch_s * (1 - _LEAST_GAIN))
         template = "product %s: torch %.1f us, the best of %d algorithms %.1f us"
@@ -136,17 +142,19 @@ class AutotunedGemms:
         return (product, candidates[others.index(best_s)]) if is_worth_it else None
 
 
-def _earlier_choice(shape: cublaslt.Shape, kept: str, operands: Operands) -> Choice:
+def _earlier_choice(shape: cublaslt.Shape, kept: str, operands: Operands, scales: Scales | None) -> Choice:
     """Return an earlier choice, after one run: that raises if it cannot run here."""
     if not kept:
         return None
     product = cublaslt.Gemm(shape)
     algorithm = product.from_text(kept)
-    product.run(algorithm, *operands, False)
+    product.run(algorithm, *operands, False, scales)
     return product, algorithm
 
 
-def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, spared: int = 0) -> tuple[object, ...]:
+def _seen(
+    a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, spared: int = 0, fast: bool = False
+) -> tuple[object, ...]:
     """Return the raw inputs of `cublaslt.Shape.of`: in a fifth of its time, and a step needs hundreds of them."""
     bias = None if bias_N is None else (bias_N.dtype, bias_N.stride(), bias_N.data_ptr() % cublaslt.LARGEST_ALIGNMENT)
     return (
@@ -155,6 +163,7 @@ def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, spa
         a_MK.shape,
         a_MK.stride(),
         a_MK.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
+        b_KN.dtype,
         b_KN.shape,
         b_KN.stride(),
         b_KN.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
@@ -163,11 +172,22 @@ def _seen(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, spa
         out_MN.data_ptr() % cublaslt.LARGEST_ALIGNMENT,
         bias,
         spared,
+        fast,
     )
 
 
-def by_torch(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None) -> Tensor:
+def by_torch(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    out_MN: Tensor,
+    bias_N: Tensor | None,
+    scales: Scales | None = None,
+    fast: bool = False,
+) -> Tensor:
     """out = a b (+ bias), by the algorithm that torch is given."""
+    if scales is not None:
+        torch._scaled_mm(a_MK, b_KN, *scales, bias_N, out_dtype=out_MN.dtype, use_fast_accum=fast, out=out_MN)
+        return out_MN
     if out_MN.dtype != a_MK.dtype:
         return torch.mm(a_MK, b_KN, out_dtype=out_MN.dtype, out=out_MN)
     if bias_N is None:
@@ -236,8 +256,7 @@ def can_tune(a: Tensor, b_KN: Tensor, spared: int = 0) -> bool:
     return (
         a.is_cuda
         and a.device.index == torch.cuda.current_device()
-        and a.dtype in _DTYPES
-        and b_KN.dtype == a.dtype
+        and ((a.dtype in _DTYPES and b_KN.dtype == a.dtype) or (a.dtype in _FLOAT8 and b_KN.dtype in _FLOAT8))
         and _flops(a, b_KN) >= (_LEAST_SPARED_FLOPS if spared else _LEAST_FLOPS)
         and not torch.compiler.is_compiling()
         and not torch.are_deterministic_algorithms_enabled()

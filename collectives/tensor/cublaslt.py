@@ -1,7 +1,8 @@
 """cublasLt's products, called directly: torch gives no choice among its algorithms.
 
 For one shape the library knows some ten. Which is the fastest its heuristics guess, for a chip that has all the power
-it wants; one that is busy has not. Not covered: batches, 8-bit floats, epilogues but the bias.
+it wants; one that is busy has not. 8-bit factors have one scale each, in
+the device's memory. Not covered: batches, scales of blocks, epilogues but the bias.
 
 [Note: rows and columns] cublasLt counts matrices by columns. Memory of a [M, N] by rows is its [N, M] by columns, so it
 is asked for the transposed product: D^T = B^T A^T.
@@ -26,9 +27,16 @@ _LEAST_BIAS_ALIGNMENT = 16
 """Bytes. On an H200 every algorithm that was found refused to run with a bias two bytes behind that."""
 
 # Of cublasLt.h and library_types.h.
-_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
 _COMPUTE_32F, _SCALE_32F = 68, 0
 _TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER, _MULTIPROCESSORS = 3, 4, 7, 8, 15
+_A_SCALE, _B_SCALE, _FAST_ACCUMULATION = 17, 18, 25
 _EPILOGUE_BIAS = 4
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 
@@ -69,8 +77,10 @@ class Shape:
     """Key of the choice of an algorithm: the operands of D^T = B^T A^T, their types, and the alignment of addresses.
 
     Args:
+        dtype, b_dtype: of `a` and `b`.
         alignments: of b, of a, and of the output.
         spared: multiprocessors that it leaves to other streams.
+        fast: of 8-bit factors: sums may have fewer bits between two in float32 (Hopper).
     """
 
     device: torch.device
@@ -78,14 +88,22 @@ class Shape:
     b: Operand
     out: Operand
     dtype: torch.dtype
+    b_dtype: torch.dtype
     out_dtype: torch.dtype
     has_bias: bool
     alignments: tuple[int, int, int]
     spared: int = 0
+    fast: bool = False
 
     @classmethod
     def of(
-        cls, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None = None, spared: int = 0
+        cls,
+        a_MK: Tensor,
+        b_KN: Tensor,
+        out_MN: Tensor,
+        bias_N: Tensor | None = None,
+        spared: int = 0,
+        fast: bool = False,
     ) -> Shape | None:
         """None: cublasLt cannot do it."""
         a, b, out = (Operand.of(each) for each in (a_MK, b_KN, out_MN))
@@ -96,7 +114,8 @@ class Shape:
         ):
             return None
         aligned = alignment(b_KN), alignment(a_MK), alignment(out_MN)
-        return cls(a_MK.device, a, b, out, a_MK.dtype, out_MN.dtype, bias_N is not None, aligned, spared)
+        dtypes = a_MK.dtype, b_KN.dtype, out_MN.dtype
+        return cls(a_MK.device, a, b, out, *dtypes, bias_N is not None, aligned, spared, fast)
 
 
 def alignment(tensor: Tensor) -> int:
@@ -125,18 +144,35 @@ class Gemm:
         if shape.spared:
             there = torch.cuda.get_device_properties(shape.device).multi_processor_count
             self._set(_MULTIPROCESSORS, ctypes.c_int32(max(1, there - shape.spared)))
+        if shape.dtype.itemsize == 1:
+            # Any address will do, for the heuristic to know that there will be scales.
+            self._set_scales(*[torch.ones((), device=shape.device)] * 2)
+            self._set(_FAST_ACCUMULATION, ctypes.c_int8(shape.fast))
         self._layouts = [
             _layout(operand, dtype)
-            for operand, dtype in ((shape.b, shape.dtype), (shape.a, shape.dtype), (shape.out, shape.out_dtype))
+            for operand, dtype in ((shape.b, shape.b_dtype), (shape.a, shape.dtype), (shape.out, shape.out_dtype))
         ]
         self.algorithms = self._find(shape)
         self._one, self._zero = (ctypes.byref(ctypes.c_float(factor)) for factor in (1, 0))
         self._multiply = lt.cublasLtMatmul
 
     def run(
-        self, algorithm: _Heuristic, a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, bias_N: Tensor | None, adds: bool
+        self,
+        algorithm: _Heuristic,
+        a_MK: Tensor,
+        b_KN: Tensor,
+        out_MN: Tensor,
+        bias_N: Tensor | None,
+        adds: bool,
+        scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """out = a b (+ bias), or out += a b, on the current stream."""
+        """out = a b (+ bias), or out += a b, on the current stream.
+
+        Args:
+            scales: of 8-bit `a` and `b`, float32, [].
+        """
+        if scales is not None:
+            self._set_scales(*scales)
         if bias_N is not None:
             self._set(_BIAS_POINTER, ctypes.c_void_p(bias_N.data_ptr()))
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)  # torch.cuda.current_stream takes three times it
@@ -182,6 +218,11 @@ class Gemm:
             )
         ctypes.memmove(heuristic.algorithm, algorithm, len(algorithm))
         return heuristic
+
+    def _set_scales(self, of_a: Tensor, of_b: Tensor) -> None:
+        # cublasLt's first factor is `b`: [Note: rows and columns].
+        self._set(_A_SCALE, ctypes.c_void_p(of_b.data_ptr()))
+        self._set(_B_SCALE, ctypes.c_void_p(of_a.data_ptr()))
 
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:  # type: ignore[type-arg]
         function = _library().cublasLtMatmulDescSetAttribute

@@ -60,8 +60,24 @@ The linear alone reads that input, and need not keep it: whoever gave it may com
 
 def join_by_torch(parts_Mn: Sequence[Tensor], has_bias: bool) -> tuple[Tensor, Tensor | None]:
     """A `Join` of any tensors."""
-    dy_MN = torch.cat(list(parts_Mn), 1) if len(parts_Mn) > 1 else parts_Mn[0]
+    dy_MN = as_one(parts_Mn)
+    if dy_MN is None:
+        dy_MN = torch.cat(list(parts_Mn), 1)
     return dy_MN, dy_MN.sum(0) if has_bias else None
+
+
+def as_one(parts_Mn: Sequence[Tensor]) -> Tensor | None:
+    """Return [M, N] without a copy, where the parts lie side by side as the columns of such a matrix; else None."""
+    first, width = parts_Mn[0], sum(part.shape[1] for part in parts_Mn)
+    if len(parts_Mn) == 1:
+        return first
+    start, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+    for part in parts_Mn:
+        is_next = part.storage_offset() == start and part.untyped_storage().data_ptr() == storage
+        if not is_next or part.stride() != (width, 1) or part.dtype != first.dtype:
+            return None
+        start += part.shape[1]
+    return first.as_strided((len(first), width), (width, 1))
 
 
 class Computes(Protocol):

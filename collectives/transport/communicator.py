@@ -358,6 +358,7 @@ class Communicator(CommContext):
         read: Sequence[Tensor] = (),
         mean: bool = False,
         by: PeerReduce | None = None,
+        adds: bool = False,
     ) -> Work:
         """Sum the ranks' `input_N`; slice r goes to rank r's `output_S`.
 
@@ -368,20 +369,22 @@ class Communicator(CommContext):
             read: what `fill` reads; kept until it has run.
             mean: in place of the sum, where this communicator `divides_on_the_way`, or `by` is given.
             by: in place of the backend, into float32. Its sum is launched when the work lands.
+            adds: to what `output_S` holds, by `by` alone.
         """
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         # Muted, a rank keeps its own part: the memory and the copies are as ever, and nothing is sent.
         local = self.world_size == 1 or self.muted
         # Of an empty bucket no rank sends anything.
         if by is not None and not local and input_N.numel():
-            return self._reduce_by(by, output_S, input_N, self._fill(fill, read), mean)
+            return self._reduce_by(by, output_S, input_N, self._fill(fill, read), mean, adds)
         if local or self.can_reduce_scatter(input_N.dtype):
 
             def issue(lend: Lend, async_op: bool) -> dist.Work | None:
                 return reduce_scatter_single(lend(output_S), lend(input_N), op=op, group=self.group, async_op=async_op)
 
             def keep_own() -> None:
-                output_S.copy_(self._own(input_N))
+                own_S = self._own(input_N)
+                output_S.add_(own_S) if adds else output_S.copy_(own_S)
 
             then = keep_own if local else None
             after = self._fill(fill, read)
@@ -403,13 +406,13 @@ class Communicator(CommContext):
         return self._launch("reduce_scatter", wide_N, issue_wide, then=launch_rest, after=after, keep=(output_S,))
 
     def _reduce_by(
-        self, by: PeerReduce, output_S: Tensor, input_N: Tensor, after: torch.cuda.Event | None, mean: bool
+        self, by: PeerReduce, output_S: Tensor, input_N: Tensor, after: torch.cuda.Event | None, mean: bool, adds: bool
     ) -> Work:
         """Launch the sends of a reduce-scatter by copies between peers; the work adds up what came when it lands.
 
         Args:
             after: when `input_N` is complete; None: when what is queued now on the caller's stream is done.
-            mean: divide the sum by the number of ranks.
+            mean, adds: as of `reduce_scatter`.
         """
         if self.stream is not None:
             # What is sent is complete after its fill; without one, after the computation so far.
@@ -424,7 +427,7 @@ class Communicator(CommContext):
 
         # Launched later, after the next bucket's sends: parts of peers in step have arrived by then, so nothing waits.
         def launch_rest() -> None:
-            add(output_S, mean)
+            add(output_S, mean, adds)
             if counted is not None:
                 counted.settle()
 

@@ -183,10 +183,11 @@ __device__ __forceinline__ void reduce_staged(const char* slots, int rank, u64 s
     }
 }
 
-// The same into float32 whatever travels, over the number of ranks if `mean`: four numbers a thread and turn.
+// The same into float32 whatever travels, over the number of ranks if `mean`, and added to what is there if `adds`: four
+// numbers a thread and turn. Rounded twice then, as by two passes: no multiply-add.
 template <typename T>
 __device__ __forceinline__ void reduce_wide(const char* slots, int rank, u64 slot_bytes, const char* own_part,
-                                            float4* out, int mean) {
+                                            float4* out, int mean, int adds) {
     constexpr int WORDS = 4 / Pack<T>::N;
     struct alignas(8 * WORDS) Four {
         uint2 word[WORDS];
@@ -203,7 +204,16 @@ __device__ __forceinline__ void reduce_wide(const char* slots, int rank, u64 slo
 #pragma unroll
             for (int w = 0; w < WORDS; ++w) Pack<T>::add(sum + w * Pack<T>::N, part[r].word[w]);
         }
-        out[u] = make_float4(sum[0] * scale, sum[1] * scale, sum[2] * scale, sum[3] * scale);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = __fmul_rn(sum[i], scale);
+        if (adds) {
+            const float4 before = out[u];
+            sum[0] = __fadd_rn(before.x, sum[0]);
+            sum[1] = __fadd_rn(before.y, sum[1]);
+            sum[2] = __fadd_rn(before.z, sum[2]);
+            sum[3] = __fadd_rn(before.w, sum[3]);
+        }
+        out[u] = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
 }
 
@@ -358,8 +368,9 @@ SMALL_KERNEL(all_gather_small_bytes, all_gather_small)
         reduce_staged<T>(slots, rank, slot_bytes, own_part, out, bias, bias_bytes);                                   \
     }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(512)                                                                 \
-        reduce_wide_##NAME(const char* slots, int rank, u64 slot_bytes, const char* own_part, float4* out, int mean) {\
-        reduce_wide<T>(slots, rank, slot_bytes, own_part, out, mean);                                                 \
+        reduce_wide_##NAME(const char* slots, int rank, u64 slot_bytes, const char* own_part, float4* out, int mean,  \
+                           int adds) {                                                                                \
+        reduce_wide<T>(slots, rank, slot_bytes, own_part, out, mean, adds);                                           \
     }                                                                                                                 \
     SMALL_KERNEL(all_reduce_small_##NAME, all_reduce_small<T>)                                                        \
     SMALL_KERNEL(reduce_scatter_small_##NAME, reduce_scatter_small<T>)                                                \

@@ -69,7 +69,7 @@ class PeerReduce:
         """Make the next sends wait for the work that the current stream has by now."""
         self._turns[0].wait_for_current_stream()
 
-    def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:
+    def send(self, input_N: Tensor) -> Callable[[Tensor, bool, bool], None]:
         """Send slice r of `input_N` to rank r, after `wait_for_current_stream`; leave `input_N` alone until it is
         added.
 
@@ -92,8 +92,8 @@ class PeerReduce:
         return functools.partial(_add, rounds, parts_WS[rounds.rank])
 
 
-def _add(rounds: PeerRounds, shard_S: Tensor, output_S: Tensor, mean: bool) -> None:
+def _add(rounds: PeerRounds, shard_S: Tensor, output_S: Tensor, mean: bool, adds: bool = False) -> None:
     # All peers in one kernel, after this rank's own last send: see `symmetric`, [Note: deadlock].
     rounds.wait(1, rounds.num_ranks - 1)
-    rounds.reduce_wide(shard_S, output_S, mean)
+    rounds.reduce_wide(shard_S, output_S, mean, adds)
     rounds.finish()

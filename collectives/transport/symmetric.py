@@ -55,7 +55,7 @@ _SIGNATURES: dict[str, tuple[bool, tuple[type, ...]]] = {
     "release": (True, (_INT,)),
     "all_gather_small_bytes": (True, _SMALL),
     **{f"reduce_staged_{name}": (False, _SUM) for name in _DTYPES},
-    **{f"reduce_wide_{name}": (False, (_LONG, _INT, _LONG, _LONG, _LONG, _INT)) for name in _DTYPES},
+    **{f"reduce_wide_{name}": (False, (_LONG, _INT, _LONG, _LONG, _LONG, _INT, _INT)) for name in _DTYPES},
     **{f"{kind}_{name}": (True, _SMALL) for name in _DTYPES for kind in ("all_reduce_small", "reduce_scatter_small")},
     **{f"all_reduce_two_shot_{name}": (True, _SMALL) for name in _DTYPES},
 }
@@ -328,11 +328,14 @@ class PeerRounds:
         of_bias = (0, 0) if bias is None else (bias.data_ptr(), bias.nbytes)
         self._launch_sum("reduce_staged", own, out, *of_bias)
 
-    def reduce_wide(self, own: Tensor, out: Tensor, mean: bool) -> None:
-        """Reduce as `reduce` does, with `out` in float32, and to the mean over the ranks if `mean`."""
+    def reduce_wide(self, own: Tensor, out: Tensor, mean: bool, adds: bool = False) -> None:
+        """Reduce as `reduce` does, with `out` in float32: to the mean over the ranks if `mean`, added to it if `adds`.
+
+        What is added is rounded first, as by a pass of its own.
+        """
         if out.dtype != torch.float32:
             raise ValueError(f"wide sums are of float32, got {out.dtype}")
-        self._launch_sum("reduce_wide", own, out, int(mean))
+        self._launch_sum("reduce_wide", own, out, int(mean), int(adds))
 
     def _launch_sum(self, kind: str, own: Tensor, out: Tensor, *more: int) -> None:
         if own.nbytes % 16:

@@ -437,9 +437,9 @@ class OverlapConfig(Section):
     )
     peer_reduce: bool = Field(
         True,
-        description="where windows are taken, copy engines carry gradients to the peers, and a kernel adds them: no "
-        "multiprocessor is held meanwhile; one host, 2 to 8 data-parallel ranks, CuPy; not without "
-        "overlap.peer_memory; false: NCCL reduces",
+        description="where windows are taken, and in ZeRO stage 3, copy engines carry gradients to the peers, and a "
+        "kernel adds them: no multiprocessor is held meanwhile; one host, 2 to 8 data-parallel ranks, CuPy; not "
+        "without overlap.peer_memory; false: NCCL reduces",
     )
     step_in_backward: bool = Field(
         False,

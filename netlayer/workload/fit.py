@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from netlayer.config.model import RECOMPUTE_MODULES
 from netlayer.config.tree import ClusterConfig, JobConfig, ModelConfig
 from netlayer.errors import ConfigError
-from netlayer.workload.memory import estimate, gib
+from netlayer.workload.memory import estimate, frees_parameters, gib, may_copy_gradients
 from netlayer.workload.model_size import num_parameters
 
 # What to lower, by the key without which nothing of its kind is left. The width is in all of them.
@@ -43,8 +43,11 @@ def with_overlap(job: JobConfig, **overlap: object) -> JobConfig:
 
 def on_cluster(job: JobConfig, cluster: ClusterConfig) -> JobConfig:
     """The job without what its groups cannot have there: windows and copies are of one host."""
-    spans_hosts = job.parallel.tp * job.parallel.dp_cp > cluster.gpus_per_server
-    return with_overlap(job, windows=False) if spans_hosts and job.overlap.windows == "auto" else job
+    if job.parallel.tp * job.parallel.dp_cp <= cluster.gpus_per_server:
+        return job
+    if frees_parameters(job):  # copies need no windows there
+        job = with_overlap(job, peer_reduce=False)
+    return with_overlap(job, windows=False) if job.overlap.windows == "auto" else job
 
 
 def in_room(job: JobConfig, num_bytes: int) -> JobConfig:
@@ -91,7 +94,7 @@ def _steps_down(job: JobConfig) -> Iterator[_Step]:
     model, parallel, overlap = job.model, job.parallel, job.overlap
     is_set = {"recompute", "recompute_modules"} & model.model_fields_set
     may_recompute = not is_set and model.recompute != "full"
-    if overlap.windows and overlap.copies_gradients and "peer_reduce" not in overlap.model_fields_set:
+    if may_copy_gradients(job) and "peer_reduce" not in overlap.model_fields_set:
         yield "overlap", "peer_reduce", False
     if overlap.windows == "auto":
         yield "overlap", "windows", False

@@ -272,6 +272,13 @@ def takes_windows(job: JobConfig) -> bool:
     return bool(job.overlap.windows) and not frees_parameters(job)
 
 
+def may_copy_gradients(job: JobConfig) -> bool:
+    """Whether copy engines may carry gradients to the peers: beside windows, or where parameters come and go."""
+    parallel = job.parallel
+    fits = 2 <= parallel.dp_cp <= MOST_COPYING_RANKS and job.model.dtype != "float64"
+    return fits and job.overlap.copies_gradients and (takes_windows(job) or frees_parameters(job))
+
+
 def in_flight(job: JobConfig, stage: int) -> int:
     """(micro-batch, chunk) pairs that wait for their backward at once: `Schedule.peak_in_flight`."""
     pp, vpp, count = job.parallel.pp, job.parallel.vpp, micro_batches(job)
@@ -428,12 +435,12 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
     Those that come and go, those that stay in windows, and those that stay where peers copy to. Whether they copy, only
     the machine can say: where they may, the last is what either way takes.
     """
-    model, parallel = job.model, job.parallel
+    parallel = job.parallel
     if parallel.gradient_ranks == 1:
         return 0, 0, 0
     reduced = DTYPE_BYTES[gradient_dtype(job)]
     stays = reduced == wide and parallel.stage == 1
-    may_copy = job.overlap.copies_gradients and 2 <= parallel.dp_cp <= MOST_COPYING_RANKS and model.dtype != "float64"
+    may_copy = may_copy_gradients(job)
     windows, copies = 0, 0
     if takes_windows(job) and parallel.dp_cp > 1:  # replicas alone have none
         largest, windows = _window_elements(job, stage, sums_stay=stays)
@@ -441,6 +448,8 @@ def _travelling_bytes(job: JobConfig, stage: int, elements: int, wide: int, adds
         if not may_copy:
             return 0, windows, 0
         windows, copies = 0, max(COPIES_AT_ONCE * largest * reduced, windows)
+    elif may_copy:
+        copies = COPIES_AT_ONCE * _window_elements(job, stage, sums_stay=stays)[0] * reduced
     usual = _block_bucket_elements(job)
     # Besides those that are under way, one is being filled.
     largest_and_others = max(usual, table_elements(job)) + in_flight_reductions(job) * usual

@@ -410,7 +410,7 @@ def sums_of_what_peers_were_sent_change_nothing(rank: int, world_size: int) -> N
     ):
         for low, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.05)):
             for settings in ({}, {"in_flight": 1}, {"overlap": False}, {"stage": 2}, {"groups": pair_of_one()}):
-                plain, sharded = (wrap(net(), reduce_dtype=low, peer_reduce=by, **settings) for by in (False, True))
+                plain, sharded = (wrap(net(), reduce_dtype=low, peer_reduce=by, **settings) for by in (0, 1))
                 results = [accumulate(each, 2, rank, world_size) for each in (plain, sharded)]
                 assert_close(*results, rtol=tolerance, atol=tolerance)
                 sharded.close()
@@ -573,7 +573,9 @@ def what_copy_engines_carry_is_added_in_float32(rank: int, world_size: int) -> N
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         peers, adds = PeerReduce(group, device, 2**20 * dtype.itemsize), deque[Callable[[], None]]()
 
-        def sent(numel: int, mean: bool, dtype: torch.dtype = dtype, peers: PeerReduce = peers) -> Callable[[], None]:
+        def sent(
+            numel: int, mean: bool, adds_up: bool, dtype: torch.dtype = dtype, peers: PeerReduce = peers
+        ) -> Callable[[], None]:
             whole_N = torch.randn(world_size * numel).to(dtype)
             everyone_WN = torch.empty(world_size, world_size * numel, dtype=dtype)
             dist.all_gather_into_tensor(everyone_WN, whole_N)
@@ -583,14 +585,16 @@ def what_copy_engines_carry_is_added_in_float32(rank: int, world_size: int) -> N
             add, summed_S = peers.send(whole_N), torch.empty(numel)
 
             def check() -> None:
-                add(summed_S, mean)
-                torch.testing.assert_close(summed_S, expected_S, rtol=0, atol=0)
+                before_S = torch.randn(numel) if adds_up else torch.full((numel,), torch.nan)
+                summed_S.copy_(before_S)
+                add(summed_S, mean, adds_up)
+                torch.testing.assert_close(summed_S, before_S + expected_S if adds_up else expected_S, rtol=0, atol=0)
 
             return check
 
         torch.manual_seed(rank)
-        for numel, mean in itertools.product((8, 512, 8 * 12_345, 2**20), (False, True)):
-            adds.append(sent(numel, mean))
+        for numel, mean, adds_up in itertools.product((8, 512, 8 * 12_345, 2**20), (False, True), (False, True)):
+            adds.append(sent(numel, mean, adds_up))
             if len(adds) == 2:
                 adds.popleft()()
         adds.popleft()()

@@ -64,7 +64,17 @@ class Fake:
     def from_text(text: str) -> Any:
         return int(text)
 
-    def run(self, algorithm: Any, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> None:
+    def run(
+        self,
+        algorithm: Any,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor,
+        bias: Tensor | None,
+        adds: bool,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        assert scales is None, "of 8-bit factors alone"
         self.ran.append(algorithm)
         out.copy_(a @ b + (0 if bias is None else bias) + (out if adds else 0))
 
@@ -221,9 +231,9 @@ def test_a_sum_in_rows_that_lie_apart_is_measured_in_such_a_place(monkeypatch: p
     places: list[tuple[int, ...]] = []
     run = Fake.run
 
-    def noted(self: Fake, algorithm: Any, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, adds: bool) -> None:
+    def noted(self: Fake, algorithm: Any, a: Tensor, b: Tensor, out: Tensor, *rest: Any) -> None:
         places.append(out.stride())
-        run(self, algorithm, a, b, out, bias, adds)
+        run(self, algorithm, a, b, out, *rest)
 
     monkeypatch.setattr(Fake, "run", noted)
     whole = torch.ones(2, 100)
@@ -334,3 +344,24 @@ def test_on_a_gpu_products_are_measured_and_right(monkeypatch: pytest.MonkeyPatc
     found = gemm.multiply(a_MK, b_KN, tuned=True)
     assert float((found - expected).norm() / expected.norm()) < 5e-3
     torch.testing.assert_close(by_torch(a_MK, b_KN, torch.empty_like(a_MK), None), a_MK @ b_KN)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU with CUDA")
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("first", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_algorithm_of_an_8_bit_product_gives_torchs_sums(first: torch.dtype, fast: bool) -> None:
+    a_MK = torch.randn(512, 1024, device="cuda").to(first)
+    b_NK = torch.randn(768, 1024, device="cuda").to(torch.float8_e4m3fn)
+    scales = torch.tensor(0.5, device="cuda"), torch.tensor(3.0, device="cuda")
+    out = torch.empty(512, 768, device="cuda")
+    shape = Shape.of(a_MK, b_NK.t(), out, None, 0, fast)
+    assert shape is not None
+    gemm_of = cublaslt.Gemm(shape)
+    assert gemm_of.algorithms
+    right = 1.5 * (a_MK.double() @ b_NK.double().t())
+    for algorithm in gemm_of.algorithms:
+        gemm_of.run(algorithm, a_MK, b_NK.t(), out, None, False, scales)
+        assert (out - right).norm() < 2e-3 * right.norm()
+        gemm_of.run(algorithm, a_MK, b_NK.t(), out, None, True, scales)
+        assert (out - 2 * right).norm() < 2e-3 * 2 * right.norm()

@@ -502,7 +502,7 @@ DRIVER_BYTES = (81_559 - 81_080) * 2**20
 MEASURED = [
     ((), 72.32, 77.38),
     (("job.overlap.windows=false",), 72.32, 75.79),
-    (("job.parallel.zero=3",), 61.44, 64.42),
+    (("job.parallel.zero=3", "job.overlap.peer_reduce=false"), 61.44, 64.42),
     (("job.model.parallel_block=true",), 68.44, None),
     (("job.model.layers=16",), 38.30, None),
 ]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from netlayer.config.tree import DataConfig, JobConfig, MetricsConfig, ModelConfig, Section
+from netlayer.workload.memory import frees_parameters
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
 from netlayer.workload.presets import MODELS
 from netlayer.workload.stages import num_layers
@@ -188,7 +189,7 @@ def _why_no_copies(job: JobConfig) -> str:
         return "job.parallel.dp is 1: none are " + ("reduced" if job.parallel.gradient_ranks == 1 else "scattered")
     if job.model.dtype == "float64":
         return "job.model.dtype is float64"
-    return "" if job.overlap.windows else "job.overlap.windows is false"
+    return "" if job.overlap.windows or frees_parameters(job) else "job.overlap.windows is false"
 
 
 def _is_given(section: Section, key: str) -> bool:

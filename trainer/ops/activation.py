@@ -135,9 +135,10 @@ def _swiglu_backward(ctx: Any, dy: Tensor, *, gives_y: bool) -> _Gradients:
     gate, value = ctx.saved_tensors
     if not ctx.has_kernels:
         return _plain_backward(_plain_swiglu, dy, gate, value)
-    dgate_MF, dvalue_MF, y_MF = swiglu_backward(as_rows(dy), as_rows(gate), as_rows(value), gives_y)
+    dboth_MG, y_MF = swiglu_backward(as_rows(dy), as_rows(gate), as_rows(value), gives_y)
     y = y_MF.view(gate.shape) if gives_y else y_MF
-    return y, (dgate_MF.view(gate.shape), dvalue_MF.view(gate.shape))
+    dgate, dvalue = dboth_MG.view(*gate.shape[:-1], -1).chunk(2, -1)
+    return y, (dgate, dvalue)
 
 
 def _plain_backward(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor | None) -> _Gradients:

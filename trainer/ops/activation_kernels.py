@@ -4,7 +4,7 @@ They read rows that may lie apart (slices of one wide product). Backward compute
 so that nothing else is kept. The bias's gradient is added up in float32 by each program over its own rows
 (`sum_kernels`).
 
-Shapes: M rows, F columns, P programs a column of tiles.
+Shapes: M rows, F columns, G = 2 F, P programs a column of tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, unused-ignore"
@@ -108,20 +108,22 @@ def _swiglu_shape(gate_MF: Tensor, _value_MF: Tensor) -> Tensor:
 
 
 @operator("netlayer::swiglu_backward")
-def swiglu_backward(
-    dy_MF: Tensor, gate_MF: Tensor, value_MF: Tensor, gives_y: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate and value, and with `gives_y` the forward's output (as in `gelu_backward`), else empty."""
-    dgate_MF, dvalue_MF = (gate_MF.new_empty(gate_MF.shape) for _ in range(2))
+def swiglu_backward(dy_MF: Tensor, gate_MF: Tensor, value_MF: Tensor, gives_y: bool = False) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and value side by side, [M, 2 F], and with `gives_y` the forward's output, else empty.
+
+    The product that both came from reads them so, without a pass that joins them (`trainer.ops.linear.join_gradients`).
+    """
+    num_rows, width = gate_MF.shape
+    dboth_MG = gate_MF.new_empty(num_rows, 2 * width)
     y_MF = gate_MF.new_empty(gate_MF.shape if gives_y else 0)
     _swiglu_backward[_tiles(gate_MF)](
         dy_MF,
         gate_MF,
         value_MF,
-        dgate_MF,
-        dvalue_MF,
+        dboth_MG,
         y_MF,
-        *gate_MF.shape,
+        num_rows,
+        width,
         dy_MF.stride(0),
         gate_MF.stride(0),
         value_MF.stride(0),
@@ -130,15 +132,15 @@ def swiglu_backward(
         _COLUMNS,
         num_warps=_WARPS,
     )
-    return dgate_MF, dvalue_MF, y_MF
+    return dboth_MG, y_MF
 
 
 @swiglu_backward.register_fake
 def _swiglu_gradient_shapes(
     _dy_MF: Tensor, gate_MF: Tensor, _value_MF: Tensor, gives_y: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = gate_MF.shape
-    return gate_MF.new_empty(shape), gate_MF.new_empty(shape), gate_MF.new_empty(shape if gives_y else 0)
+) -> tuple[Tensor, Tensor]:
+    num_rows, width = gate_MF.shape
+    return gate_MF.new_empty(num_rows, 2 * width), gate_MF.new_empty(gate_MF.shape if gives_y else 0)
 
 
 def _tiles(x_MF: Tensor) -> tuple[int]:
@@ -243,14 +245,13 @@ def _swiglu_forward(
     tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
 
 
-# dgate and dvalue of y = gate * sigmoid(gate) * value, and y again; one program a tile of ROWS x COLUMNS.
+# dgate and dvalue of y = gate * sigmoid(gate) * value, side by side, and y again; one program a tile of ROWS x COLUMNS.
 @triton.jit
 def _swiglu_backward(
     dy,
     gate,
     value,
-    dgate,
-    dvalue,
+    dboth,
     y,
     num_rows,
     width,
@@ -269,8 +270,8 @@ def _swiglu_backward(
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
     v = tl.load(value + row * value_stride + column, mask=inside, other=0).to(tl.float32)
     s = _sigmoid(g)
-    at = row * width + column
     if GIVES_Y:
-        tl.store(y + at, (g * s * v).to(y.dtype.element_ty), mask=inside)
-    tl.store(dgate + at, (slope * v * s * (1.0 + g * (1.0 - s))).to(dgate.dtype.element_ty), mask=inside)
-    tl.store(dvalue + at, (slope * g * s).to(dvalue.dtype.element_ty), mask=inside)
+        tl.store(y + row * width + column, (g * s * v).to(y.dtype.element_ty), mask=inside)
+    at = dboth + row * (2 * width) + column
+    tl.store(at, (slope * v * s * (1.0 + g * (1.0 - s))).to(dboth.dtype.element_ty), mask=inside)
+    tl.store(at + width, (slope * g * s).to(dboth.dtype.element_ty), mask=inside)

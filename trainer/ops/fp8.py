@@ -38,14 +38,15 @@ from torch.autograd.function import once_differentiable
 
 from collectives.sharded.float8 import HeldWeight, hold
 from collectives.sharded.slot import GradientSlot, Promise, SlotSource, slot_source
+from collectives.tensor.autotuned_gemm import GEMMS, can_tune
 from collectives.tensor.exchange import TensorExchange
 from collectives.triton_support import HAS_TRITON
 from netlayer.config.parallel import FP8_BLOCK
 from netlayer.errors import HardwareMissing
-from trainer.ops.backend import Operators, uses_triton
+from trainer.ops.backend import Operators, autotunes_gemms, uses_triton
 
 if HAS_TRITON:
-    from trainer.ops.fp8_kernels import cast, largest_magnitude, transpose
+    from trainer.ops.fp8_kernels import cast, largest_magnitude, quantise_rows_and_columns, transpose
 
 Recipe = Literal["tensorwise", "blockwise"]
 Kind = Literal["input", "weight", "gradient"]
@@ -92,15 +93,59 @@ def quantise(x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "a
     Args:
         kind: what of a linear it is.
     """
-    dtype = E5M2 if kind == "gradient" and recipe == "tensorwise" else E4M3
     if recipe == "tensorwise":
-        scale = scale_of(_largest(x_RC, operators), dtype, recipe)
-        return Scaled(_cast_by(x_RC, scale, dtype, operators), scale)
+        scaled, _ = _tensorwise(x_RC, kind, operators)
+        assert scaled is not None
+        return scaled
+    dtype = E4M3
     rows, columns = x_RC.shape
     height = BLOCK if kind == "weight" else 1
     tiles = x_RC.float().view(rows // height, height, columns // BLOCK, BLOCK)
     scale = scale_of(tiles.abs().amax((1, 3)), dtype, recipe)
     return Scaled(cast_plain((tiles / scale[:, None, :, None]).view(rows, columns), dtype), scale)
+
+
+def quantise_both_ways(
+    x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "auto"
+) -> tuple[Scaled, Scaled]:
+    """Return the matrix in 8 bits, [R, C], and for a sum over its rows, [C, R].
+
+    By tensorwise scales the second is the first transposed, written in the same pass over the matrix; by tiles it is
+    scaled along the rows.
+
+    Args:
+        kind: input or gradient.
+    """
+    if recipe != "tensorwise":
+        return quantise(x_RC, kind, recipe, operators), quantise(x_RC.t().contiguous(), kind, recipe, operators)
+    scaled, transposed = _tensorwise(x_RC, kind, operators, columns=True)
+    assert scaled is not None
+    assert transposed is not None
+    return scaled, transposed
+
+
+def quantise_over_rows(x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "auto") -> Scaled:
+    """Return the second of what `quantise_both_ways` returns, alone."""
+    if recipe != "tensorwise":
+        return quantise(x_RC.t().contiguous(), kind, recipe, operators)
+    _, transposed = _tensorwise(x_RC, kind, operators, rows=False, columns=True)
+    assert transposed is not None
+    return transposed
+
+
+def _tensorwise(
+    x_RC: Tensor, kind: Kind, operators: Operators, *, rows: bool = True, columns: bool = False
+) -> tuple[Scaled | None, Scaled | None]:
+    """Return the matrix by one scale, and its transpose, each where it is wanted."""
+    dtype = E5M2 if kind == "gradient" else E4M3
+    if uses_triton(operators, x_RC):
+        data_RC, data_CR, scale = quantise_rows_and_columns(x_RC, dtype, rows=rows, columns=columns)
+    else:
+        scale = scale_of(x_RC.abs().amax().float(), dtype, "tensorwise")
+        data_RC = cast_plain(x_RC.float() / scale, dtype)
+        data_CR = data_RC.t().contiguous() if columns else None
+    scaled = None if data_RC is None else Scaled(data_RC, scale)
+    return scaled, None if data_CR is None else Scaled(data_CR, scale)
 
 
 def _largest(x_RC: Tensor, operators: Operators) -> Tensor:
@@ -115,9 +160,11 @@ def _cast_by(x_RC: Tensor, scale: Tensor, dtype: torch.dtype, operators: Operato
 
 def scale_of(largest: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
     """Return the scales for the largest magnitudes of what they are of, float32."""
-    scale = largest.clamp(min=_TINY) / torch.finfo(dtype).max
+    largest, limit = largest.clamp(min=_TINY), torch.finfo(dtype).max
+    if recipe == "tensorwise":
+        return largest * (1.0 / limit)  # as the kernel has it, to the bit
     # Up to the next power of two: the largest magnitude may use half of the range, and never exceeds it.
-    return scale if recipe == "tensorwise" else scale.log2().ceil().exp2()
+    return (largest / limit).log2().ceil().exp2()
 
 
 def weight_in_8_bits(weight_NK: Tensor | HeldWeight, recipe: Recipe, operators: Operators = "auto") -> Scaled:
@@ -132,19 +179,37 @@ def cast_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-limit, limit).to(dtype)
 
 
-def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def product(
+    a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False, tuned: bool = False, spared: int = 0
+) -> Tensor:
     """a b^T, [rows of a, rows of b], summed in float32.
 
     Args:
         fast: Hopper's tensor cores may add up in fewer bits between two sums in float32: good for forward passes.
+        tuned, spared: as in `collectives.tensor.gemm.multiply`; of tensorwise factors alone.
     """
+    if a.data.is_cuda and a.scale.ndim == 0:
+        out = torch.empty(a.data.shape[0], b.data.shape[0], dtype=dtype, device=a.data.device)
+        return product_into(a, b, out, adds=False, fast=fast, tuned=tuned, spared=spared)
     if not a.data.is_cuda:
         return (a.wide() @ b.wide().t()).to(dtype)
-    if a.scale.ndim == 0:
-        y: Tensor = torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=dtype, use_fast_accum=fast)
-        return y
     (scale_a, recipe_a), (scale_b, recipe_b) = _block_scales(a), _block_scales(b)
     return F.scaled_mm(a.data, b.data.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=dtype)
+
+
+def product_into(
+    a: Scaled, b: Scaled, out: Tensor, *, adds: bool, fast: bool = False, tuned: bool = False, spared: int = 0
+) -> Tensor:
+    """Set `out` = a b^T, or add that to it; arguments as of `product`."""
+    if a.data.is_cuda and a.scale.ndim == 0 and out.is_contiguous():
+        factors, scales = (a.data, b.data.t()), (a.scale, b.scale)
+        if tuned and can_tune(*factors, spared) and GEMMS.run(*factors, out, None, adds, spared, scales, fast):
+            return out
+        if not adds:
+            torch._scaled_mm(*factors, *scales, out_dtype=out.dtype, use_fast_accum=fast, out=out)
+            return out
+    y = product(a, b, out.dtype, fast=fast)
+    return out.add_(y) if adds else out.copy_(y)
 
 
 def _block_scales(x: Scaled) -> tuple[Tensor, F.ScalingType]:
@@ -221,13 +286,18 @@ class _Keep(torch.autograd.Function):
         ctx: Any, x: Tensor, weight_NK: Tensor, saves_weight: bool, recipe: Recipe, operators: Operators
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Also where it is not saved, the weight is an input: without one that trains there would be no node to save in.
-        scaled = quantise(x.reshape(-1, x.shape[-1]), "input", recipe, operators)
-        ctx.save_for_backward(scaled.data, scaled.scale, weight_NK if saves_weight else None)
+        ctx.set_materialize_grads(False)  # else zeros are made for what is in 8 bits
+        x_MK = x.reshape(-1, x.shape[-1])
+        if recipe == "tensorwise":
+            scaled, kept = quantise_both_ways(x_MK, "input", recipe, operators)
+        else:
+            scaled = kept = quantise(x_MK, "input", recipe, operators)
+        ctx.save_for_backward(kept.data, kept.scale, weight_NK if saves_weight else None)
         ctx.mark_non_differentiable(scaled.data, scaled.scale)
         return x.view_as(x), scaled.data, scaled.scale
 
     @staticmethod
-    def backward(_ctx: Any, dx: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(_ctx: Any, dx: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
         return dx, None, None, None, None
 
 
@@ -261,8 +331,11 @@ class _ScaledLinear(torch.autograd.Function):
         total: Tensor | None = None
         for x_MK, weight_NK, each in zip(scaled, weights, in_8_bits, strict=True):
             factor = weight_in_8_bits(each or weight_NK, recipe, operators)
-            part = product(x_MK, factor, inputs[0].dtype, fast=True)
-            total = part if total is None else total.add_(part)
+            tuned = autotunes_gemms(operators)
+            if total is None:
+                total = product(x_MK, factor, inputs[0].dtype, fast=True, tuned=tuned)
+            else:
+                product_into(x_MK, factor, total, adds=True, fast=True, tuned=tuned)
         assert total is not None
         if bias_N is not None:
             total += bias_N
@@ -276,28 +349,41 @@ class _ScaledLinear(torch.autograd.Function):
         count = len(ctx.keepers)
         needs_bias, *needs = ctx.needs_input_grad[8:]
         dy_MN, dbias_N = ctx.join(dys, needs_bias)
-        dy = quantise(dy_MN, "gradient", ctx.recipe, ctx.operators)
-        of_rows = functools.cache(functools.partial(over_rows, dy, dy_MN, ctx.recipe, ctx.operators))
+        recipe, operators = ctx.recipe, ctx.operators
+        tuned = autotunes_gemms(operators)
+        if any(needs[count:]):
+            dy, dy_NM = quantise_both_ways(dy_MN, "gradient", recipe, operators)
+        else:
+            dy, dy_NM = quantise(dy_MN, "gradient", recipe, operators), None
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []
         for index, (keeper, in_8_bits, source) in enumerate(zip(ctx.keepers, ctx.in_8_bits, ctx.sources, strict=True)):
-            data_MK, scale, weight_NK = keeper.saved_tensors
+            kept_data, scale, weight_NK = keeper.saved_tensors
             dx = None
             if needs[index]:
-                weight_KN = weight_in_8_bits(in_8_bits or weight_NK, ctx.recipe, ctx.operators).transposed()
-                dx = product(dy, weight_KN, dy_MN.dtype).view(ctx.shapes[index])
+                weight_KN = weight_in_8_bits(in_8_bits or weight_NK, recipe, operators).transposed()
+                dx = product(dy, weight_KN, dy_MN.dtype, tuned=tuned).view(ctx.shapes[index])
             dinputs.append(dx)
-            gradient = ScaledWeightGradient(of_rows, Scaled(data_MK, scale), ctx.recipe, dy_MN.dtype, ctx.operators)
-            dweights.append(gradient.into(source, accumulators[index]) if needs[count + index] else None)
+            dweight = None
+            if needs[count + index]:
+                assert dy_NM is not None
+                x_KM = functools.partial(kept_over_rows, Scaled(kept_data, scale), recipe, operators)
+                gradient = ScaledWeightGradient(functools.partial(_same, dy_NM), x_KM, lambda: dy_MN.dtype, tuned)
+                dweight = gradient.into(source, accumulators[index])
+            dweights.append(dweight)
         return *[None] * 8, dbias_N, *dinputs, *dweights
 
 
-def over_rows(scaled: Scaled, x_MC: Tensor, recipe: Recipe, operators: Operators = "auto") -> Scaled:
-    """[C, M], quantised for a sum over M: transposed in 8 bits, or by tiles along M."""
+def _same(scaled: Scaled) -> Scaled:
+    return scaled
+
+
+def kept_over_rows(kept: Scaled, recipe: Recipe, operators: Operators = "auto") -> Scaled:
+    """Return an input that a linear has kept, [K, M], quantised for a sum over M: by tiles it was kept as [M, K]."""
     if recipe == "tensorwise":
-        return scaled.transposed()
-    return quantise(x_MC.t().contiguous(), "gradient", recipe, operators)
+        return kept
+    return quantise(kept.wide().t().contiguous(), "input", recipe, operators)
 
 
 @dataclass(frozen=True)
@@ -305,39 +391,38 @@ class ScaledWeightGradient:
     """dy^T x of factors in 8 bits.
 
     Args:
-        dy: gives the output's gradient for a sum over rows, [N, M].
-        x: the input, [M, K], as the forward pass had it.
-        dtype: of the gradient, where autograd gets it.
+        dy, x: give the output's gradient, [N, M], and the input, [K, M], quantised for a sum over M, when they are to
+            be read.
+        dtype: gives that of the gradient, where autograd gets it.
+        tuned, spared: as in `collectives.tensor.gemm.multiply`.
     """
 
     dy: Callable[[], Scaled]
-    x: Scaled
-    recipe: Recipe
-    dtype: torch.dtype
-    operators: Operators = "auto"
+    x: Callable[[], Scaled]
+    dtype: Callable[[], torch.dtype]
+    tuned: bool = False
+    spared: int = 0
 
     def into(self, source: SlotSource | None, accumulator: object) -> Tensor | None:
         """Compute into the slot of a linear's weight and return None; else return the gradient, for autograd."""
         if source is not None and source.write(accumulator, self._write):
             return None
-        return self._compute(self.dtype)
+        return product(*self.factors(), self.dtype(), tuned=self.tuned, spared=self.spared)
 
     def promised(self, source: SlotSource, accumulator: object) -> Promise | None:
         """There, later in this backward pass; None: it cannot be."""
         return source.promise(accumulator, self._write)
 
-    def _write(self, slot: GradientSlot) -> None:
-        gradient_NK = self._compute(torch.float32)
-        slot.view.add_(gradient_NK) if slot.adds else slot.view.copy_(gradient_NK)
-
     def factors(self) -> tuple[Scaled, Scaled]:
-        """[N, M] and [K, M], for a sum over M."""
-        if self.recipe == "tensorwise":
-            return self.dy(), self.x.transposed()
-        return self.dy(), quantise(self.x.wide().t().contiguous(), "input", self.recipe, self.operators)
+        """[N, M] and [K, M]."""
+        return self.dy(), self.x()
 
-    def _compute(self, dtype: torch.dtype) -> Tensor:
-        return product(*self.factors(), dtype)
+    def _write(self, slot: GradientSlot) -> None:
+        if slot.view.dtype == torch.float32:
+            product_into(*self.factors(), slot.view, adds=slot.adds, tuned=self.tuned, spared=self.spared)
+            return
+        gradient_NK = product(*self.factors(), torch.float32)
+        slot.view.add_(gradient_NK) if slot.adds else slot.view.copy_(gradient_NK)
 
 
 class ScaledProducts:
@@ -384,8 +469,8 @@ class ScaledProducts:
         *,
         out_MN: Tensor | None = None,
         adds: bool = False,
-        tuned: bool = False,  # noqa: ARG002  (cublasLt's own choice)
-        spared: int = 0,  # noqa: ARG002
+        tuned: bool = False,
+        spared: int = 0,
         of_gradient: bool = False,
         scale: Tensor | None = None,
     ) -> Tensor:
@@ -393,57 +478,32 @@ class ScaledProducts:
             a = quantise(a_MK, "gradient" if of_gradient else "input", self.recipe, self.operators)
         else:
             a = Scaled(a_MK.contiguous().view(E4M3), scale)
-        y_MN = product(a, factor, a_MK.dtype if out_MN is None else out_MN.dtype, fast=not of_gradient)
+        fast = not of_gradient
+        if out_MN is None:
+            y_MN = product(a, factor, a_MK.dtype, fast=fast, tuned=tuned, spared=spared)
+        else:
+            y_MN = product_into(a, factor, out_MN, adds=adds, fast=fast, tuned=tuned, spared=spared)
         if bias_N is not None:
             y_MN += bias_N
-        if out_MN is None:
-            return y_MN
-        return out_MN.add_(y_MN) if adds else out_MN.copy_(y_MN)
+        return y_MN
 
     def weight_gradient(
         self,
         dy: Callable[[], Tensor],
         x: Callable[[], Tensor],
-        tuned: bool,  # noqa: ARG002
-        spared: int,  # noqa: ARG002
+        tuned: bool,
+        spared: int,
         scale: Tensor | None = None,
-    ) -> WideWeightGradient:
-        return WideWeightGradient(dy, x, self.recipe, self.operators, scale)
+    ) -> ScaledWeightGradient:
+        """Return the gradient of factors that are quantised when they are read; `scale`: of an `x` in 8 bits."""
 
+        def output_gradient() -> Scaled:
+            return quantise_over_rows(dy(), "gradient", self.recipe, self.operators)
 
-@dataclass(frozen=True)
-class WideWeightGradient:
-    """dy^T x in 8 bits of factors that are still to be quantised, when they are read.
+        def linear_input() -> Scaled:
+            if scale is None:
+                return quantise_over_rows(x(), "input", self.recipe, self.operators)
+            arrived = Scaled(x().contiguous().view(E4M3), scale)
+            return arrived.transposed()
 
-    Args:
-        scale: of `x`, which has travelled in 8 bits (`ScaledProducts.narrow`); None: it has not.
-    """
-
-    dy: Callable[[], Tensor]
-    x: Callable[[], Tensor]
-    recipe: Recipe
-    operators: Operators
-    scale: Tensor | None = None
-
-    def into(self, source: SlotSource | None, accumulator: object) -> Tensor | None:
-        """Compute into the slot of a linear's weight and return None; else return the gradient, for autograd."""
-        if source is not None and source.write(accumulator, self._write):
-            return None
-        return self._quantised()._compute(self.dy().dtype)
-
-    def promised(self, source: SlotSource, accumulator: object) -> Promise | None:
-        """There, later in this backward pass; None: it cannot be."""
-        return source.promise(accumulator, self._write)
-
-    def _write(self, slot: GradientSlot) -> None:
-        self._quantised()._write(slot)
-
-    def _quantised(self) -> ScaledWeightGradient:
-        dy_MN, x_MK = self.dy(), self.x()
-        if self.scale is None:
-            x = quantise(x_MK, "input", self.recipe, self.operators)
-        else:
-            x = Scaled(x_MK.contiguous().view(E4M3), self.scale)
-        dy = quantise(dy_MN, "gradient", self.recipe, self.operators)
-        of_rows = functools.partial(over_rows, dy, dy_MN, self.recipe, self.operators)
-        return ScaledWeightGradient(of_rows, x, self.recipe, dy_MN.dtype, self.operators)
+        return ScaledWeightGradient(output_gradient, linear_input, lambda: dy().dtype, tuned, spared)

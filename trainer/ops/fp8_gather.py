@@ -22,10 +22,7 @@ from trainer.ops.backend import Operators, uses_triton
 from trainer.ops.fp8 import BLOCK, E4M3, Recipe, cast_plain, scale_of
 
 if HAS_TRITON:
-    from trainer.ops.fp8_kernels import cast
-
-_COLUMNS = 4096
-"""Of the matrix that a kernel sees a long piece as."""
+    from trainer.ops.fp8_kernels import cast_rounded
 
 
 class PieceQuantiser:
@@ -55,20 +52,19 @@ class PieceQuantiser:
     def scales(self, largest_K: Tensor) -> Tensor:
         return scale_of(largest_K, E4M3, self.recipe)
 
-    def cast(self, piece: PieceOfWeight, dtype: torch.dtype, scale: Tensor) -> Tensor:
-        """Quantise a piece, [E]."""
-        values_E = piece.values.to(dtype)
-        if self.recipe == "blockwise":
-            rows_RC, first = self._rows(piece, values_E.float())
-            block_rows = slice(first // BLOCK, (first + len(rows_RC)) // BLOCK)
-            cast_RC = cast_plain((_tiles(rows_RC) / scale[block_rows, None, :, None]).view(rows_RC.shape), E4M3)
-            return _within(cast_RC, piece, first)
-        if not uses_triton(self.operators, values_E):
-            return cast_plain(values_E.float() / scale, E4M3)
-        # By the kernel that casts whole weights, row by row: seen as one row a piece would have one program.
-        whole = len(values_E) // _COLUMNS * _COLUMNS
-        parts = [values_E[:whole].view(-1, _COLUMNS), values_E[whole:].view(1, -1)]
-        return torch.cat([cast(part, scale, E4M3).view(-1) for part in parts if part.numel()])
+    def cast(self, piece: PieceOfWeight, dtype: torch.dtype, scale: Tensor, out_E: Tensor) -> None:
+        """Quantise a piece."""
+        if self.recipe == "tensorwise" and uses_triton(self.operators, piece.values):
+            cast_rounded(piece.values, dtype, scale, out_E)
+            return
+        values_E = piece.values.to(dtype).float()
+        if self.recipe == "tensorwise":
+            out_E.copy_(cast_plain(values_E / scale, E4M3))
+            return
+        rows_RC, first = self._rows(piece, values_E)
+        block_rows = slice(first // BLOCK, (first + len(rows_RC)) // BLOCK)
+        cast_RC = cast_plain((_tiles(rows_RC) / scale[block_rows, None, :, None]).view(rows_RC.shape), E4M3)
+        out_E.copy_(_within(cast_RC, piece, first))
 
     def _largest_of_blocks(self, piece: PieceOfWeight) -> Tensor:
         rows_RC, first = self._rows(piece, piece.values.float())

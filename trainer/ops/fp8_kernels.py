@@ -1,6 +1,6 @@
 """Triton kernels of quantisation to 8 bits: a tensor's largest magnitude, the cast by a scale, a transposition.
 
-Shapes: [R, C] a matrix; E elements.
+Shapes: [R, C] a matrix; E elements of a part of one.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, unused-ignore"
@@ -14,17 +14,61 @@ from torch import Tensor
 from trainer.ops.backend import as_rows, num_programs
 
 _BLOCK, _TILE = 4096, 64
+_TILE_ROWS, _TILE_COLUMNS = 128, 64
+"""Of a cast that also transposes: 128 bytes of a row are read, and 128 of a column written."""
+_TINY = 2.0**-100
+"""Least magnitude that is scaled to the largest number of 8 bits: a tensor of zeros has a scale too."""
 _TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+_WIDE_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def largest_magnitude(x_RC: Tensor) -> Tensor:
     """Largest absolute value, a scalar in float32; NaN where one is in there."""
     x_RC = as_rows(x_RC)
     rows, columns = x_RC.shape
-    count = num_programs(x_RC, rows, 8)
-    partial = x_RC.new_empty(count, dtype=torch.float32)
-    _largest[(count,)](x_RC, partial, rows, columns, x_RC.stride(0), triton.cdiv(columns, _BLOCK), BLOCK=_BLOCK)
-    return partial.amax()  # which keeps a NaN
+    largest = x_RC.new_zeros((), dtype=torch.float32)
+    grid = (num_programs(x_RC, rows, 8),)
+    _largest[grid](x_RC, largest, rows, columns, x_RC.stride(0), triton.cdiv(columns, _BLOCK), BLOCK=_BLOCK)
+    return largest
+
+
+def quantise_rows_and_columns(
+    x_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return the matrix in `dtype`, [R, C], its transpose, [C, R], and their one scale, in two passes over it.
+
+    The scale is the largest magnitude times the reciprocal of the largest number, as in `trainer.ops.fp8.scale_of`.
+
+    Args:
+        rows, columns: whether the matrix is wanted, and its transpose; None else.
+    """
+    x_RC = as_rows(x_RC)
+    num_rows, num_columns = x_RC.shape
+    largest, limit = largest_magnitude(x_RC), torch.finfo(dtype).max
+    scale = torch.empty_like(largest)
+    out_RC = torch.empty(num_rows if rows else 0, num_columns, dtype=dtype, device=x_RC.device)
+    out_CR = torch.empty(num_columns if columns else 0, num_rows, dtype=dtype, device=x_RC.device)
+    tiles = triton.cdiv(num_columns, _TILE_COLUMNS), triton.cdiv(num_rows, _TILE_ROWS)
+    _cast_tile[tiles](
+        x_RC,
+        out_RC,
+        out_CR,
+        largest,
+        scale,
+        _TINY,
+        1.0 / limit,
+        limit,
+        num_rows,
+        num_columns,
+        x_RC.stride(0),
+        _TYPES[dtype],
+        GIVES_ROWS=rows,
+        GIVES_COLUMNS=columns,
+        ROWS=_TILE_ROWS,
+        COLUMNS=_TILE_COLUMNS,
+        num_warps=8,
+    )
+    return out_RC if rows else None, out_CR if columns else None, scale
 
 
 def cast(x_RC: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,6 +82,19 @@ def cast(x_RC: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out_RC
 
 
+def cast_rounded(x_E: Tensor, through: torch.dtype, scale: Tensor, out_E: Tensor) -> None:
+    """Write x / scale, with x rounded to `through` first, as `cast` has it.
+
+    Args:
+        x_E: float32 or narrower, contiguous.
+        out_E: float8, contiguous.
+    """
+    count, limit = x_E.numel(), torch.finfo(out_E.dtype).max
+    grid, dtypes = (triton.cdiv(count, _BLOCK),), (_WIDE_TYPES[through], _TYPES[out_E.dtype])
+    if count:
+        _cast_rounded[grid](x_E, out_E, scale, limit, count, *dtypes, BLOCK=_BLOCK)
+
+
 def transpose(x_RC: Tensor) -> Tensor:
     """[C, R], contiguous, of elements of one byte."""
     rows, columns = x_RC.shape
@@ -47,21 +104,61 @@ def transpose(x_RC: Tensor) -> Tensor:
     return out_CR
 
 
-# A program takes every so-manieth row; NaNs are kept, which a plain maximum would drop.
+# A program takes every so-manieth row. Magnitudes are compared as integers, whose order is theirs, with a NaN above
+# infinity: a maximum of floats may drop it.
 @triton.jit
-def _largest(x, partial, num_rows, num_columns, stride, steps, BLOCK: tl.constexpr):
+def _largest(x, largest, num_rows, num_columns, stride, steps, BLOCK: tl.constexpr):
     offset = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), tl.float32)
+    most = tl.zeros((BLOCK,), tl.int32)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         for step in range(steps):
             column = step * BLOCK + offset
             value = tl.load(x + tl.cast(row, tl.int64) * stride + column, mask=column < num_columns, other=0)
-            value = tl.abs(value.to(tl.float32))
-            largest = tl.maximum(largest, value, propagate_nan=tl.PropagateNan.ALL)
-    # A reduction by maximum may drop NaNs: they are counted beside.
-    lost = tl.max((largest != largest).to(tl.int32), 0)
-    most = tl.max(tl.where(largest != largest, 0.0, largest), 0)
-    tl.store(partial + tl.program_id(0), tl.where(lost > 0, float("nan"), most))
+            most = tl.maximum(most, tl.abs(value.to(tl.float32)).to(tl.int32, bitcast=True))
+    tl.atomic_max(largest.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(most, 0))
+
+
+@triton.jit
+def _in_range(value, by, limit):
+    """value / by, and what rounding would put above the largest that there is, that; by comparisons: a NaN stays."""
+    value = value / by
+    return tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
+
+
+# One program a tile. The first one stores the scale, which all compute alike from the largest magnitude; a NaN is no
+# less than any number.
+@triton.jit
+def _cast_tile(
+    x,
+    out,
+    transposed,
+    largest,
+    scale,
+    tiny,
+    reciprocal,
+    limit,
+    num_rows,
+    num_columns,
+    stride,
+    DTYPE: tl.constexpr,
+    GIVES_ROWS: tl.constexpr,
+    GIVES_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    most = tl.load(largest)
+    by = tl.where(most < tiny, tiny, most) * reciprocal
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale, by)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    value = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0).to(tl.float32)
+    value = _in_range(value, by, limit).to(DTYPE)
+    if GIVES_ROWS:
+        tl.store(out + row[:, None] * num_columns + column[None, :], value, mask=mask)
+    if GIVES_COLUMNS:
+        tl.store(transposed + column[:, None] * num_rows + row[None, :], tl.trans(value), mask=tl.trans(mask))
 
 
 @triton.jit
@@ -73,10 +170,15 @@ def _cast(x, out, scale, limit, num_rows, num_columns, stride, steps, DTYPE: tl.
         for step in range(steps):
             column = step * BLOCK + offset
             mask = column < num_columns
-            value = tl.load(x + wide_row * stride + column, mask=mask, other=0).to(tl.float32) / by
-            # By comparisons, not by minimum and maximum: a NaN stays one.
-            value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
-            tl.store(out + wide_row * num_columns + column, value.to(DTYPE), mask=mask)
+            value = tl.load(x + wide_row * stride + column, mask=mask, other=0).to(tl.float32)
+            tl.store(out + wide_row * num_columns + column, _in_range(value, by, limit).to(DTYPE), mask=mask)
+
+
+@triton.jit
+def _cast_rounded(x, out, scale, limit, count, THROUGH: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < count, other=0).to(THROUGH).to(tl.float32)
+    tl.store(out + place, _in_range(value, tl.load(scale), limit).to(DTYPE), mask=place < count)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from collectives.sharded.slot import SlotSource, slot_source
 from collectives.tensor.autotuned_gemm import can_tune
 from collectives.tensor.gemm import multiply, weight_gradient
-from collectives.tensor.linear import Again, join_by_torch
+from collectives.tensor.linear import Again, as_one, join_by_torch
 from collectives.triton_support import HAS_TRITON
 from trainer.ops.backend import Operators, as_rows, autotunes_gemms, uses_triton
 from trainer.ops.fp8 import Recipe, scaled_linear
@@ -158,7 +158,13 @@ def join_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Join the gradients of a product's outputs, [..., n] each: return [M, N] and the bias's, in the same dtype."""
     parts_Mn = [as_rows(dy) for dy in dys]
-    if has_bias and uses_triton(operators, parts_Mn[0]) and 1 < len(parts_Mn) <= MOST_PARTS:
+    # Where they are one matrix already, its sum is all that is left to do.
+    if (
+        has_bias
+        and as_one(parts_Mn) is None
+        and uses_triton(operators, parts_Mn[0])
+        and 1 < len(parts_Mn) <= MOST_PARTS
+    ):
         return join_and_sum(parts_Mn)
     return join_by_torch(parts_Mn, has_bias)
 
