@@ -38,16 +38,17 @@ class Summed:
     def wait_for_current_stream(self) -> None:
         pass
 
-    def send(self, input_N: Tensor) -> Callable[[Tensor, bool], None]:
+    def send(self, input_N: Tensor) -> Callable[[Tensor, bool, bool], None]:
         size, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         assert input_N.nbytes <= size * self._part_bytes
         self._open += 1
         assert self._open <= 2, "there is memory for two"
 
-        def add(output_S: Tensor, mean: bool) -> None:
+        def add(output_S: Tensor, mean: bool, adds: bool) -> None:
             wide_N = input_N.float()
             dist.all_reduce(wide_N, group=self._group)
-            output_S.copy_(wide_N.view(size, -1)[rank] / (size if mean else 1))
+            sum_S = wide_N.view(size, -1)[rank] / (size if mean else 1)
+            output_S.add_(sum_S) if adds else output_S.copy_(sum_S)
             self._open -= 1
 
         return add
