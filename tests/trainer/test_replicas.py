@@ -31,6 +31,15 @@ def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype) -> None:
         assert digest(flipped.view(dtype)) != before
 
 
+def test_a_comparison_takes_little_memory_beside_the_largest_bucket() -> None:
+    """Words are widened to be summed: all at once, those of weights in 8 bits took eight times their memory."""
+    weights = torch.arange(24 << 20, dtype=torch.int32).to(torch.int8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        total = digest(weights)
+    assert total == sum(each * 98_304 for each in range(-128, 128))
+    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 40 << 20
+
+
 def test_the_rank_that_differs_from_most_replicas_is_named() -> None:
     layout = ParallelLayout(tp=2, dp=4, pp=1)
     values = [10, 20] * 4  # tensor-parallel ranks hold other parameters
