@@ -111,9 +111,9 @@ class ReplicaCheck:
 
 def digest(numbers: Tensor) -> int:
     """Return the sum of the words of a tensor as integers, which any one flipped bit changes."""
-    words = numbers.detach().contiguous().view(_WORDS[numbers.element_size()]).flatten()
+    flat = numbers.detach().contiguous().view(_WORDS[numbers.element_size()]).flatten()
     # Part by part: torch widens what it sums first, which is eight times the memory of weights in 8 bits.
-    return int(torch.stack([part.sum(dtype=torch.int64) for part in words.split(_SUMMED_AT_ONCE)]).sum())
+    return int(torch.stack([part.sum(dtype=torch.int64) for part in torch.split(flat, _SUMMED_AT_ONCE)]).sum())
 
 
 def differences(readings: Sequence[Sequence[int]], layout: ParallelLayout) -> Differences:
