@@ -270,11 +270,9 @@ def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig,
         ConfigError: the ranks together need more than this machine has free, or one more than its GPU has; snapshots
             for checkpoints need more than this machine has.
     """
-    # On the CPU all ranks share the machine's memory; on GPUs each has a card of its own.
-    there, where = _room(backend)
+    there, where = memory_here(backend)
     sharing = 1 if backend == "nccl" else ranks
-    counted = with_overlap(job, windows=False) if backend == "gloo" else job
-    counted, settings = settle(counted, there // sharing, is_card=backend == "nccl")
+    counted, settings = settle_here(job, ranks, backend)
     # A CPU has no windows to take, and the job keeps its wish for them.
     fitted = with_overlap(counted, windows=job.overlap.windows) if backend == "gloo" else counted
     job = counted if backend == "gloo" else in_room(counted, there)
@@ -292,6 +290,15 @@ def fit_memory(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig,
             line += f", for which it sets {settings}"
         check_room(job, line, there, sharing, is_card=backend == "nccl")
     return fitted, line + check_snapshots(job, ranks)
+
+
+def settle_here(job: JobConfig, ranks: int, backend: Backend) -> tuple[JobConfig, str]:
+    """Return the job with its defaults stepped down to this machine's memory, and what was set; on gloo, no windows."""
+    there, _ = memory_here(backend)
+    # On the CPU all ranks share the machine's memory; on GPUs each has a card of its own.
+    if backend == "gloo":
+        return settle(with_overlap(job, windows=False), there // ranks, is_card=False)
+    return settle(job, there)
 
 
 def check_snapshots(job: JobConfig, ranks: int) -> str:
@@ -314,7 +321,7 @@ def check_snapshots(job: JobConfig, ranks: int) -> str:
     return f"; snapshots for checkpoints take {gib(needed)} of the host's memory" if needed else ""
 
 
-def _room(backend: Backend) -> tuple[int, str]:
+def memory_here(backend: Backend) -> tuple[int, str]:
     """Return the bytes that ranks can take: of the smallest GPU, or of this machine; 0 if not known."""
     if backend == "gloo":
         return environ.available_memory_bytes(), "free here are"

@@ -32,6 +32,7 @@ from netlayer.workload.schedule import micro_batches
 from trainer.data.batches import cut_windows, own_chunks, split_windows
 from trainer.parallel import ParallelModel
 
+_SUMMED_AT_ONCE = 2**22  # words: 32 MiB as int64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -110,7 +111,9 @@ class ReplicaCheck:
 
 def digest(numbers: Tensor) -> int:
     """Return the sum of the words of a tensor as integers, which any one flipped bit changes."""
-    return int(numbers.detach().contiguous().view(_WORDS[numbers.element_size()]).sum(dtype=torch.int64))
+    flat = numbers.detach().contiguous().view(_WORDS[numbers.element_size()]).flatten()
+    # Part by part: torch widens what it sums first, which is eight times the memory of weights in 8 bits.
+    return int(torch.stack([part.sum(dtype=torch.int64) for part in torch.split(flat, _SUMMED_AT_ONCE)]).sum())
 
 
 def differences(readings: Sequence[Sequence[int]], layout: ParallelLayout) -> Differences:

@@ -368,7 +368,9 @@ class Bucket:
         torch.autograd.graph.increment_version(self.parameters)
 
     def allocate(self) -> None:
-        """Allocate the freed memory of the unsharded parameters again, on the current stream; values are undefined."""
+        """Allocate freed memory of the unsharded parameters, on the current stream; values are undefined."""
+        if not self._is_freed:
+            return
         self._is_freed = False
         self.unsharded_N.untyped_storage().resize_(self.unsharded_N.nbytes)
         # The values of the graph's forward pass come back, unless the shards have changed: that has been counted too.

@@ -84,6 +84,7 @@ from collectives.sharded.prepare import (
     wire_dtype,
 )
 from collectives.sharded.reduce import GradientReduce, GradientState, inside_backward
+from collectives.sharded.reshard import ReshardingGather
 from collectives.sharded.slot import DeferredWeightGrads
 from collectives.sharded.state import (
     attach_state_hooks,
@@ -254,9 +255,9 @@ class ShardedDataParallel(StandIn):
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
         frozen = same_start(module, [*replicas, self.reduce_comm], param_dtype)
-        self._gather = ParameterGather(
-            self.buckets, self._all_gather, overlap.prefetch, overlap.enabled, self.start_step, reshards
-        )
+        gathers = self.buckets, self._all_gather, overlap.prefetch, overlap.enabled, self.start_step
+        resharding = ReshardingGather(*gathers, reshards) if reshards else None
+        self._gather = resharding or ParameterGather(*gathers)
         self._gather.compares_each_step = data_writes != "ignore"
         travels = self._reduce_scatter, in_flight, overlap.enabled, stage, self._gather
         self._reduce = GradientReduce(self.buckets, *travels, unused == "skip", self)
@@ -269,8 +270,8 @@ class ShardedDataParallel(StandIn):
         self._before_forward = torch.compiler.disable(self._before_forward)  # type: ignore[method-assign, no-untyped-call]
         self._after_forward = torch.compiler.disable(self._after_forward)  # type: ignore[method-assign, no-untyped-call]
         self._wrapped.attach_hooks()
-        if reshards:
-            self._reduce.reshard = ReshardHooks(self.buckets, self._gather, owners, parts)
+        if resharding is not None:
+            self._reduce.reshard = ReshardHooks(self.buckets, resharding, owners, parts)
             self._reduce.reshard.attach_hooks()
         for bucket in self.buckets:
             for position, parameter in enumerate(bucket.parameters):
@@ -590,10 +591,7 @@ class ShardedDataParallel(StandIn):
     def wait_for_gathers(self) -> None:
         """Let no gather be under way: as `wait_parameters`, but for those that stage 3 frees, which it frees."""
         self.start_step()
-        if self._gather.reshards:
-            self._gather.free_all()
-        else:
-            self._gather.wait_all()
+        self._gather.settle()
 
     def sync_masters_from_params(self) -> None:
         """Take over into the masters what was written into parameters through `.data`, the same on every rank.

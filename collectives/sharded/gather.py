@@ -4,7 +4,7 @@ After an optimiser step only a rank's own shards are current. `unshard` starts t
 of the buckets on every rank, so that they run under data loading and the forward pass: all of them at once, so that
 whoever reads a parameter later waits on this rank alone, or `prefetch` of them ahead of the computation. Where the
 optimiser steps inside the backward pass, some buckets are gathered there already (`gather_early`), and `unshard_rest`
-starts the others. Not covered: when parameters are freed (`collectives.sharded.wrapped`).
+starts the others. Not covered: parameters that are freed after use (`collectives.sharded.reshard`).
 
 [Note: parameters that others write] Where parameters are of another dtype than the masters, the next `unshard` would
 overwrite what somebody has written into them (a checkpoint, say). `sync_masters` takes that over into the masters
@@ -22,13 +22,6 @@ handed the bare pointer of a tensor, or reads it in C++ without asking for `__to
 [Note: aliases] What was made of a parameter before (`.data`, `.detach()`, a value of a `state_dict`) is a plain tensor
 over the same memory. Every parameter has a storage of its own, so that one can tell that there is such a tensor: the
 gather is then waited for as soon as it is launched (`has_aliases`).
-
-[Note: buckets that reshard] In ZeRO stage 3 some buckets are freed after their use, and gathered again before the next
-one: once a forward pass, once a backward pass. Each pass gathers what is freed in one order on every rank, forwards
-from the first bucket and backwards from the last, `prefetch` ahead of the computation, into memory that is allocated at
-the launch; so such a gather follows all that is queued by then, which may still read what lay there. What a pass did
-not use on this rank is gathered at its end, for the other ranks' sake, and freed at once. A bucket that is used again
-in one pass after it was freed is gathered once more, where the program does so on every rank.
 """
 
 from __future__ import annotations
@@ -38,7 +31,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +55,7 @@ class ParameterGather:
         prefetch: all-gathers launched ahead of the one that is waited for; None: all.
         overlap: False: each is waited for at once, all of them in `unshard`.
         start_step: unshards shards that have changed, where somebody reads a parameter before that; None: `unshard`.
-        reshards: indices of the buckets that are freed after use, and are freed now.
+        reshards: indices of the buckets that are freed now: for `collectives.sharded.reshard`.
     """
 
     def __init__(
@@ -98,30 +91,9 @@ class ParameterGather:
         self._writes = [bucket.num_writes for bucket in buckets]
         """By bucket, of its parameters: those that are known here."""
         self.reshards = frozenset(reshards)
-        """Buckets that are freed after use: see [Note: buckets that reshard]."""
-        # All that stays first: a pass waits for it before it calls a unit.
-        order = sorted(range(len(buckets)), key=lambda index: (index in self.reshards, index))
-        self._position = {index: position for position, index in enumerate(order)}
-        """Of a bucket in the order of a forward pass's gathers."""
+        """Buckets that are freed after use."""
         self._freed = set(self.reshards)
-        self._kept: set[int] = set()
-        """Of those that are not, the ones that stay until the shards change: others than their units use them, and
-        their backward passes begin without a hook here."""
-        self._known_kept: set[int] = set()
-        """All that were kept in some pass: of one that raised here, the others keep them."""
-        self.unit_of: Mapping[int, int] = {}
-        """Number of the unit that a bucket which reshards is of."""
-        self.last_unit: frozenset[int] = frozenset()
-        """Buckets that stay between a forward pass and its backward pass."""
-        self._read: set[int] = set()
-        """And those that somebody has read or written past the hooks."""
-        self._direction = 1
-        """In which the pass goes through the buckets: 1 forwards, -1 backwards."""
-        self._in_forward = False
-        self._num_forwards = 0
-        """Passes that no backward pass has followed yet."""
-        self._staying: frozenset[int] = frozenset()
-        """`last_unit` in a forward pass with gradients."""
+        """Buckets to gather before their next use, the same on every rank between passes."""
         self._float8 = {index: bucket for index, bucket in enumerate(buckets) if isinstance(bucket, Float8Bucket)}
         for index, bucket in enumerate(buckets):
             watch_access(bucket.parameters, self, index)
@@ -176,15 +148,13 @@ class ParameterGather:
                 self.needs_unshard and self.shards_have_changed
             ):  # else gradients are finished, and nobody has stepped yet
                 self._start_step()
+            self._note_read(index)
+            self.wait_for((index,))  # what is written now must not be taken for written in its midst
             if index in self._float8:
-                self.wait_for((index,))  # what is written now must not be taken for written in its midst
                 self._make_readable(self._float8[index])
-                return
-            if index in self.reshards:
-                self._read.add(index)
-                if torch.is_grad_enabled():  # a backward pass may read it again, without a hook before
-                    self._kept.add(index)
-            self.wait_for((index,))
+
+    def _note_read(self, index: int) -> None:
+        """Note that somebody reads or writes a bucket's parameters; of one that stays, nothing follows."""
 
     def before_product(self, index: int) -> None:
         """Make bucket `index` current in 8 bits, since a product is about to read it so."""
@@ -237,10 +207,7 @@ class ParameterGather:
         # First of all: the gathers below would overwrite what somebody has written, and nobody would notice.
         self._refuse_writes(range(len(self.buckets)))
         # Gathers of the last unshard still write into the buffers that these take.
-        if self.reshards:
-            self._settle()
-        else:
-            self.wait_all()
+        self.settle()
         stays_readable = self._forget_readable()
         if self._float8:
             share_scales(list(self._float8.values()), self.comm)
@@ -305,16 +272,16 @@ class ParameterGather:
                     "backward pass that has stepped them already: build the optimiser without step_in_backward"
                 )
             with self._lock:
-                # Before the wait, so that the next gathers are on their way while this one is waited for. Buckets that
-                # stay are never queued in a backward pass: launching up to one would gather every unit at once.
-                if self._direction > 0 or index in self.reshards:
-                    self._launch_ahead(index)
-                if index in self._freed:  # used again, or past the passes
-                    self._launch(index)
-                work = self._works.get(index)
-                if work is not None:
-                    work.wait()
-                    self._note_current(index)
+                # Before the wait, so that the next gathers are on their way while this one is waited for.
+                self._launch_up_to(index)
+                self._wait_launched(index)
+
+    def _wait_launched(self, index: int) -> None:
+        """Wait for a bucket's gather, if it is under way: it launches nothing, so one rank alone may do it."""
+        work = self._works.get(index)
+        if work is not None:
+            work.wait()
+            self._note_current(index)
 
     def _note_current(self, index: int) -> None:
         """Note that the current stream has waited for this bucket; the computing stream waits too, if it is another."""
@@ -333,143 +300,23 @@ class ParameterGather:
 
     @property
     def _depth(self) -> int:
-        if not self.reshards:
-            return len(self.buckets) if self.prefetch is None or not self.overlap else self.prefetch
-        # Each of these holds a bucket's memory: one ahead is under way while its predecessor is computed with.
-        return (self.prefetch or 1) if self.overlap else 0
+        return len(self.buckets) if self.prefetch is None or not self.overlap else self.prefetch
 
     def launch_all(self) -> None:
         """Launch what is left, so that every rank has launched the same, whatever its forward pass has used."""
-        if self._direction > 0:
-            self._launch_rest()
-            self._in_forward = False
-
-    def _launch_rest(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
-        """Launch what is left of a pass; see `end_backward`."""
-        # A pass that raised frees and keeps what it does on the other ranks.
-        self._kept |= self._known_kept
         while self._to_launch:
-            # Of one unit together: the other ranks wait for all of it before they go on to its reductions.
-            unit = self.unit_of.get(self._to_launch[0])
-            indices = {index for index in self._to_launch if unit is not None and self.unit_of.get(index) == unit}
-            indices = indices or {self._to_launch[0]}
-            for index in [each for each in self._to_launch if each in indices]:
-                self._launch(index)
-            self._to_launch = deque(index for index in self._to_launch if index not in indices)
-            before_wait(max(indices))
-            # Nobody here has asked for it: it is freed at once, for all of them together may not fit.
-            self.free(indices - self._staying)
-        # Prefetched, and not used in this pass.
-        self.free(self.reshards & self._works.keys() - self._staying)
+            self._launch(self._to_launch.popleft())
 
     def wait_all(self) -> None:
         """Make every parameter ready to be read, with the values of the last `unshard`."""
-        # Whoever asks may make tensors of these parameters, and no hook sees that.
-        self._read |= self.reshards
         self.wait_for(range(len(self.buckets)))
 
+    def settle(self) -> None:
+        """Let no gather be under way."""
+        self.wait_all()
+
     def begin_forward(self, *, with_gradients: bool) -> None:
-        """Begin a forward pass: what is freed is gathered in the order of the buckets."""
-        if not self.reshards:
-            return
-        # Of a pass that raised, the other ranks wait for the rest.
-        if self._direction < 0:
-            self.end_backward()
-        elif self._in_forward:
-            self._complete_forward()
-        self.free(self._read)
-        self._to_launch = deque(sorted(self._freed.union(self._to_launch), key=self._position.__getitem__))
-        self._in_forward, self._staying = True, self.last_unit if with_gradients else frozenset()
-        self._num_forwards += with_gradients
-
-    def begin_backward(self) -> None:
-        """Begin a backward pass through units: what is freed is gathered in the reverse order."""
-        if self._direction < 0:
-            self.end_backward()  # of one that raised
-        # What the graph has saved is of the shards before: autograd shall notice, as where parameters stay.
-        if self.needs_unshard and self.shards_have_changed:
-            self._start_step()
-        self.launch_all()
-        self._direction, self._staying, self._num_forwards = -1, frozenset(), 0
-        self._to_launch = deque(sorted(self._freed, reverse=True))
-
-    def end_backward(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
-        """End the pass: launch what is left of it, and free all that reshards.
-
-        Args:
-            before_wait: called with the last bucket of each unit that is launched here, before it is waited for: the
-                other ranks may go on to it only when this rank has launched the reductions that precede it.
-        """
-        if self._direction < 0:
-            self._launch_rest(before_wait)
-            self._direction = 1
-            self.free(self.reshards)
-
-    def pass_nothing(self, before_wait: Callable[[int], None]) -> None:
-        """Take part in a forward and a backward pass of the other ranks, or in the backward pass alone."""
-        if not self._num_forwards:
-            self.begin_forward(with_gradients=True)
-        self._complete_forward()
-        self.begin_backward()
-        self.end_backward(before_wait)
-
-    def _complete_forward(self) -> None:
-        """Leave things as a forward pass does that did not raise."""
-        self.launch_all()
-        self.free(self.reshards - self._staying)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward pass has begun here that has not ended, or has raised."""
-        return self._direction < 0
-
-    def keep(self, indices: Iterable[int]) -> None:
-        """Keep buckets until the shards change: others than their units read them."""
-        kept = self.reshards.intersection(indices)
-        self._kept |= kept
-        self._known_kept |= kept
-
-    def free(self, indices: Iterable[int]) -> None:
-        """Free the memory of those of the buckets that reshard, unless somebody keeps them or holds a view of it."""
-        for index in sorted(self.reshards.intersection(indices) - self._freed - self._kept):
-            bucket, work = self.buckets[index], self._works.get(index)
-            if work is not None:
-                work.wait()
-                self._note_current(index)
-            if index in self._float8:  # nobody writes there, or reads it past products
-                self._read.discard(index)
-                self._freed.add(index)
-                bucket.free()
-                continue
-            # What was written is in no master yet; where a master has changed since, it is the newer one.
-            may_be_written = self._is_written(index) or (index in self._read and self.compares_each_step)
-            is_newer = not self._changed_unseen and bucket.master_S._version == self._versions[index]
-            if may_be_written and is_newer:
-                bucket.sync_masters()
-                self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
-            self._free(index)
-
-    def _free(self, index: int) -> None:
-        # Only of one that was read past the hooks: what autograd has saved for the backward pass is of this memory too.
-        if index in self._read and self.buckets[index].has_aliases():
-            return
-        self._read.discard(index)
-        self._freed.add(index)
-        self.buckets[index].free()
-        mark_pending(self.buckets[index].parameters)
-
-    def free_all(self) -> None:
-        """Free all that reshards, between passes: what the masters hold then is what the next pass computes with."""
-        self._settle()
-
-    def _settle(self) -> None:
-        """Wait for what is under way, and free what reshards: the shards may have changed."""
-        if self._direction < 0:
-            self.end_backward()
-        self._launch_rest()
-        self.wait_for(tuple(self._works))
-        self._kept.clear()
-        self.free(self.reshards)
+        """Begin a forward pass; here all its gathers are launched or queued already."""
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if shards were changed that nothing will unshard."""
@@ -499,12 +346,18 @@ class ParameterGather:
         written = [index for index in range(len(self.buckets)) if self._is_written(index)]
         self._refuse_writes(index for index in written if index in self._works or index in self._to_launch)
         for index in range(len(self.buckets)) if unseen else written:
-            bucket = self.buckets[index]
-            is_there = index in self._float8 or index not in self._freed
-            if index not in self._works and index not in self._to_launch and is_there:
-                bucket.sync_masters()
-                # The adoption has raised the version itself, and leaves nothing to unshard.
-                self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
+            if index not in self._works and index not in self._to_launch and self._is_there(index):
+                self._sync_masters(index)
+
+    def _is_there(self, index: int) -> bool:
+        """Whether there are values of a bucket's parameters that somebody may have written."""
+        return index in self._float8 or index not in self._freed
+
+    def _sync_masters(self, index: int) -> None:
+        bucket = self.buckets[index]
+        bucket.sync_masters()
+        # The adoption has raised the version itself, and leaves nothing to unshard.
+        self._versions[index], self._writes[index] = bucket.master_S._version, bucket.num_writes
 
     def note_changed(self) -> None:
         """Note that shards and full parameters were changed alike on every rank: there is nothing to unshard."""
@@ -518,8 +371,8 @@ class ParameterGather:
     def note_masters_loaded(self, differ: bool) -> None:
         """Note that masters were loaded, and parameters with the same values, unless they `differ` on any rank."""
         self.note_changed()
-        # What could not be freed holds the values of before, and so does what travelled in 8 bits.
-        if differ or self.reshards - self._freed or self._float8:
+        # What travelled in 8 bits holds the values of before.
+        if differ or self._float8:
             self.note_changed_unseen()
 
     def _is_written(self, index: int) -> bool:
@@ -535,12 +388,11 @@ class ParameterGather:
                 )
 
     def _start(self, indices: Sequence[int]) -> None:
-        self._to_launch.extend(sorted(indices, key=self._position.__getitem__))
+        self._to_launch.extend(sorted(indices))
         self._changing(indices)
-        self._launch_ahead(-1)
+        self._launch_up_to(-1)
         # Nothing asks before those are read: see [Note: aliases].
-        unfreed = (index for index in range(len(self.buckets)) if index not in self.reshards or index in self._read)
-        self.wait_for(index for index in unfreed if self.buckets[index].has_aliases())
+        self.wait_for(index for index, bucket in enumerate(self.buckets) if bucket.has_aliases())
 
     def _changing(self, indices: Sequence[int]) -> None:
         # The gathers overwrite what a graph that is kept for another backward has saved: autograd shall notice.
@@ -551,10 +403,9 @@ class ParameterGather:
             # The versions raised just above are no writes of the user's.
             self._writes[index] += len(self.buckets[index].parameters)
 
-    def _launch_ahead(self, index: int) -> None:
-        """Launch the gathers up to that of bucket `index`, in the order of the pass, and of `prefetch` more."""
-        position = -1 if index < 0 else self._position[index]
-        while self._to_launch and self._direction * (self._position[self._to_launch[0]] - position) <= self._depth:
+    def _launch_up_to(self, index: int) -> None:
+        """Launch the gathers up to that of bucket `index`, and of `prefetch` more; -1: these alone."""
+        while self._to_launch and self._to_launch[0] - index <= self._depth:
             self._launch(self._to_launch.popleft())
 
     def _launch(self, index: int) -> None:
@@ -562,11 +413,6 @@ class ParameterGather:
         bucket = self.buckets[index]
         prepare = None if index in self._in_place else bucket.copy_in_shard
         after = self._after.pop(index, None)
-        if index in self.reshards:
-            after = None  # the computation so far may still read what lay in this memory
-        if index in self._freed:
-            bucket.allocate()
-            self._freed.discard(index)
         work = self._all_gather(bucket.gathered_N, prepare, after)
         self._in_place.discard(index)
         # The version that travels: a later one was changed too late, see `check_unchanged`.

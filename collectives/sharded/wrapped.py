@@ -5,7 +5,7 @@ What would train something else is refused. Not covered: reading and writing sin
 
 [Note: what reshards] ZeRO stage 3, FSDP2's `reshard_after_forward`: a unit's buckets are freed after its forward pass,
 and again when all their gradients have come in the backward pass, which begins with gathering them: at the first
-gradient of one of the unit's outputs. Those of a few units are held at a time (`collectives.sharded.gather`, [Note:
+gradient of one of the unit's outputs. Those of a few units are held at a time (`collectives.sharded.reshard`, [Note:
 buckets that reshard]). The last unit stays between the two passes: it is the first that the backward pass needs.
 Parameters outside the units stay too. Not covered: units that are used past their outputs (a loss that a unit keeps as
 an attribute): the backward pass then raises torch's RuntimeError that a tensor has another version than it has saved.
@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.gather import ParameterGather
 from collectives.sharded.reduce import inside_backward
+from collectives.sharded.reshard import ReshardingGather
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +239,7 @@ class ReshardHooks:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        gather: ParameterGather,
+        gather: ReshardingGather,
         owners: Mapping[nn.Module, Sequence[int]],
         units: Sequence[nn.Module],
     ) -> None:

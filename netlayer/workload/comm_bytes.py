@@ -17,7 +17,7 @@ all-gather or before a reduce-scatter. `Collective.sent_bytes` is what of it lea
   their largest magnitude. Once a step: gradients of what all ranks hold whole (norms, positions, biases after
   sums).
 - Context parallel: keys and values of every attention are gathered in the forward pass, and again in the backward one
-  where there is neither a window nor packed documents; their gradients are scattered as sums.
+  where documents are not packed; their gradients are scattered as sums.
 - Pipeline: an activation and a gradient for each micro-batch and boundary between chunks; a rank of a tensor-parallel
   group sends its rows of them.
 - A tied token table that both ends of a pipeline hold: its gradient, once.
@@ -268,14 +268,13 @@ def _context_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     width = 2 * model.kv_width / job.parallel.tp * DTYPE_BYTES[dtype]
     runs = (parts_of(run_of(job, stage, chunk)) for chunk in range(job.parallel.vpp))
     layers = [layer for run in runs for layer, part in run.items() if halves_in(part)[0]]
-    # Gathered in the forward pass and again in the backward one, unless a mask has attention keep all keys; what
-    # recomputes attention gathers once more.
+    # Gathered in the forward pass and again in the backward one, unless a mask of documents has attention keep all keys
+    # (on a GPU in 32 bits, one of a window too); what recomputes attention gathers once more.
     again = model.recompute == "full" or model.recomputes("core_attn")
     has_documents = job.data.packing == "documents"
-    masked = [has_documents or 0 < model.window(layer) < model.seq_len for layer in layers]
     num_bytes = job.batch.micro_batch_size * model.seq_len * width
     times = micro_batches(job) * len(layers)
-    gathers = micro_batches(job) * sum(2 - is_masked + again for is_masked in masked)
+    gathers = times * (2 - has_documents + again)
     yield Collective("cp", "all_gather", "keys and values", dtype, cp, gathers, gathers * num_bytes)
     yield Collective("cp", "reduce_scatter", "keys and values", dtype, cp, times, times * num_bytes)
 

@@ -162,6 +162,13 @@ def programs_go_on_in_stage_3(rank: int, world_size: int) -> None:
                 with torch.no_grad():
                     each.blocks[0].up.weight.mul_(0.9)
                 each.blocks[1].down.weight.data.mul_(0.9)
+        if step == 3:
+            for state in (held, model.state_dict()):
+                state["blocks.0.down.weight"].mul_(0.9)
+        if step == 4:  # and lets go of it before anybody reads that
+            held["blocks.2.down.weight"].mul_(0.9)
+            model.state_dict()["blocks.2.down.weight"].mul_(0.9)
+            held.clear()
         own = tokens[rank::world_size]
         penalty = [0.1 * each.blocks[1].up.weight.square().sum() for each in (ours, model)]  # read past the unit
         (sharded(own) + penalty[0]).backward()
@@ -442,3 +449,76 @@ def a_state_that_was_dropped_keeps_no_bucket(rank: int, world_size: int) -> None
             assert state
         optimizer.step()
         optimizer.zero_grad()
+
+
+@case
+def a_view_that_one_rank_alone_holds_stays_current_in_stage_3(rank: int, world_size: int) -> None:
+    """It parts in nothing that ranks do together, shows each step's values, and its memory goes with it."""
+    last = world_size - 1
+    for settings in ({}, {"param_dtype": torch.bfloat16}, {"overlap": False}, {"prefetch": 2, "bucket_bytes": 500}):
+        build = functools.partial(narrow_net, settings.get("param_dtype", torch.float32))
+        wide = functools.partial(wrap, broadcast_buffers=False, **settings)
+        plain = train(stage3(build(), wide), 6, rank, world_size)
+        model = build()
+        sharded = stage3(model, wide)
+        optimizer, views = sharded.optimizer(adamw), dict[str, Tensor]()
+        for step, tokens in enumerate(batches(6, world_size)):
+            sharded(tokens[rank::world_size]).backward()
+            units = sum(held_bytes(sharded)[1:]), sum(held_bytes(sharded))
+            assert (units[0] > 0) == (rank == last and 1 < step < 4)
+            assert (units[1] > 0) == (rank in (0, last) and 1 < step < 5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                state = model.state_dict()  # every rank reads it
+                kept = {0: ["blocks.0.up.weight", "token.weight"], last: ["blocks.1.up.weight"]}.get(rank, [])
+                views = {name: state[name].detach() for name in kept}
+                del state
+                if rank == last:
+                    views["blocks.0.down.weight"] = model.blocks[0].down.weight[1:, :2].detach()
+            shown = {name: view.clone() for name, view in views.items()}  # before the next gathers
+            masters = {name: value.to(build().scale.dtype) for name, value in sharded.full_state_dict().items()}
+            for name, value in shown.items():
+                whole = masters[name].to(value.dtype)
+                torch.testing.assert_close(
+                    value, whole if whole.shape == value.shape else whole[1:, :2], rtol=0, atol=0
+                )
+            if step == 3:
+                views.pop("blocks.1.up.weight", None)
+            if step == 4:
+                views.clear()
+        assert_same(sharded.full_state_dict(), plain)
+        sharded.close()
+
+
+@case
+def a_view_that_one_rank_alone_holds_survives_what_raises_in_stage_3(rank: int, world_size: int) -> None:
+    """With evaluations, a state that is loaded, a pass that raises on one rank, and norms that are read each step."""
+    model, plain = net(), net()
+    pair = stage3(model, in_flight=1), stage3(plain, in_flight=1)
+    optimizers = [each.optimizer(adamw) for each in pair]
+    views = list[Tensor]()
+    for step, tokens in enumerate(batches(5, world_size)):
+        if step == 1:
+            views = [each.detach() for each in model.parameters()]  # on every rank, and dropped on all but the last
+            views = views if rank == world_size - 1 else []
+        if step == 2:
+            for sharded in pair:
+                sharded.load_full_state_dict(pair[1].full_state_dict())
+        for sharded, optimizer in zip(pair, optimizers, strict=True):
+            with torch.no_grad():
+                sharded(tokens)
+            if step == 3:
+                handle = sharded.module.blocks[rank % 3].register_full_backward_pre_hook(_interrupt)
+                assert_raises(ZeroDivisionError, "interrupted", sharded(tokens).backward)
+                handle.remove()
+                optimizer.zero_grad()
+            sharded(tokens[rank::world_size]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        shown = [each.clone() for each in views]  # before the next gathers
+        norms = [torch.stack([each.norm() for each in sharded.module.parameters()]) for sharded in pair]
+        assert torch.equal(*norms)
+        values = [each.clone() for each in plain.parameters()]  # every rank reads them
+        assert all(torch.equal(*both) for both in zip(shown, values, strict=bool(views)))
+    assert_same(*(sharded.full_state_dict() for sharded in pair))

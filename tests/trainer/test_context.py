@@ -30,6 +30,7 @@ from tests.trainer.test_layouts import (
 )
 from trainer.data.batches import cut_windows, own_chunks, split_windows
 from trainer.ops import partial_attention
+from trainer.ops.context_attention import _bands
 from trainer.ops.partial_attention import attend, attend_backward, merge
 from trainer.ops.rotary import own_positions, rotate
 
@@ -39,9 +40,10 @@ pytestmark = pytest.mark.timeout(600)
 TWO = [
     ({"cp": 2}, PLAIN, {}),
     ({"cp": 2, "zero": 3}, {**PARALLEL, "recompute": "selective"}, {}),
+    ({"cp": 2}, {**LLAMA, "attention_window": 3}, {}),
 ]
 FOUR = [
-    ({"cp": 4}, {**QWEN, "kv_heads": 1}, {"cp": False}),
+    ({"cp": 4}, {**QWEN, "kv_heads": 1, "attention_window": 6, "window_pattern": "wf"}, {"cp": False}),
     ({"cp": 2, "tp": 2}, QWEN, {"save_gathered_input": True}),
     ({"cp": 2, "pp": 2, "vpp": 2}, LLAMA, {}),
 ]
@@ -159,6 +161,43 @@ def test_parts_of_the_keys_merge_to_torchs_own_attention_forward_and_backward(
         assert float((got.detach() - gradient).norm()) <= tolerance * float(gradient.norm())
 
 
+@pytest.mark.parametrize("left", [0, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_part_of_a_window_is_attention_by_its_mask(causal: bool, left: int) -> None:
+    q, k, v = (_heads((2, heads, 7, 8), seed, torch.float64) for seed, heads in ((1, 6), (2, 2), (3, 2)))
+    dy = _heads((2, 6, 7, 8), 4, torch.float64)
+    distance = torch.arange(7)[:, None] - torch.arange(7)
+    seen = (distance <= left) & ((distance >= 0) | (not causal))
+    inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=seen, enable_gqa=True)
+    y, lse = attend(q, k, v, causal=causal, left=left)
+    torch.testing.assert_close(y, expected.detach())
+    gradients = attend_backward(dy, q, k, v, y, lse, causal=causal, left=left)
+    torch.testing.assert_close(list(gradients), list(torch.autograd.grad(expected, inputs, dy)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_parts_of_a_window_cover_each_pair_that_sees_each_other_once(world_size: int) -> None:
+    for size in (1, 2, 5):
+        length = 2 * size * world_size
+        for window in range(1, length + 2):
+            seen = torch.zeros(length, length, dtype=torch.int64)
+            for rank in range(world_size):
+                for band in _bands(rank, world_size, 2 * size, window):
+                    queries, keys = (
+                        own_positions(2 * size, source, world_size, torch.device("cpu"))[rows]
+                        for source, rows in ((rank, band.queries), (band.source, band.keys))
+                    )
+                    distance = torch.arange(len(queries))[:, None] - torch.arange(len(keys))
+                    part = (distance <= (length if band.left is None else band.left)) & (
+                        (distance >= 0) | (not band.causal)
+                    )
+                    assert part.any(1).all(), "a row without keys has no lse"
+                    seen[queries[:, None], keys] += part
+            distance = torch.arange(length)[:, None] - torch.arange(length)
+            assert torch.equal(seen, ((distance >= 0) & (distance < window)).long())
+
+
 def test_the_kernels_of_a_gpu_have_the_arguments_that_are_given_to_them() -> None:
     """By torch's own schemas, of whatever version is here: a call with others would fail on a GPU alone."""
     names = {
@@ -180,6 +219,14 @@ def test_the_kernels_of_a_gpu_have_the_arguments_that_are_given_to_them() -> Non
             *("cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"),
         ],
     }
+    names["_flash_attention_forward"] = [
+        *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+        *("dropout_p", "is_causal", "return_debug_mask", "scale", "window_size_left", "window_size_right"),
+    ]
+    names["_flash_attention_backward"] = [
+        *("grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+        *("dropout_p", "is_causal", "rng_state", "unused", "scale", "window_size_left", "window_size_right"),
+    ]
     for name, expected in names.items():
         arguments = [each.name for each in getattr(torch.ops.aten, name).default._schema.arguments]
         assert arguments[: len(expected)] == expected, name
@@ -198,28 +245,33 @@ def test_a_gpus_kernels_give_what_plain_products_give(kernel: str, width: int, m
 
     q, k, v, dy = rows(8, 1), rows(2, 2), rows(2, 3), rows(8, 4)
     half = slice(length // 2, length)
-    cases = (
-        (slice(0, length), slice(0, length), True),
-        (half, slice(0, length), False),
-        (slice(0, length), half, False),
-    )
-    for queries, keys, causal in cases:
+    everything = slice(0, length)
+    cases: list[tuple[slice, slice, bool, int | None]] = [
+        (everything, everything, True, None),
+        (half, everything, False, None),
+        (everything, half, False, None),
+    ]
+    if kernel == "flash":  # parts of a window
+        cases += [(everything, everything, causal, left) for causal in (True, False) for left in (0, 1, 100)]
+        cases += [(slice(0, 77), slice(length - 77, length), False, 0)]
+    for queries, keys, causal, left in cases:
         inputs = q[:, :, queries], k[:, :, keys], v[:, :, keys]
         found = {}
         for name in (kernel, "plain"):
             monkeypatch.setattr(partial_attention, "choose", lambda *_, chosen=name, **__: chosen)
-            y, lse = attend(*inputs, causal=causal)
+            y, lse = attend(*inputs, causal=causal, left=left)
             # Of a whole with further keys: its lse is larger, and what these keys get is a share.
-            found[name] = y, lse, *attend_backward(dy[:, :, queries], *inputs, y, lse + 0.5, causal=causal)
+            found[name] = y, lse, *attend_backward(dy[:, :, queries], *inputs, y, lse + 0.5, causal=causal, left=left)
         for got, expected in zip(found[kernel], found["plain"], strict=True):
             assert got.shape == expected.shape
             assert float((got.float() - expected.float()).norm()) <= 1e-2 * float(expected.float().norm())
 
 
 ON_GPUS: dict[int, list[tuple[dict[str, int], dict[str, Any]]]] = {
-    2: [({"cp": 2}, LLAMA), ({"cp": 2}, PARALLEL)],
+    2: [({"cp": 2}, LLAMA), ({"cp": 2}, PARALLEL), ({"cp": 2}, {**LLAMA, "attention_window": 100})],
     4: [
         ({"cp": 4}, LLAMA),
+        ({"cp": 4}, {**LLAMA, "attention_window": 100}),
         ({"cp": 2, "tp": 2}, {**LLAMA, "recompute": "selective"}),
         ({"cp": 2, "dp": 2, "zero": 3}, PARALLEL),
         ({"cp": 2, "pp": 2, "vpp": 2}, LLAMA),

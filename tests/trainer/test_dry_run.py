@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from netlayer import environ
 from netlayer.config.file import load_config
+from netlayer.environ import Gpu
 from netlayer.errors import ConfigError
 from netlayer.workload.comm_bytes import stage_collectives
 from netlayer.workload.memory import estimate_stage
@@ -81,6 +84,27 @@ def test_a_job_of_one_machine_is_judged_by_it() -> None:
     shown = dry_run("examples/laptop.toml").stdout
     assert "schedule: none, for job.parallel.pp is 1" in shown
     assert "a rank will hold about" in shown
+
+
+def test_tables_are_of_the_job_as_the_gpus_of_this_machine_let_it_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environ, "usable_gpus", lambda: [Gpu(0, "a card", 48_000, "1")] * 8)
+
+    def preview(gpu_memory: str) -> tuple[list[str], list[dict[str, Any]]]:
+        file = tmp_path / f"{gpu_memory}.json"
+        words = "examples/h200x8.toml", "--set", f"cluster.gpu_memory_bytes={gpu_memory}", "--json", file
+        return dry_run(*words).stdout.splitlines(), json.loads(file.read_text())["rows"]
+
+    (*table, line), rows = preview("0")
+    assert "for which it sets job.model.recompute = selective and job.parallel.zero = 3" in line
+    assert [row["fits"] for row in rows if row["table"] == "stage"] == [True]
+    (*named_table, _), named_rows = preview("48000MiB")
+    assert (table, rows) == (named_table, named_rows)
+    # As it was asked for, it would not fit: the card that has room for that shows more.
+    _, wide_rows = preview("141GiB")
+    held, wide_held = ([row["memory_bytes"] for row in each if row["table"] == "stage"] for each in (rows, wide_rows))
+    assert max(held) < 48_000 * 2**20 < max(wide_held)
 
 
 @pytest.mark.parametrize(("option", "value"), [("--resume", "runs/a"), ("--trace", "3"), ("--out", "runs/b")])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from netlayer.config.tree import build_config
 from netlayer.errors import ConfigError
@@ -29,6 +30,31 @@ def test_any_flipped_bit_changes_a_digest(dtype: torch.dtype) -> None:
         flipped = words.clone()
         flipped[7] ^= -(2**bit) if bit == 8 * numbers.element_size() - 1 else 2**bit
         assert digest(flipped.view(dtype)) != before
+
+
+class _Sums(TorchDispatchMode):
+    """Notes how many elements are summed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.sum.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_comparison_takes_little_memory_beside_the_largest_bucket() -> None:
+    """torch widens what it sums to int64: all at once, weights in 8 bits would take eight times their memory."""
+    weights = torch.arange(24 << 20, dtype=torch.int32).to(torch.int8)
+    with _Sums() as sums:
+        total = digest(weights)
+    assert total == sum(each * 98_304 for each in range(-128, 128))
+    assert sum(sums.sizes[:-1]) == len(weights)
+    assert max(sums.sizes) * 8 <= 32 << 20
 
 
 def test_the_rank_that_differs_from_most_replicas_is_named() -> None:

@@ -21,7 +21,7 @@ from netlayer.workload.schedule_check import MANY_ACTIONS, check_job, num_action
 from netlayer.workload.schedule_simulation import flops_costs, simulate
 from netlayer.workload.summary import collective_rows, job_lines, stage_rows
 from trainer.commands.preview import notes, size
-from trainer.plan import Backend, check_memory
+from trainer.plan import Backend, check_memory, memory_here, settle_here
 
 _COLUMNS = {
     "stage": "stage",
@@ -42,11 +42,14 @@ _COLUMNS = {
 }
 
 
-def preview(config: Config, *, echoes: bool) -> list[dict[str, Any]]:
+def preview(config: Config, *, echoes: bool, here: bool) -> list[dict[str, Any]]:
     """Print what the job is, and give it as rows with the key `table`: job, schedule, stages, collectives.
+
+    It is the job as it would run: with its defaults stepped down where it does not fit the memory with them.
 
     Args:
         echoes: False: print nothing but progress.
+        here: as in `check_fits`.
 
     Raises:
         ValueError: the schedule is wrong.
@@ -55,7 +58,12 @@ def preview(config: Config, *, echoes: bool) -> list[dict[str, Any]]:
 
     backend, cluster = _backend(config), config.cluster
     job = fit.with_overlap(config.job, windows=False) if backend == "gloo" else config.job  # it has none
-    settled, settings = fit.settle(fit.on_cluster(job, cluster), cluster.gpu_memory_bytes)
+    if here and not cluster.gpu_memory_bytes:
+        settled, settings = settle_here(job, cluster.num_gpus, backend)
+        card_bytes = memory_here(backend)[0] if backend == "nccl" else 0
+        cluster = cluster.model_copy(update={"gpu_memory_bytes": card_bytes})
+    else:
+        settled, settings = fit.settle(fit.on_cluster(job, cluster), cluster.gpu_memory_bytes)
     job = settled if settings else job  # as it runs there
     lines = [size(job, backend), *job_lines(job, cluster)[1:]]
     if num_actions(job) >= MANY_ACTIONS:

@@ -127,11 +127,12 @@ def _dry_run(config: Config, options: RunOptions, env: RankEnv | None, others: M
         return
     started, to_stdout = utc_now(), str(options.json_file) == "-"
     config.check_world()
-    rows = preview(config, echoes=not to_stdout)
+    here = config.cluster.servers == 1
+    rows = preview(config, echoes=not to_stdout, here=here)
     if options.json_file:
         record = record_of(config, rows, options.arguments() | {"dry_run": True}, started, options.seed)
         write_text(options.json_file, record.to_json())
-    click.echo(check_fits(config, here=config.cluster.servers == 1), err=to_stdout)
+    click.echo(check_fits(config, here=here), err=to_stdout)
 
 
 def _preview(start: Draft, env: RankEnv | None, *, is_traced: bool) -> None:

@@ -326,9 +326,8 @@ class Block(nn.Module):
             q, k = (turn(each, self.rotary_base, self.rope_scaling, part, self.operators) for each in (q, k))
         mask = None if packed is None else packed.attention_mask(self.window)
         if self.context is not None:
-            if mask is None:
-                mask = self.context.window_mask(len(q), self.window, q.device)
-            y = context_attention(q, k, v, self.context.exchange, mask, overlap=self.context.overlap)
+            exchange, overlap = self.context.exchange, self.context.overlap
+            y = context_attention(q, k, v, exchange, mask, window=self.window, overlap=overlap)
             return y.flatten(2)  # type: ignore[no-any-return]
         y_BHTK = attention(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), self.window, mask)
         return y_BHTK.permute(2, 0, 1, 3).flatten(2)

@@ -10,8 +10,10 @@ In the backward pass keys and values are gathered again (nothing of other ranks 
 half the heads; gradients of others' keys then travel under that of the other half. The sum over ranks is in the dtype
 of the computation.
 
-With a window, or documents packed into a sequence, each query takes one softmax over all gathered keys by a mask (of
-blocks, on a GPU: what no query sees is not computed). That gather is not hidden, and a window gathers all keys too.
+With a window a part is one of a rank's chunks of queries and one chunk of keys that it reaches: what no query sees is
+not computed, and the parts among the rank's own positions run while the others' keys travel, which are all keys though.
+With documents packed into a sequence, and with a window on a GPU in 32 bits, each query takes one softmax over all
+gathered keys by a mask (of blocks, on a GPU), and that gather is not hidden.
 
 Shapes: B sequences, T positions of a sequence, W context-parallel ranks, t = T / W positions of a rank, of two chunks
 of c, H heads, G heads of keys and values, K values a head.
@@ -19,8 +21,10 @@ of c, H heads, G heads of keys and values, K values a head.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,29 +32,45 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from collectives.context import ContextExchange
-from trainer.ops.attention import attention_by_mask
-from trainer.ops.partial_attention import attend, attend_backward, merge
+from netlayer.layout import context_chunks
+from trainer.ops.attention import attention_by_mask, window_block_mask
+from trainer.ops.partial_attention import attend, attend_backward, merge, takes_windows
+from trainer.ops.rotary import own_positions
 
 
 # A compiler cannot follow streams and collectives.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_attention(
-    q_tBHK: Tensor, k_tBGK: Tensor, v_tBGK: Tensor, exchange: ContextExchange, mask: Any = None, *, overlap: bool = True
+    q_tBHK: Tensor,
+    k_tBGK: Tensor,
+    v_tBGK: Tensor,
+    exchange: ContextExchange,
+    mask: Any = None,
+    *,
+    window: int = 0,
+    overlap: bool = True,
 ) -> Tensor:
     """Attention of this rank's queries over all positions up to each; every rank of the group calls it.
 
     Args:
         exchange: of the group.
-        mask: of a window or of packed documents, this rank's queries by all T keys (`trainer.ops.attention`); None:
-            full.
+        mask: of packed documents, with the window in it, this rank's queries by all T keys (`trainer.ops.attention`);
+            None: there are none.
+        window: keys that a query sees, itself among them; 0: all before it.
         overlap: False: wait for each exchange before anything is computed.
 
     Returns:
         [t, B, H, K].
     """
-    if mask is None:
-        y: Tensor = _ContextAttention.apply(q_tBHK, k_tBGK, v_tBGK, exchange, overlap)  # type: ignore[no-untyped-call]
+    y: Tensor
+    if mask is None and not 0 < window < len(q_tBHK) * exchange.world_size:
+        y = _ContextAttention.apply(q_tBHK, k_tBGK, v_tBGK, exchange, overlap)  # type: ignore[no-untyped-call]
         return y
+    if mask is None and takes_windows(_as_heads(q_tBHK), _as_heads(k_tBGK)):
+        y = _WindowAttention.apply(q_tBHK, k_tBGK, v_tBGK, exchange, window, overlap)  # type: ignore[no-untyped-call]
+        return y
+    if mask is None:
+        mask = _window_block_mask(len(q_tBHK), window, (exchange.rank, exchange.world_size), q_tBHK.device)
     k_TBGK, v_TBGK = _GatherKeys.apply(k_tBGK, v_tBGK, exchange)  # type: ignore[no-untyped-call]
     return _as_rows(attention_by_mask(*map(_as_heads, (q_tBHK, k_TBGK, v_TBGK)), mask))
 
@@ -172,6 +192,137 @@ def _own_gradients(
     dq_tBHK[:, :, of_queries].copy_(_as_rows(dq))
     own_2tBGK[0, :, :, of_keys].copy_(_as_rows(dk))
     own_2tBGK[1, :, :, of_keys].copy_(_as_rows(dv))
+
+
+@dataclass(frozen=True)
+class _Band:
+    """A chunk of this rank's queries, and the keys of one chunk that they see through a window.
+
+    Args:
+        source: rank of the keys.
+        queries, keys: rows of their ranks.
+        causal, left: as in `attend`.
+    """
+
+    source: int
+    queries: slice
+    keys: slice
+    causal: bool
+    left: int | None
+
+
+def _bands(rank: int, world_size: int, num_positions: int, window: int) -> Iterator[_Band]:
+    """Yield what this rank's queries see: each chunk's own keys first, which all its queries see some of."""
+    size = num_positions // 2
+    rows = {  # of a chunk, by its first position: rank, and its first row there
+        chunk.start: (source, size * number)
+        for source in range(world_size)
+        for number, chunk in enumerate(context_chunks(num_positions * world_size, source, world_size))
+    }
+    for chunk in context_chunks(num_positions * world_size, rank, world_size):
+        first = rows[chunk.start][1]
+        everything = slice(first, first + size)
+        yield _Band(rank, everything, everything, causal=True, left=window - 1 if window < size else None)
+        for start in range(chunk.start - size, -1, -size):
+            (source, row), hidden = rows[start], chunk.start - start - window + 1
+            if hidden >= size:  # of the first query, which reaches farthest
+                break
+            # Query i sees the keys from i + hidden on; those that see none are the last ones.
+            num_seen = size - max(hidden, 0)
+            left = None if hidden <= 1 - size else max(-hidden, 0)
+            yield _Band(
+                source,
+                slice(first, first + num_seen),
+                slice(row + size - num_seen, row + size),
+                causal=False,
+                left=left,
+            )
+
+
+class _WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_tBHK: Tensor,
+        k_tBGK: Tensor,
+        v_tBGK: Tensor,
+        exchange: ContextExchange,
+        window: int,
+        overlap: bool,
+    ) -> Tensor:
+        """Attend to the own keys while the others' come, then to theirs, and merge."""
+        gathered = exchange.gather(k_tBGK, v_tBGK)
+        if not overlap:
+            gathered.wait()
+        bands = list(_bands(exchange.rank, exchange.world_size, len(q_tBHK), window))
+        q, own = _as_heads(q_tBHK), (k_tBGK, v_tBGK)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        merged = _as_heads(torch.empty_like(q_tBHK, dtype=wide))
+        lse = torch.empty(q.shape[:3], dtype=wide, device=q.device)
+        for is_own in (True, False):
+            whole = {exchange.rank: own} if is_own else gathered.wait()
+            for band in bands:
+                if (band.source == exchange.rank) != is_own:
+                    continue
+                k, v = (_as_heads(each[band.keys]) for each in whole[band.source])
+                part, part_lse = attend(q[:, :, band.queries], k, v, causal=band.causal, left=band.left)
+                if band.causal:
+                    merged[:, :, band.queries].copy_(part)
+                    lse[:, :, band.queries].copy_(part_lse)
+                else:
+                    merge(merged[:, :, band.queries], lse[:, :, band.queries], part, part_lse)
+        y_tBHK = _as_rows(merged).to(q.dtype)
+        ctx.exchange, ctx.overlap, ctx.bands = exchange, overlap, bands
+        ctx.save_for_backward(q_tBHK, *own, y_tBHK, lse)
+        return y_tBHK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_tBHK: Tensor) -> tuple[Tensor | None, ...]:
+        """Gather again, compute every part's share of the gradients, and send others' keys' and values' theirs."""
+        q_tBHK, k_tBGK, v_tBGK, y_tBHK, lse = ctx.saved_tensors
+        exchange: ContextExchange = ctx.exchange
+        gathered = exchange.gather(k_tBGK, v_tBGK)
+        if not ctx.overlap:
+            gathered.wait()
+        q, k, v, y, dy = map(_as_heads, (q_tBHK, k_tBGK, v_tBGK, y_tBHK, dy_tBHK))
+        dq_tBHK = torch.zeros_like(q_tBHK, dtype=lse.dtype)
+        own_2tBGK = torch.zeros((2, *k_tBGK.shape), dtype=lse.dtype, device=k.device)
+
+        def add(band: _Band, keys: Tensor, values: Tensor, heads: _Heads, into_2tBGK: Tensor) -> None:
+            of_queries, of_keys = heads
+            dy_q, q_q, y_q, lse_q = (each[:, of_queries, band.queries] for each in (dy, q, y, lse))
+            k_k, v_k = keys[:, of_keys, band.keys], values[:, of_keys, band.keys]
+            dq, dk, dv = attend_backward(dy_q, q_q, k_k, v_k, y_q, lse_q, causal=band.causal, left=band.left)
+            dq_tBHK[band.queries, :, of_queries] += _as_rows(dq)
+            for into_tBGK, gradient in zip(into_2tBGK, (dk, dv), strict=True):
+                into_tBGK[band.keys, :, of_keys] += _as_rows(gradient)
+
+        own = [band for band in ctx.bands if band.source == exchange.rank]
+        first, *rest = _halves_of_heads(k.shape[1], q.shape[1] // k.shape[1], splits=ctx.overlap)
+        for band in own:
+            add(band, k, v, first, own_2tBGK)
+        whole = gathered.wait()
+        # Of keys that no query here sees, and of its own, the gradient is none of this sum.
+        partial = torch.zeros_like(whole)
+        for band in ctx.bands:
+            if band.source != exchange.rank:
+                keys, values = map(_as_heads, whole[band.source])
+                add(band, keys, values, (slice(None), slice(None)), partial[band.source])
+        scattered = exchange.scatter(partial)
+        if not ctx.overlap:
+            scattered.wait()
+        for heads, band in itertools.product(rest, own):
+            add(band, k, v, heads, own_2tBGK)
+        own_2tBGK += scattered.wait()
+        dk_tBGK, dv_tBGK = own_2tBGK.to(k.dtype)
+        return dq_tBHK.to(q.dtype), dk_tBGK, dv_tBGK, None, None, None
+
+
+@functools.lru_cache(maxsize=16)
+def _window_block_mask(num_own: int, window: int, part: tuple[int, int], device: torch.device) -> Any:
+    """Made once for all layers of one window."""
+    return window_block_mask(num_own * part[1], window, own_positions(num_own, *part, device))
 
 
 class _GatherKeys(torch.autograd.Function):

@@ -1,0 +1,293 @@
+"""Gathers of parameters that are freed after their use: ZeRO stage 3, FSDP2's `reshard_after_forward`.
+
+When a unit is done with its parameters is for `collectives.sharded.wrapped` to say ([Note: what reshards]); here, what
+is gathered and freed then.
+
+[Note: buckets that reshard] Some buckets are freed after their use, and gathered again before the next one: once a
+forward pass, once a backward pass. Each pass gathers what is freed in one order on every rank, forwards from the first
+bucket and backwards from the last, `prefetch` ahead of the computation, into memory that is allocated at the launch; so
+such a gather follows all that is queued by then, which may still read what lay there. What a pass did not use on this
+rank is gathered at its end, for the other ranks' sake, and freed at once. A bucket that is used again in one pass after
+it was freed is gathered once more, where the program does so on every rank. Buckets that stay are gathered first.
+
+[Note: views] A program may hold a tensor over a bucket's memory (`.data`, `.detach()`, a value of a state_dict), and so
+may one rank alone. Whether one lives is known on its own rank only, so it decides nothing that ranks do together: the
+bucket counts as freed and is gathered as on the other ranks, but its memory stays under the view, and the next gather
+lands there. It goes with the pass or the step that finds the view gone. Which parameters were read past the hooks is
+known on all ranks, for a read is a collective. So where some were, ranks exchange after each step which of these
+anybody holds a view of, and gather them together, for the view to show the new values; the exchanges end when nobody
+does. Not covered: a view that is made inside the forward pass of the unit itself, whose parameters need no gather then:
+autograd saves such views too, and nothing tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from collectives.sharded.bucket import Bucket
+from collectives.sharded.collectives import AllGather
+from collectives.sharded.gather import ParameterGather, mark_pending
+
+
+class ReshardingGather(ParameterGather):
+    """Publishes shards as a `ParameterGather` does, and frees what it has gathered.
+
+    Args:
+        buckets, all_gather, overlap, start_step: as there.
+        prefetch: all-gathers launched ahead of the one that is waited for; None: one.
+        reshards: indices of the buckets that are freed after use, and are freed now.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        all_gather: AllGather,
+        prefetch: int | None,
+        overlap: bool,
+        start_step: Callable[[], None] | None = None,
+        reshards: Collection[int] = (),
+    ) -> None:
+        # All that stays first: a pass waits for it before it calls a unit.
+        order = sorted(range(len(buckets)), key=lambda index: (index in reshards, index))
+        self._position = {index: position for position, index in enumerate(order)}
+        """Of a bucket in the order of a forward pass's gathers."""
+        self._kept: set[int] = set()
+        """Buckets that stay until the shards change: others than their units use them, and their backward passes begin
+        without a hook here."""
+        self._known_kept: set[int] = set()
+        """All that were kept in some pass: of one that raised here, the others keep them."""
+        self.unit_of: Mapping[int, int] = {}
+        """Number of the unit that a bucket which reshards is of."""
+        self.last_unit: frozenset[int] = frozenset()
+        """Buckets that stay between a forward pass and its backward pass."""
+        # The same on every rank, as reads are: [Note: views].
+        self._read: set[int] = set()
+        """Buckets that somebody has read or written past the hooks since they were freed."""
+        self._handed_out: set[int] = set()
+        """Buckets that were so, and of which some rank may still hold a view."""
+        # Of this rank alone: it decides about its own memory, and about nothing else.
+        self._viewed: set[int] = set()
+        """Buckets of which the program here held a view when they were freed: their memory has stayed."""
+        self._direction = 1
+        """In which the pass goes through the buckets: 1 forwards, -1 backwards."""
+        self._in_forward = False
+        self._num_forwards = 0
+        """Passes that no backward pass has followed yet."""
+        self._staying: frozenset[int] = frozenset()
+        """`last_unit` in a forward pass with gradients."""
+        super().__init__(buckets, all_gather, prefetch, overlap, start_step, reshards)
+
+    @property
+    def _depth(self) -> int:
+        # Each of these holds a bucket's memory: one ahead is under way while its predecessor is computed with.
+        return (self.prefetch or 1) if self.overlap else 0
+
+    def _note_read(self, index: int) -> None:
+        if index in self.reshards and index not in self._float8:
+            self._read.add(index)
+            self._handed_out.add(index)
+            if torch.is_grad_enabled():  # a backward pass may read it again, without a hook before
+                self._kept.add(index)
+
+    def wait_all(self) -> None:
+        """Make every parameter ready to be read, with the values of the last `unshard`."""
+        # Whoever asks may make tensors of these parameters, and no hook sees that.
+        self._read |= self.reshards
+        self._handed_out |= self.reshards - self._float8.keys()
+        super().wait_all()
+
+    def _start(self, indices: Sequence[int]) -> None:
+        self._changing(indices)
+        viewed = self._share_views()
+        for index in viewed:
+            # One at a time, and freed at once where nobody holds it: all of them together may not fit.
+            self._launch(index)
+            self.wait_for((index,))
+            self.free((index,))
+        # The next pass gathers these again, as all that is freed.
+        self._to_launch = deque(sorted(set(indices).difference(viewed), key=self._position.__getitem__))
+        # All that stays is launched by every rank now: so whoever holds a view of it only waits.
+        while self._to_launch and self._to_launch[0] not in self.reshards:
+            self._launch(self._to_launch.popleft())
+        self._launch_up_to(-1)
+        for index in set(indices).difference(self.reshards):
+            if self.buckets[index].has_aliases():
+                self._wait_launched(index)
+
+    def _share_views(self) -> list[int]:
+        """Return the freed buckets that a program on any rank holds a view of, in one order: [Note: views]."""
+        self._free_unviewed()
+        may_be_viewed = sorted(self._handed_out)
+        # A capture cannot wait for an answer: what is held then shows the new values after the next pass.
+        if not may_be_viewed or self.comm.is_capturing:
+            return []
+        flags = self.comm.all_gather_ints([index in self._viewed for index in may_be_viewed], "views of parameters")
+        self._handed_out = {
+            index for index, ranks in zip(may_be_viewed, zip(*flags, strict=True), strict=True) if any(ranks)
+        }
+        return sorted(self._handed_out)
+
+    def _launch_up_to(self, index: int) -> None:
+        # Buckets that stay are never queued in a backward pass: launching up to one would gather every unit at once.
+        if self._direction > 0 or index in self.reshards:
+            position = -1 if index < 0 else self._position[index]
+            while self._to_launch and self._direction * (self._position[self._to_launch[0]] - position) <= self._depth:
+                self._launch(self._to_launch.popleft())
+        if index in self._freed:  # used again, or past the passes
+            self._launch(index)
+
+    def _launch(self, index: int) -> None:
+        if index in self.reshards:
+            # The computation so far may still read what lay in this memory.
+            self._after.pop(index, None)
+        if index in self._freed:
+            if index in self._viewed:
+                self._take_over(index)
+            self.buckets[index].allocate()
+            self._freed.discard(index)
+        super()._launch(index)
+
+    def _is_there(self, index: int) -> bool:
+        return super()._is_there(index) or index in self._viewed
+
+    def launch_all(self) -> None:
+        if self._direction > 0:
+            self._launch_rest()
+            self._in_forward = False
+
+    def _launch_rest(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
+        """Launch what is left of a pass; see `end_backward`."""
+        # A pass that raised frees and keeps what it does on the other ranks.
+        self._kept |= self._known_kept
+        while self._to_launch:
+            # Of one unit together: the other ranks wait for all of it before they go on to its reductions.
+            unit = self.unit_of.get(self._to_launch[0])
+            indices = {index for index in self._to_launch if unit is not None and self.unit_of.get(index) == unit}
+            indices = indices or {self._to_launch[0]}
+            for index in [each for each in self._to_launch if each in indices]:
+                self._launch(index)
+            self._to_launch = deque(index for index in self._to_launch if index not in indices)
+            before_wait(max(indices))
+            # Nobody here has asked for it: it is freed at once, for all of them together may not fit.
+            self.free(indices - self._staying)
+        # Prefetched, and not used in this pass.
+        self.free(self.reshards & self._works.keys() - self._staying)
+
+    def begin_forward(self, *, with_gradients: bool) -> None:
+        """Begin a forward pass: what is freed is gathered in the order of the buckets."""
+        # Of a pass that raised, the other ranks wait for the rest.
+        if self._direction < 0:
+            self.end_backward()
+        elif self._in_forward:
+            self._complete_forward()
+        self.free(self._read)
+        self._free_unviewed()
+        self._to_launch = deque(sorted(self._freed.union(self._to_launch), key=self._position.__getitem__))
+        self._in_forward, self._staying = True, self.last_unit if with_gradients else frozenset()
+        self._num_forwards += with_gradients
+
+    def begin_backward(self) -> None:
+        """Begin a backward pass through units: what is freed is gathered in the reverse order."""
+        if self._direction < 0:
+            self.end_backward()  # of one that raised
+        # What the graph has saved is of the shards before: autograd shall notice, as where parameters stay.
+        if self.needs_unshard and self.shards_have_changed:
+            self._start_step()
+        self.launch_all()
+        self._direction, self._staying, self._num_forwards = -1, frozenset(), 0
+        self._to_launch = deque(sorted(self._freed, reverse=True))
+
+    def end_backward(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
+        """End the pass: launch what is left of it, and free all that reshards.
+
+        Args:
+            before_wait: called with the last bucket of each unit that is launched here, before it is waited for: the
+                other ranks may go on to it only when this rank has launched the reductions that precede it.
+        """
+        if self._direction < 0:
+            self._launch_rest(before_wait)
+            self._direction = 1
+            self.free(self.reshards)
+
+    def pass_nothing(self, before_wait: Callable[[int], None]) -> None:
+        """Take part in a forward and a backward pass of the other ranks, or in the backward pass alone."""
+        if not self._num_forwards:
+            self.begin_forward(with_gradients=True)
+        self._complete_forward()
+        self.begin_backward()
+        self.end_backward(before_wait)
+
+    def _complete_forward(self) -> None:
+        """Leave things as a forward pass does that did not raise."""
+        self.launch_all()
+        self.free(self.reshards - self._staying)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass has begun here that has not ended, or has raised."""
+        return self._direction < 0
+
+    def keep(self, indices: Iterable[int]) -> None:
+        """Keep buckets until the shards change: others than their units read them."""
+        kept = self.reshards.intersection(indices)
+        self._kept |= kept
+        self._known_kept |= kept
+
+    def free(self, indices: Iterable[int]) -> None:
+        """Have those of the buckets that reshard gathered again before their next use, unless somebody keeps them.
+
+        Their memory is freed, but for that under a view: [Note: views].
+        """
+        for index in sorted(self.reshards.intersection(indices) - self._freed - self._kept):
+            bucket = self.buckets[index]
+            self._wait_launched(index)
+            # Only of one that was read past the hooks: what autograd has saved for the backward pass is of this memory
+            # too.
+            may_be_viewed = index in self._read or index in self._viewed
+            if index in self._float8:  # nobody writes there, or reads it past products
+                bucket.free()
+            else:
+                if may_be_viewed or self._is_written(index):
+                    self._take_over(index)
+                if may_be_viewed and bucket.has_aliases():
+                    self._viewed.add(index)
+                else:
+                    self._viewed.discard(index)
+                    bucket.free()
+                mark_pending(bucket.parameters)
+            self._read.discard(index)
+            self._freed.add(index)
+
+    def _free_unviewed(self) -> None:
+        """Free the memory that has stayed under views which are gone."""
+        for index in self._viewed & self._freed:
+            if not self.buckets[index].has_aliases():
+                self._take_over(index)
+                self._viewed.discard(index)
+                self.buckets[index].free()
+
+    def _take_over(self, index: int) -> None:
+        """Take over what was written into a bucket's parameters, by a view or else, and is in no master yet."""
+        # Where a master has changed since, it is the newer one.
+        is_newer = not self._changed_unseen and self.buckets[index].master_S._version == self._versions[index]
+        if is_newer and (self._is_written(index) or self.compares_each_step):
+            self._sync_masters(index)
+
+    def settle(self) -> None:
+        """Wait for what is under way, and free all that reshards: the shards may have changed.
+
+        What the masters hold then is what the next pass computes with.
+        """
+        if self._direction < 0:
+            self.end_backward()
+        self._launch_rest()
+        self.wait_for(tuple(self._works))
+        self._kept.clear()
+        self.free(self.reshards)
+
+    def note_masters_loaded(self, differ: bool) -> None:
+        # What stays under a view, on any rank, holds the values of before.
+        super().note_masters_loaded(differ or bool(self._handed_out or self.reshards - self._freed))
