@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.core import url_to_fs
+from fsspec.implementations.memory import MemoryFileSystem
 
 from netlayer.config.tree import build_config
 from netlayer.errors import EXIT_FAILED, ConfigError, RanksMissing
@@ -25,6 +27,7 @@ from trainer.checkpoint.distcp import ItemWriter, read_trailer
 from trainer.checkpoint.meta import Unreadable
 from trainer.checkpoint.names import FORMAT, sealed
 from trainer.checkpoint.resume import AUTO, Start, check_steps_left, start_of
+from trainer.checkpoint.storage import ObjectStorage
 from trainer.resilience.rules import load_rules, match
 
 RESTART = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
@@ -210,6 +213,32 @@ def test_a_run_that_has_taken_all_its_steps_is_done_unless_it_was_named(tmp_path
     assert check_steps_left(Start(), job)
     with pytest.raises(ConfigError, match=r"has taken 8 steps, and job\.optimizer\.steps is 8; raise"):
         check_steps_left(start_of(path, tmp_path, {}), job)
+
+
+def test_a_store_that_does_not_answer_has_lost_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`isfile` of fsspec, and `exists` of some stores, say no for any error: a good one would be removed as a half."""
+    location = f"memory://{tmp_path.name}"
+    memory, root = url_to_fs(location)
+    memory.put(str(checkpoint(tmp_path, 8)), f"{root}/step-000008", recursive=True)
+    storage, info = ObjectStorage(location), MemoryFileSystem.info
+
+    def fail(fs: MemoryFileSystem, path: str, **more: Any) -> Any:
+        if path.endswith("/meta.json"):
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return info(fs, path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "info", fail)
+        patch.setattr(MemoryFileSystem, "exists", lambda *_: False)
+        with pytest.raises(TimeoutError):
+            storage.create("step-000009", 0)
+        with pytest.raises(TimeoutError):
+            storage.prune(1, 0)
+        with pytest.raises(Unreadable, match=r"step-000008: cannot be read .*timed out.*; start again"):
+            start_of(AUTO, tmp_path / "run", {}, location)
+    start = start_of(AUTO, tmp_path / "run", {}, location)
+    assert start.meta is not None
+    assert start.meta.step == 8
 
 
 WORLD = 6
