@@ -113,7 +113,8 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    serving = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'netlayer[s3-test]'")
+    serving = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     serving.start()
     host, port = serving.get_host_and_port()
     try:
