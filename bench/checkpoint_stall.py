@@ -72,6 +72,8 @@ from trainer.worker import init_process_groups
 
 WINDOW = 20
 """Steps before and after a save."""
+STALL_S, LONGEST_STALL_S, SLOWER = 0.1, 0.3, 0.01
+"""Bars of ours: stall in the median and at most, and by how much the steps after a save may be longer."""
 _PART = ".measured.part"  # of a checkpoint that is never published
 PARTS: dict[str, Literal["digests", "writes"] | None] = {
     "none": None,
@@ -199,7 +201,7 @@ def command(
         )
         write_text(options.json_file, record.to_json())
     if str(options.json_file) != "-":
-        click.echo(table(rows))
+        click.echo("\n".join([table(rows), *verdicts(rows)]))
 
 
 def read_ways(text: str, backend: str) -> list[str]:
@@ -248,7 +250,7 @@ def table(rows: Sequence[SaveRow]) -> str:
     """Return a line a way: median and largest stall, and the steps after it."""
     columns = f"{'stall median s':>16}{'max s':>8}{'steps after':>13}{'net':>8}{'written':>9}{'worst':>8}"
     columns += f"{'save s':>8}{'CPU s':>8}{'GiB':>8}"
-    net = [net_ratio(row, later) for row, later in itertools.pairwise(rows)] + [math.nan] * bool(rows)
+    net = _nets(rows)
     lines = [f"{'way':<12}{'saves':>6}{columns}"]
     for way in dict.fromkeys(row.way for row in rows):
         own = [row for row in rows if row.way == way]
@@ -262,6 +264,34 @@ def table(rows: Sequence[SaveRow]) -> str:
             f"{statistics.median(row.writer_cpu_s for row in own):>8.1f}{own[0].gib:>8.2f}"
         )
     return "\n".join(lines)
+
+
+def verdicts(rows: Sequence[SaveRow]) -> list[str]:
+    """Return a line for each bar of ours: held, missed, or that the device differs as far by itself."""
+    own = [row.stall_s for row in rows if row.way == "ours"]
+    if not own:
+        return []
+    net = {way: _median([each for row, each in zip(rows, _nets(rows), strict=True) if row.way == way]) for way in WAYS}
+    stalls = f"{statistics.median(own):.3f} s in the median, {max(own):.3f} s at most"
+    is_short = statistics.median(own) < STALL_S and max(own) <= LONGEST_STALL_S
+    lines = [f"stall: {stalls}: {'held' if is_short else 'missed'} ({STALL_S} s and {LONGEST_STALL_S} s)"]
+    slower, noise = net["ours"] - 1, abs(net["none"] - 1)
+    if math.isnan(slower):
+        return [*lines, "steps after: cannot tell: there is no save after it (--turns 2)"]
+    is_met, text = slower <= SLOWER, f"steps after: {slower:+.2%} beside undisturbed ones"
+    if math.isnan(noise):
+        state = (
+            "held" if is_met else "cannot tell, for nothing says how far they differ without a save (--ways none,...)"
+        )
+    else:
+        text += f", where {net['none'] - 1:+.2%} come without a save"
+        state = "held" if is_met else "missed" if slower - noise > SLOWER else "cannot tell"
+    return [*lines, f"{text}: {state} ({SLOWER:.0%})"]
+
+
+def _nets(rows: Sequence[SaveRow]) -> list[float]:
+    """Return `net_ratio` of each save; NaN: of the last one, which none follows."""
+    return [net_ratio(row, later) for row, later in itertools.pairwise(rows)] + [math.nan] * bool(rows)
 
 
 def _median(values: Sequence[float]) -> float:

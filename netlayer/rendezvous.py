@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import parse_qsl, urlsplit
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 import netlayer
-from netlayer.errors import ConfigError, GroupFailed
+from netlayer.errors import ConfigError, GroupFailed, RanksMissing
 from netlayer.layout import Dimension, ParallelLayout, describe_ranks
 from netlayer.store.arrivals import await_all
 from netlayer.store.meeting import SCHEMES
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import PrefixStore, Store  # which torch's own types do not show
 
-__all__ = ["Groups", "create_groups", "open_world"]
+__all__ = ["FirstRank", "Groups", "create_groups", "open_world"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ Partition = Iterable[Sequence[int]]
 DEFAULT_TIMEOUT = timedelta(seconds=300)  # torch's own for stores
 _PORTS = range(1, 1 << 16)
 _ALIKE = "start every rank of the run alike"
+_ERROR_IS_READ = timedelta(seconds=5)  # before rank 0 ends with it, and its launcher ends the others
+_READERS_PAUSE_S = 0.05
 # The same on all ranks: each call has keys of its own.
 _worlds = _created = 0
 
@@ -162,6 +165,86 @@ def create_groups(
     shared_values = {**_shared_values(layout, partitions), **made, **(same or {})}
     await_all(store, dist.get_rank(), world_size, same=shared_values, timeout=timeout)
     return _create(layout, partitions, device, timeout)
+
+
+class FirstRank:
+    """Texts that rank 0 works out, and that all ranks get before their groups exist; each rank makes one of these.
+
+    What every rank would read for itself costs storage the square of their number: 12,288 ranks that each look at the
+    files of 12,288. So one looks, and its answer goes through the store in which the ranks meet later (`open_world`).
+
+    Args:
+        init_method: as in `open_world`, of a launcher's ranks: `env://` or `tcp://host:port`.
+        rank, world_size: of this process.
+        timeout: longest wait for rank 0, in which it does its work.
+    """
+
+    def __init__(self, init_method: str, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._place, self._timeout = (init_method, rank, world_size), timeout
+        self._store: Store | None = None
+        self._names: list[str] = []
+
+    def share(self, name: str, make: Callable[[], str]) -> str:
+        """Return on every rank what `make` returned on rank 0, where alone it is called.
+
+        Args:
+            name: of the text, new for each call.
+
+        Raises:
+            ConfigError: what `make` raised, on every rank alike.
+            RanksMissing: rank 0 has not come to this in time.
+            StoreUnreachable: no store answers.
+        """
+        _, rank, world_size = self._place
+        if world_size == 1:
+            return make()
+        if self._store is None:
+            opened = _open_store(*self._place, self._timeout)[0]
+            # A launcher's store outlives an attempt of its ranks.
+            self._store = PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.first", opened)
+        if rank:
+            return self._receive(name)
+        self._names.append(name)
+        try:
+            text = make()
+        except ConfigError as exc:
+            fields = [str(exc.field), None if exc.value is None else str(exc.value), exc.rule, exc.remedy]
+            self._store.set(name, json.dumps({"error": fields, "exit_code": exc.exit_code}))
+            self.await_readers(_ERROR_IS_READ)
+            raise
+        self._store.set(name, json.dumps({"text": text}))
+        return text
+
+    def await_readers(self, timeout: timedelta | None = None) -> None:
+        """Return when all ranks have what was shared, or after a while: with rank 0 the store ends, if it serves it.
+
+        Args:
+            timeout: as that of the whole; None: that.
+        """
+        _, rank, world_size = self._place
+        if rank or self._store is None:
+            return
+        deadline_s = time.monotonic() + (timeout or self._timeout).total_seconds()
+        with contextlib.suppress(RuntimeError):  # torch.distributed's errors: a launcher has ended its store
+            while any(self._store.add(f"{name}/read", 0) < world_size - 1 for name in self._names):
+                if time.monotonic() > deadline_s:
+                    return
+                time.sleep(_READERS_PAUSE_S)
+
+    def _receive(self, name: str) -> str:
+        assert self._store is not None
+        try:
+            self._store.wait([name], self._timeout)
+            answer = json.loads(self._store.get(name))
+            self._store.add(f"{name}/read", 1)
+        except RuntimeError as exc:  # torch.distributed's errors are RuntimeErrors
+            text = f"rank 0 has not said within {self._timeout.total_seconds():g} s, or before it ended: {name}"
+            raise RanksMissing(f"{text} ({first_line(exc)}); see its log; {_ALIKE}", (0,)) from exc
+        if "error" in answer:
+            error = ConfigError(*answer["error"])
+            error.exit_code = answer["exit_code"]
+            raise error
+        return str(answer["text"])
 
 
 def _create(

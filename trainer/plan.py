@@ -12,8 +12,9 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from netlayer import environ
 from netlayer.cache import cache_folder
@@ -21,6 +22,7 @@ from netlayer.config.tree import Config, JobConfig
 from netlayer.errors import ConfigError
 from netlayer.launch.rank import RankEnv
 from netlayer.nccl.environment import Choice, for_ranks
+from netlayer.store.meeting import init_method_under
 from netlayer.workload.fit import check_room, in_room, settle, with_overlap
 from netlayer.workload.memory import estimate, gib, saving_ranks, snapshot_bytes
 from netlayer.workload.model_size import stage_elements
@@ -30,6 +32,9 @@ from trainer.checkpoint.resume import check_steps_left, start_of
 from trainer.data.mixture import Mixture, check_samples, prepare_mixture
 from trainer.data.prepare import Corpus, OnStage, check_enough, prepare_corpus
 from trainer.trace import parse_steps
+
+if TYPE_CHECKING:
+    from netlayer.rendezvous import FirstRank
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +125,7 @@ class Draft:
         steps_done: by the checkpoint that it resumes from.
         is_done: that checkpoint has taken all steps of the job: there is nothing to do.
         notes: lines for the user on where it resumes and what is traced.
+        first: by what the ranks of a launcher have agreed on that checkpoint; rank 0 may serve the store of it.
     """
 
     job: JobConfig
@@ -134,6 +140,7 @@ class Draft:
     continues: bool
     is_done: bool
     notes: Sequence[str]
+    first: FirstRank | None = None
 
     def resolve(self, out: Path, init_method: str, on_stage: OnStage | None = None) -> Plan:
         """Return the plan, as `resolve`, for a run that a signal stops gently."""
@@ -187,7 +194,9 @@ def draft(
     backend = environ.choose_backend(job.launch.backend, here, env)
     check_supported(job, ranks)
     job, memory = fit_memory(job, here, backend)
-    start = start_of(resume, out, os.environ, job.checkpoint.folder)
+    first = None if resume is None else _first_rank(env, job)
+    share = {} if first is None else {"share": first.share}
+    start = start_of(resume, out, os.environ, job.checkpoint.folder, **share)
     notes, path, steps_done = list(start.notes), None, 0
     if start.meta:
         path, steps_done = start.meta.path, start.meta.step
@@ -235,7 +244,18 @@ def draft(
         continues=start.continues,
         is_done=is_done,
         notes=notes,
+        first=first,
     )
+
+
+def _first_rank(env: RankEnv | None, job: JobConfig) -> FirstRank | None:
+    """Return by what the ranks of a launcher agree before they meet; None: there is one process."""
+    if env is None or env.world_size == 1:
+        return None
+    from netlayer.rendezvous import FirstRank  # only here: it loads torch
+
+    waits_s = max(job.store.timeout_s, job.parallel.distributed_timeout_s)
+    return FirstRank(init_method_under(env), env.rank, env.world_size, timedelta(seconds=waits_s))
 
 
 def _copies_line(job: JobConfig, machines: int) -> str:
@@ -337,7 +357,7 @@ def prepare_data(
         return prepare(job, ranks, seed, out, on_stage, resume)
     check_supported(job, ranks)
     # Where it resumes, the samples go on behind those that the checkpoint has used.
-    before = find(resume) if resume else None
+    before = find(resume, has_files=False) if resume else None
     mixture = prepare_mixture(job)
     check_samples(job, mixture, None if job.checkpoint.model_only else before)
     return mixture
@@ -363,7 +383,7 @@ def prepare(
     check_supported(job, ranks)
     text = (job.data, job.model.vocab_size, seed)
     # First, for damage there is found in a moment, and the text may take minutes.
-    before = find(resume) if resume else None
+    before = find(resume, has_files=False) if resume else None
     if job.data.datasets:
         rule = "are tokens, and this trains on text alone"
         raise ConfigError("job.data.datasets", ", ".join(job.data.datasets), rule, "omit them, or use netlayer train")

@@ -81,7 +81,7 @@ def _train(context: RankContext, plan: Plan, stop: StopRequest) -> Outcome:
     place, groups = meet(context, plan)
     # Before the model is built, which draws its initial values.
     _be_deterministic(place, plan.seed)
-    meta = None if plan.resume is None else find(plan.resume)
+    meta = None if plan.resume is None else find(plan.resume, has_files=False)
     # A start that goes on in its folder goes on with all of it: what it had taken the parameters from is past.
     model_only = plan.job.checkpoint.model_only and not plan.continues
     steps_done = 0 if meta is None or model_only else meta.step
@@ -238,7 +238,7 @@ def _use_expandable_segments() -> None:
 
 def _same(plan: Plan) -> dict[str, str]:
     """Return the settings that all ranks must have alike; an early one may be why a later one differs."""
-    resumed = None if plan.resume is None else find(plan.resume)
+    resumed = None if plan.resume is None else find(plan.resume, has_files=False)
     job = plan.job.model_dump(mode="json", exclude=_OF_A_HOST, exclude_defaults=True)
     text = plan.corpus.identity
     return {

@@ -1,6 +1,6 @@
 """`python -m bench.stragglers.drift`: steps of a real run made longer on purpose, and what is said of why.
 
-Gloo ranks train like those of `netlayer train`. The first half of a run is left alone. In the second half of each run
+Ranks train like those of `netlayer train`. The first half of a run is left alone. In the second half of each run
 one of these is planted:
 
 - `gc`: every rank holds a large heap and collects garbage at moments of its own, as Python does when its counters say
@@ -10,7 +10,7 @@ one of these is planted:
 A run is *right* if `observe report` finds drift and names the planted cause as the largest. The gain of the cure is
 what the mean step of the second half loses with it, beyond what the first half differs between the runs.
 
-Not covered: throttling, which a host cannot have planted; GPUs.
+Not covered: throttling, which a host cannot have planted.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import numpy as np
 
-from bench.stragglers.planted import job_of
+from bench.stragglers.planted import job_of, shape_of
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.errors import CheckFailed
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
+from netlayer.nccl.environment import exports, for_ranks
 from netlayer.observe.readers import open_evidence
 from netlayer.observe.verdicts.judge import drift, find_stragglers
 from netlayer.observe.verdicts.run import collect
@@ -82,9 +83,14 @@ class Row:
 @click.command()
 @click.option("--ranks", type=click.IntRange(4), default=4, show_default=True)
 @click.option("--steps", type=click.IntRange(20), default=60, show_default=True, help="Steps of each half.")
+@click.option("--backend", type=click.Choice(["gloo", "nccl"]), default="gloo", show_default=True)
+@click.option("--model", default="", metavar="PRESET", help="Shape, such as 7b (job.model.preset) [default: tiny].")
+@click.option("--layers", type=click.IntRange(1), help="Fewer layers than the preset has.")
 @run_options_without_config
-def command(options: RunOptions, ranks: int, steps: int) -> None:
-    """Plant irregular garbage collection and skewed launches in runs on gloo, and see what explains the longer steps.
+def command(
+    options: RunOptions, ranks: int, steps: int, backend: Literal["gloo", "nccl"], model: str, layers: int | None
+) -> None:
+    """Plant irregular garbage collection and skewed launches in runs, and see what explains the longer steps.
 
     Exit 0: each is found and named as the largest cause, and no rank is flagged; 1: otherwise.
 
@@ -92,13 +98,15 @@ def command(options: RunOptions, ranks: int, steps: int) -> None:
     Examples:
       python -m bench.stragglers.drift --json drift.json
       python -m bench.stragglers.drift --ranks 4 --steps 40
+      python -m bench.stragglers.drift --ranks 4 --backend nccl --model 7b --layers 4
     """
-    started = utc_now()
+    started, shape = utc_now(), shape_of(model, layers)
+    environ.choose_backend(backend, ranks)
     rows = []
     for name, kind, gc_interval in (("gc", "gc", 0), ("gc, cured", "gc", _CURED_INTERVAL), ("skew", "skew", None)):
         with tempfile.TemporaryDirectory() as folder:
             fault = Fault(kind, _WARM_UP_STEPS + steps + 1, options.seed)
-            rows.append(measure(name, fault, ranks, steps, gc_interval, Path(folder)))
+            rows.append(measure(name, fault, ranks, steps, gc_interval, Path(folder), backend=backend, model=shape))
         if str(options.json_file) != "-":
             click.echo(f"{name}: {rows[-1].before_s:.3g} s, then {rows[-1].after_s:.3g} s: {rows[-1].line}")
     if str(options.json_file) != "-":
@@ -110,8 +118,16 @@ def command(options: RunOptions, ranks: int, steps: int) -> None:
             rows=[asdict(row) for row in rows],
             started_utc=started,
             ended_utc=utc_now(),
-            arguments={**options.arguments(), "ranks": ranks, "steps": steps},
+            arguments={
+                **options.arguments(),
+                "ranks": ranks,
+                "steps": steps,
+                "backend": backend,
+                "model": model,
+                "layers": layers,
+            },
             environment=environ.snapshot(options.seed),
+            devices=[gpu.name for gpu in environ.list_gpus()] if backend == "nccl" else (),
         )
         write_text(options.json_file, record.to_json())
     wrong = [row for row in rows if row.right is False or row.named]
@@ -124,14 +140,25 @@ def gain(fault: Row, cured: Row) -> float:
     return 1 - (cured.after_s / cured.before_s) / (fault.after_s / fault.before_s)
 
 
-def measure(name: str, fault: Fault, ranks: int, steps: int, gc_interval: int | None, folder: Path) -> Row:
+def measure(
+    name: str,
+    fault: Fault,
+    ranks: int,
+    steps: int,
+    gc_interval: int | None,
+    folder: Path,
+    *,
+    backend: Literal["gloo", "nccl"] = "gloo",
+    model: Mapping[str, Any] | None = None,
+) -> Row:
     """Train once, and judge the steps behind the warm-up."""
-    job, out = job_of(ranks, fault.step + steps - 1, gc_interval), folder / "run"
+    job, out = job_of(ranks, fault.step + steps - 1, gc_interval, model=model), folder / "run"
     corpus = prepare(job, ranks, 0, folder)
     out.mkdir()
     with meeting_place() as place:
-        plan = Plan(job, corpus, place.init_method("drift"), "gloo", out, 0, stops_gently=True)
-        launch(run_drifting, ranks, args=(plan, fault), log_dir=out / "logs", env={"OMP_NUM_THREADS": "1"})
+        plan = Plan(job, corpus, place.init_method("drift"), backend, out, 0, stops_gently=True)
+        env = {"OMP_NUM_THREADS": "1", **exports(for_ranks(backend, job.nccl))}
+        launch(run_drifting, ranks, args=(plan, fault), log_dir=out / "logs", env=env)
     run = collect(open_evidence(out), last_steps=2 * steps)
     detection = find_stragglers(run)
     verdict = drift(run, detection)

@@ -7,6 +7,8 @@ parsing: files by their bytes, JSON by its number of brackets and commas as well
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import re
@@ -34,6 +36,8 @@ _MAX_CONTAINERS = 2_000_000
 _MAX_VALUES = 8_000_000
 _PIPE_SECONDS = 30.0
 _MAX_NOTES = 5
+# Two answers of RAS are a minute apart, or they tell nothing.
+_TWO_ANSWERS_S = 10.0
 _PICKLE = b"\x80"
 _PACKED = {
     b"\x1f\x8b": "gzip",
@@ -57,12 +61,15 @@ class _Inputs:
     reports: list[tuple[Path, dict[str, Any]]] = field(default_factory=list)
     skipped: list[tuple[Path, str]] = field(default_factory=list)
     num_files: int = 0
+    _seen: dict[bytes, Path] = field(default_factory=dict)  # by digests of their content
 
     def add(self, path: Path) -> None:
         """Read one file and file its content under its kind."""
         self.num_files += 1
         try:
-            parsed = parse_file(path)
+            data = _read(path)
+            parsed = _parse(path, data)
+            self._check_new(path, data, is_text=_is_text_of_ras(parsed))
         except ValueError as exc:
             self.skipped.append((path, str(exc)))
             return
@@ -72,6 +79,27 @@ class _Inputs:
             self.queries += [query for query in parsed if isinstance(query, ras.Query)]
         else:
             self.reports += [(path, tree) for tree in parsed if isinstance(tree, dict)]
+
+    def _check_new(self, path: Path, data: bytes, *, is_text: bool) -> None:
+        """Raise ValueError for a file that was given before, under whatever name: it says nothing for a second time.
+
+        Args:
+            is_text: it is RAS's text, which has no time stamp: a hung job's two answers are equal to the byte, and so
+                are an answer and its copy. Written at one time they count once.
+        """
+        other = self._seen.setdefault(hashlib.sha256(data).digest(), path)
+        if other is path or _STDIN in (path, other):
+            return
+        with contextlib.suppress(OSError):  # a pipe, or gone meanwhile
+            if other.samefile(path):
+                raise ValueError(f"is {other} under another name")
+            apart_s = abs(other.stat().st_mtime - path.stat().st_mtime)
+            if is_text and apart_s < _TWO_ANSWERS_S:
+                raise ValueError(f"is equal to {other}, and was written within {_TWO_ANSWERS_S:.0f} s of it: a copy")
+
+
+def _is_text_of_ras(parsed: Any) -> bool:
+    return isinstance(parsed, list) and any(isinstance(each, ras.Query) and not each.is_json for each in parsed)
 
 
 def read_files(paths: Sequence[Path], world_size: int | None = None) -> Blame:

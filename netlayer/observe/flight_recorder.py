@@ -15,6 +15,7 @@ entry (`nccl:coalesced`, `nccl:ALLGATHER_coalesced`), which alone has their stat
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from netlayer.layout import describe_ranks
 from netlayer.observe.evidence import Evidence, Group, Launch, RankLog
 
 _T = TypeVar("_T")
@@ -41,6 +43,8 @@ _MAX_DIMENSIONS = 64
 _MAX_INT = 1 << 63
 _MAX_GROUPS = 100_000
 _MAX_MEMBERS = 4_000_000
+# Clocks of hosts, and ranks that come to the first collective, are less apart.
+_RUNS_APART_NS = 300 * 10**9
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,16 @@ class Dump:
     members: Mapping[str, tuple[str, tuple[int, ...]]]
     """Description and ranks of each group, by its name; empty under gloo."""
     entries: Sequence[_Entry]
+
+    @property
+    def first_ns(self) -> int:
+        """Time of the first launch that it holds, by the host's clock; 0: of none it is known."""
+        return min((entry.launch.created_ns for entry in self.entries if entry.launch.created_ns), default=0)
+
+    @property
+    def last_ns(self) -> int:
+        """Time of its last launch, likewise."""
+        return max((entry.launch.created_ns for entry in self.entries), default=0)
 
     @property
     def family(self) -> tuple[Path, str, str]:
@@ -105,14 +119,15 @@ def parse(tree: Mapping[str, Any], path: Path) -> Dump:
 def select(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
     """Select the dumps of one run; return them, and path and reason of each one that is not used.
 
-    Two dumps of one rank, or dumps that differ in the members of a group, are of two runs: the ones that agree with
-    most others are used.
+    Two dumps of one rank, dumps that differ in the members of a group, and dumps that end minutes before others begin
+    are of two runs: the ones that agree with most others are used.
 
     Raises:
-        ValueError: neither run has more dumps than the other.
+        ValueError: neither run has more dumps than the other, or the earlier one has.
     """
     skipped: list[tuple[Path, str]] = []
     by_rank: dict[int, Dump] = {}
+    other_runs: dict[tuple[Path, str, str], str] = {}
     sizes = Counter(dump.family for dump in dumps)
     for dump in sorted(dumps, key=lambda dump: sizes[dump.family], reverse=True):
         other = by_rank.setdefault(dump.rank, dump)
@@ -121,7 +136,13 @@ def select(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
         if sizes[other.family] == sizes[dump.family] and other.entries != dump.entries:
             raise ValueError(f"{dump.source} and {other.source} are both of rank {dump.rank}")
         skipped.append((Path(dump.source), f"is of rank {dump.rank}, as {other.source} is"))
-    chosen = list(by_rank.values())
+        if other.entries != dump.entries and other.family != dump.family:
+            other_runs[dump.family] = f"is of the run of {dump.source}, which is of rank {dump.rank} as {other.source}"
+    # What else lies beside a dump that is of another run is of that one, though its rank is there once.
+    skipped += [(Path(dump.source), why) for dump in by_rank.values() if (why := other_runs.get(dump.family))]
+    chosen = [dump for dump in by_rank.values() if dump.family not in other_runs]
+    chosen, earlier = _without_earlier_runs(chosen)
+    skipped += earlier
     # First drop dumps that a majority contradicts: they may be the only ones to contradict a dump of a small group.
     for margin in (1, 0):
         votes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
@@ -134,6 +155,36 @@ def select(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
     if not chosen:
         raise ValueError(f"{skipped[-1][0]} {skipped[-1][1]}")
     return sorted(chosen, key=lambda dump: dump.rank), skipped
+
+
+def _without_earlier_runs(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
+    """Return the dumps of the last run, of dumps of one a rank, and path and reason of those of an earlier one.
+
+    The ranks of a job start and stop together, so each launches something while any other does, but for clocks that
+    differ and a rank that is late at the start: one that ends minutes before others begin is of another run. A rank
+    that died and left no dump has then one of the run before in its place.
+
+    Raises:
+        ValueError: the earlier run has as many dumps as the last one, or more.
+    """
+    timed = sorted((dump for dump in dumps if dump.last_ns), key=lambda dump: dump.last_ns)
+    begun_ns = math.inf  # the first launch of all later ones
+    for position in range(len(timed) - 1, 0, -1):
+        begun_ns = min(begun_ns, timed[position].first_ns)
+        gap_ns = begun_ns - timed[position - 1].last_ns
+        if gap_ns <= _RUNS_APART_NS:
+            continue
+        earlier, later = timed[:position], timed[position:]
+        minutes = f"{gap_ns / 60e9:.0f} min"
+        if 2 * len(earlier) >= len(timed):
+            ranks = [describe_ranks(sorted(dump.rank for dump in part)) for part in (earlier, later)]
+            rule = f"the dumps of {ranks[0]} end {minutes} before those of {ranks[1]} begin: they are of two runs"
+            raise ValueError(f"{rule}, or clocks differ")
+        count = f"{len(later)} other{'s' * (len(later) > 1)}"
+        reason = f"ends {minutes} before the dumps of {count} begin: of an earlier run, or of a host with another clock"
+        left = {dump.rank for dump in earlier}  # one dump a rank
+        return [dump for dump in dumps if dump.rank not in left], [(Path(dump.source), reason) for dump in earlier]
+    return list(dumps), []
 
 
 def _contradiction(dump: Dump, votes: Mapping[str, Counter[tuple[int, ...]]], margin: int) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.checkpoint_stall import PARTS_WAYS, USUAL_WAYS, SaveRow, command, net_ratio, table, written_ratio
+from bench.checkpoint_stall import PARTS_WAYS, USUAL_WAYS, SaveRow, command, net_ratio, table, verdicts, written_ratio
 from netlayer.errors import NetlayerError
 
 
@@ -75,3 +75,29 @@ def test_steps_beside_which_a_save_is_written_are_told_from_the_others() -> None
     assert written_ratio(replace(row, saved_step=0)) == 1.2  # it went on
     assert math.isnan(written_ratio(replace(row, copied_step=0)))
     assert math.isnan(written_ratio(replace(row, copied_step=2, saved_step=2)))
+
+
+def saves(ours: float, none: float | None, stall_s: float = 0.03) -> list[SaveRow]:
+    """Two saves as ours, after which steps are longer by a share, each behind one without a save where there is any."""
+    pairs = [("none", none, 0.0)] * (none is not None) + [("ours", ours, stall_s)]
+    return [
+        SaveRow(way, turn, 100.0, stall, 1 + longer, 1.5, 2.0, 0.5) for turn in range(2) for way, longer, stall in pairs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "stall", "steps"),
+    [
+        (saves(0.004, 0.001), "held", "held"),
+        (saves(0.09, 0.002, 0.31), "missed", "missed"),
+        (saves(0.03, 0.025), "held", "cannot tell"),  # as long without a save
+        (saves(0.03, None), "held", "cannot tell"),
+        (saves(0.03, None)[:1], "held", "cannot tell"),  # and none follows that says whether the device became slower
+        (saves(0.0, 0.0, 0.2), "missed", "held"),  # in the median
+    ],
+)
+def test_the_bars_are_judged_beside_what_comes_without_a_save(rows: list[SaveRow], stall: str, steps: str) -> None:
+    lines = verdicts(rows)
+    assert f": {stall}" in lines[0]
+    assert f": {steps}" in lines[1]
+    assert not verdicts([row for row in rows if row.way == "none"])

@@ -65,11 +65,15 @@ def test_a_record_without_step_times_is_refused(tmp_path: Path) -> None:
 
 
 def test_episodes_do_not_overlap() -> None:
-    faults = episodes(random.Random(1), 8, 6, 2, 0.5)
+    faults = episodes(random.Random(1), 8, 6, 2, (0.5,), ("host", "forward"))
     begins = [fault.step for fault in faults]
     assert sorted(begins) == begins
     assert min(np.diff(begins)) == 35
     assert sorted(fault.kind for fault in faults) == ["forward"] * 3 + ["host"] * 3 + ["none"] * 2
+    two = episodes(random.Random(1), 4, 3, 1, (0.1, 0.05), ("compute",))
+    assert sorted((fault.kind, fault.share) for fault in two) == [
+        *[("compute", 0.05)] * 3, *[("compute", 0.1)] * 3, ("none", 0.0)
+    ]  # fmt: skip
 
 
 def test_the_gain_of_a_cure_leaves_out_how_fast_the_machine_was() -> None:

@@ -6,16 +6,28 @@ import errno
 import io
 import json
 import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.core import url_to_fs
+from fsspec.implementations.memory import MemoryFileSystem
 
 from netlayer.config.tree import build_config
-from netlayer.errors import EXIT_FAILED, ConfigError
+from netlayer.errors import EXIT_FAILED, ConfigError, RanksMissing
+from netlayer.rendezvous import FirstRank
+from netlayer.store.meeting import free_port
 from trainer.checkpoint.digest import digest
 from trainer.checkpoint.distcp import ItemWriter, read_trailer
+from trainer.checkpoint.meta import Unreadable
 from trainer.checkpoint.names import FORMAT, sealed
-from trainer.checkpoint.resume import AUTO, Start, Unreadable, check_steps_left, start_of
+from trainer.checkpoint.resume import AUTO, Start, check_steps_left, start_of
+from trainer.checkpoint.storage import ObjectStorage
 from trainer.resilience.rules import load_rules, match
 
 RESTART = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
@@ -23,14 +35,15 @@ FILE = "__0_0.distcp"
 FIRST = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
 
 
-def checkpoint(run: Path, step: int, suffix: str = "") -> Path:
+def checkpoint(run: Path, step: int, suffix: str = "", ranks: int = 1) -> Path:
     """A folder that looks whole to whoever does not read its tensors."""
     path = run / "checkpoints" / f"step-{step:06d}{suffix}"
     path.mkdir(parents=True)
-    with (path / FILE).open("wb") as stream:
-        end = ItemWriter(stream).finish()
+    digests = {".metadata": digest(b"names")}
+    for rank in range(ranks):
+        with (path / f"__{rank}_0.distcp").open("wb") as stream:
+            digests[f"__{rank}_0.distcp"] = ItemWriter(stream).finish()
     (path / ".metadata").write_bytes(b"names")
-    digests = {FILE: end, ".metadata": digest(b"names")}
     told = {"format": FORMAT, "step": step, "seed": 0, "tp": 1, "pp": 1, "corpus": {}, "job": {}, "digests": digests}
     (path / "meta.json").write_text(sealed(told))
     return path
@@ -96,7 +109,7 @@ def test_auto_takes_no_older_checkpoint_where_storage_fails(tmp_path: Path, monk
     monkeypatch.setattr(Path, "read_bytes", fail_once)
     errors = [OSError(errno.EIO, os.strerror(errno.EIO), str(newest / ".metadata"))]
     with pytest.raises(
-        Unreadable, match=r"step-000006: cannot be read \(.*Input/output error.*; start again"
+        Unreadable, match=r"step-000006/.metadata: cannot be read \(.*Input/output error.*; start again"
     ) as caught:
         start_of(AUTO, tmp_path, {})
     assert caught.value.exit_code == EXIT_FAILED
@@ -119,7 +132,7 @@ def test_auto_says_in_a_line_that_a_checkpoint_cannot_be_looked_at(
         return is_file(path)
 
     monkeypatch.setattr(Path, "is_file", fail)
-    with pytest.raises(Unreadable, match=f"--resume = {newest}: cannot be read"):
+    with pytest.raises(Unreadable, match=f"--resume = {newest}/{FILE}: cannot be read"):
         start_of(AUTO, tmp_path, {})
 
 
@@ -200,3 +213,122 @@ def test_a_run_that_has_taken_all_its_steps_is_done_unless_it_was_named(tmp_path
     assert check_steps_left(Start(), job)
     with pytest.raises(ConfigError, match=r"has taken 8 steps, and job\.optimizer\.steps is 8; raise"):
         check_steps_left(start_of(path, tmp_path, {}), job)
+
+
+def test_a_store_that_does_not_answer_has_lost_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`isfile` of fsspec, and `exists` of some stores, say no for any error: a good one would be removed as a half."""
+    location = f"memory://{tmp_path.name}"
+    memory, root = url_to_fs(location)
+    memory.put(str(checkpoint(tmp_path, 8)), f"{root}/step-000008", recursive=True)
+    storage, info = ObjectStorage(location), MemoryFileSystem.info
+
+    def fail(fs: MemoryFileSystem, path: str, **more: Any) -> Any:
+        if path.endswith("/meta.json"):
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return info(fs, path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "info", fail)
+        patch.setattr(MemoryFileSystem, "exists", lambda *_: False)
+        with pytest.raises(TimeoutError):
+            storage.create("step-000009", 0)
+        with pytest.raises(TimeoutError):
+            storage.prune(1, 0)
+        with pytest.raises(Unreadable, match=r"step-000008: cannot be read .*timed out.*; start again"):
+            start_of(AUTO, tmp_path / "run", {}, location)
+    start = start_of(AUTO, tmp_path / "run", {}, location)
+    assert start.meta is not None
+    assert start.meta.step == 8
+
+
+WORLD = 6
+
+
+@pytest.fixture
+def ranks() -> list[FirstRank]:
+    """Ranks of a launcher that have not met, in threads of this process."""
+    url, wait = f"tcp://127.0.0.1:{free_port('127.0.0.1')}", timedelta(seconds=60)
+    each = [FirstRank(url, rank, WORLD, wait) for rank in range(WORLD)]
+    for first in each:  # one after the other: a lookup of names that nobody answers would hold up the rest
+        first.share("that it serves", lambda: "")
+    return each
+
+
+def starts_of(ranks: list[FirstRank], out: Path) -> list[Start | ConfigError]:
+    def start(first: FirstRank) -> Start | ConfigError:
+        try:
+            return start_of(AUTO, out, {}, share=first.share)
+        except ConfigError as exc:
+            return exc
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(start, ranks))
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count how often a file is opened or looked at, by its name."""
+    counts: Counter[str] = Counter()
+    with monkeypatch.context() as patch:
+        for method in ("open", "stat"):
+            plain = getattr(Path, method)
+
+            def count(path: Path, *arguments: Any, plain: Any = plain, **more: Any) -> Any:
+                counts[path.name] += 1
+                return plain(path, *arguments, **more)
+
+            patch.setattr(Path, method, count)
+        yield counts
+
+
+def test_one_rank_alone_looks_at_the_files_of_all(
+    tmp_path: Path, ranks: list[FirstRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank that looked at the files of all would be 150 million opens at 12,288 ranks."""
+    newest = checkpoint(tmp_path, 8, ranks=WORLD)
+    with counted(monkeypatch) as alone:
+        start_of(AUTO, tmp_path, {})
+    with counted(monkeypatch) as together:
+        starts = starts_of(ranks, tmp_path)
+    assert [came_from(start) for start in starts if isinstance(start, Start)] == [(newest, True)] * WORLD
+    files = [f"__{rank}_0.distcp" for rank in range(WORLD)]
+    assert all(alone[name] for name in files)
+    assert {name: together[name] for name in [*files, ".metadata"]} == {
+        name: alone[name] for name in [*files, ".metadata"]
+    }
+    assert together["meta.json"] <= WORLD * alone["meta.json"]
+
+
+def test_all_ranks_pass_over_what_the_first_one_does(tmp_path: Path, ranks: list[FirstRank]) -> None:
+    good = checkpoint(tmp_path, 4, ranks=WORLD)
+    file = checkpoint(tmp_path, 6, ranks=WORLD) / f"__{WORLD - 1}_0.distcp"
+    file.write_bytes(file.read_bytes()[:-2])
+    starts = [start for start in starts_of(ranks, tmp_path) if isinstance(start, Start)]
+    assert [came_from(start) for start in starts] == [(good, True)] * WORLD
+    assert ["was passed over" in "".join(start.notes) for start in starts] == [True] + [False] * (WORLD - 1)
+
+
+def test_all_ranks_end_with_the_error_of_the_first_one(
+    tmp_path: Path, ranks: list[FirstRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = checkpoint(tmp_path, 6, ranks=WORLD)
+    read_bytes = Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path == newest / ".metadata":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    errors = [error for error in starts_of(ranks, tmp_path) if isinstance(error, ConfigError)]
+    assert {(str(error), error.exit_code) for error in errors} == {(str(errors[0]), EXIT_FAILED)}
+    assert len(errors) == WORLD
+
+
+def test_a_rank_that_waits_for_the_first_one_says_so(
+    tmp_path: Path, ranks: list[FirstRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks[1], "_timeout", timedelta(seconds=0.2))
+    with pytest.raises(RanksMissing, match=r"rank 0 has not said .*: the checkpoint to resume from .*alike") as caught:
+        start_of(AUTO, tmp_path, {}, share=ranks[1].share)
+    assert caught.value.missing == (0,)

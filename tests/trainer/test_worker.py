@@ -102,7 +102,7 @@ def test_other_text_and_another_checkpoint_are_told_apart(
     (tmp_path / "facts.json").write_text('{"text": "another", "digests": {"tokenizer.json": "another"}}')
     meta = Meta(tmp_path, 4, 0, 1, 1, {"model": {}}, {}, {"rank.pt": "00000001"})
     found = {Path("a"): meta, Path("b"): replace(meta, path=Path("b")), Path("c"): replace(meta, digests={})}
-    monkeypatch.setattr(worker, "find", found.__getitem__)
+    monkeypatch.setattr(worker, "find", lambda path, **_has_files: found[path])
     elsewhere = replace(work, corpus=replace(work.corpus, folder=tmp_path))
     plain, other = (asked(monkeypatch, each) for each in (work, elsewhere))
     assert [name for name in plain if plain[name] != other[name]] == ["text"]

@@ -6,14 +6,15 @@ import contextlib
 import itertools
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from netlayer.config.renamed import with_new_keys
 from netlayer.config.tree import JobConfig, ModelConfig
-from netlayer.errors import ConfigError
+from netlayer.errors import EXIT_FAILED, ConfigError, NetlayerError
 from netlayer.units import format_size
 from trainer.checkpoint.digest import digest
 from trainer.checkpoint.distcp import SUFFIX, file_reader, read_trailer
@@ -28,6 +29,7 @@ from trainer.checkpoint.names import (
     as_location,
     checkpoints_in,
     halves_in,
+    is_there,
     pending_in,
     step_of,
 )
@@ -39,6 +41,14 @@ _SHAPELESS = frozenset(
 )
 _DEFAULTS: Mapping[str, Any] = ModelConfig().model_dump(mode="json")
 ALTERED = "it is not as it was written"
+_DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that say what storage holds
+_AT_ONCE = 32  # files that are looked at: each waits for storage, and a large job has ten thousand
+
+
+class Unreadable(ConfigError):
+    """A checkpoint cannot be read, which says nothing of the checkpoint: a fault of storage or network, maybe short."""
+
+    exit_code = EXIT_FAILED  # else it would count as a wrong job, which is not started again
 
 
 @dataclass(frozen=True)
@@ -102,31 +112,24 @@ class Meta:
 
     @contextlib.contextmanager
     def undamaged(self, name: str) -> Iterator[None]:
-        """Read one of its files in the block: an error that an intact file would not raise becomes a ConfigError."""
+        """Read one of its files in the block; errors as those of `undamaged`."""
         with undamaged(self.field, self.path / name):
             yield
 
 
-def find(path: Path, field: str = "--resume") -> Meta:
+def find(path: Path, field: str = "--resume", *, has_files: bool = True) -> Meta:
     """Return the metadata of the checkpoint at `path`, or of the newest good one below it or its `checkpoints/`.
 
     Args:
         field: option by which the user named it, for errors.
+        has_files: check that its files are there. One rank of a job does: each rank would look at the files of all.
 
     Raises:
         ConfigError: there is none, or it is damaged.
+        Unreadable: nobody can say.
     """
     path = as_location(path)
-    folders = [path, *reversed(checkpoints_in(path)), *reversed(checkpoints_in(path / "checkpoints"))]
-    folder = next((each for each in folders if (each / META).is_file()), None)
-    meta_file = META
-    if folder is None and (path / f"{META}{PENDING}").is_file():  # of an object store, and asked for by its name
-        folder, meta_file = path, f"{META}{PENDING}"
-    if folder is None:
-        remedy = "give a folder such as runs/train-.../checkpoints/step-000050"
-        if pending := [*pending_in(path), *pending_in(path / "checkpoints")]:
-            remedy = f"{pending[-1]} is not verified yet: give that itself, if its run was only killed"
-        raise ConfigError(field, path, "holds no good checkpoint" if pending else "holds no checkpoint", remedy)
+    folder, meta_file, newer = _locate(path, field)
     with undamaged(field, folder / meta_file):
         meta = json.loads((folder / meta_file).read_text(encoding="utf-8"))
         if meta["format"] not in (OLD_FORMAT, FORMAT):
@@ -136,14 +139,54 @@ def find(path: Path, field: str = "--resume") -> Meta:
             raise ValueError(ALTERED)
         facts = {name: meta[name] for name in ("step", "seed", "tp", "pp", "job", "corpus", "digests", "format")}
         facts["job"] = with_new_keys(facts["job"])
-        newer = [each for each in folders[: folders.index(folder)] if each != path]
         if folder != path:
             newer += [each for each in pending_in(folder.parent) if step_of(each) > meta["step"]]
         checkpoint = Meta(folder, **facts, field=field, passed_over=newer, data=meta.get("data"))
-    for name in checkpoint.files:
-        if not (folder / name).is_file():
-            raise ConfigError(field, folder, f"lacks {name}", "give an older checkpoint")
+
+    def check(name: str) -> None:
+        with undamaged(field, folder / name):
+            if not is_there(folder / name):
+                raise ConfigError(field, folder, f"lacks {name}", "give an older checkpoint")
+
+    if has_files:
+        _each(check, checkpoint.files)
     return checkpoint
+
+
+def _locate(path: Path, field: str) -> tuple[Path, str, list[Path]]:
+    """Return the folder of the checkpoint that `find` means, its file of facts, and newer folders that lack it."""
+    newer = list[Path]()
+    with undamaged(field, path):
+        for each in _candidates(path):
+            if is_there(each / META):
+                return each, META, newer
+            if each != path:
+                newer.append(each)
+        if is_there(path / f"{META}{PENDING}"):  # of an object store, and asked for by its name
+            return path, f"{META}{PENDING}", []
+        pending = [*pending_in(path), *pending_in(path / "checkpoints")]
+    remedy = "give a folder such as runs/train-.../checkpoints/step-000050"
+    if pending:
+        remedy = f"{pending[-1]} is not verified yet: give that itself, if its run was only killed"
+    raise ConfigError(field, path, "holds no good checkpoint" if pending else "holds no checkpoint", remedy)
+
+
+def _candidates(path: Path) -> Iterator[Path]:
+    """Yield a folder, then the checkpoints in it, newest first; a folder that is one is not listed."""
+    yield path
+    yield from reversed(checkpoints_in(path))
+    yield from reversed(checkpoints_in(path / "checkpoints"))
+
+
+def _each(check: Callable[[str], None], names: Sequence[str]) -> None:
+    """Call `check` with each name, several at once; raises what it raises for the first of them."""
+    with ThreadPoolExecutor(min(_AT_ONCE, max(len(names), 1)), "looks at a checkpoint") as threads:
+        works = [threads.submit(check, name) for name in names]
+        try:
+            for work in works:
+                work.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def check_ends(meta: Meta) -> None:
@@ -151,22 +194,26 @@ def check_ends(meta: Meta) -> None:
 
     Raises:
         ConfigError: one is cut short, or not as it was written; names the file.
+        Unreadable: nobody can say.
     """
-    for name in meta.files:
+
+    def check(name: str) -> None:
         with meta.undamaged(name):
             if meta.format == OLD_FORMAT:
                 from trainer.checkpoint.file import TensorFile  # only here: it loads torch
 
                 TensorFile(meta.path / name, meta.digests[name])
-                continue
+                return
             if name.endswith(SUFFIX):
                 actual = read_trailer(*file_reader(meta.path / name))[0]
             elif name == METADATA:
                 actual = digest((meta.path / name).read_bytes())
             else:
-                continue
+                return
             if actual != meta.digests[name]:
                 raise ValueError(ALTERED)
+
+    _each(check, meta.files)
 
 
 def file_name(tp: int, pp: int) -> str:
@@ -258,11 +305,24 @@ def _size(folder: Path) -> int:
 
 @contextlib.contextmanager
 def undamaged(field: str, path: Path) -> Iterator[None]:
-    """Read a file of a checkpoint in the block: an error that an intact file would not raise becomes a ConfigError."""
+    """Read a file of a checkpoint in the block, and say of an error whose it is.
+
+    Raises:
+        ConfigError: an intact file would not have given that error.
+        Unreadable: an intact file could have: the error is one of storage.
+    """
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+    except (NetlayerError, AssertionError):
+        raise
+    except (*_DAMAGE, ValueError, LookupError, TypeError, AttributeError) as exc:
         raise ConfigError(field, path, f"is damaged ({_one_line(exc)})", "give an older checkpoint") from exc
+    except Exception as exc:
+        # Of a server that does not answer clients of object stores have errors of their own: botocore's are no OSError.
+        if isinstance(path, Path) and not isinstance(exc, OSError):
+            raise
+        remedy = "start again; if it stays so, check the storage, or move that checkpoint away"
+        raise Unreadable(field, path, f"cannot be read ({_one_line(exc)})", remedy) from exc
 
 
 def _one_line(exc: Exception) -> str:

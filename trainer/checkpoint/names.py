@@ -50,6 +50,29 @@ def as_location(path: Path | str) -> Path:
     return made  # type: ignore[no-any-return]  # it has a Path's methods
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file is there; of a folder or a URL as `as_location` gives them.
+
+    Raises:
+        OSError: nobody can say; or what else a store's client raises.
+    """
+    if isinstance(path, Path):
+        return path.is_file()
+    return has_object(path.fs, path.path)  # type: ignore[unreachable]
+
+
+def has_object(fs: Any, path: str) -> bool:
+    """Whether a file system of fsspec has a path; errors as in `is_there`.
+
+    Its own `isfile`, and `exists` of some, say no for any error: a good checkpoint would be taken for a half.
+    """
+    try:
+        fs.info(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def know_protocol(location: str) -> None:
     """Have fsspec know a protocol of ours, before it is asked for a URL, or for a protocol."""
     if location.partition(":")[0] == PEERS:

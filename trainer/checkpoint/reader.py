@@ -44,7 +44,17 @@ from trainer.checkpoint.digest import digest
 from trainer.checkpoint.distcp import SUFFIX, Extent, ItemWriter, Read, file_of, file_reader, has_trailer, read_trailer
 from trainer.checkpoint.file import TensorFile
 from trainer.checkpoint.meta import ALTERED, Meta, file_name, find, undamaged
-from trainer.checkpoint.names import FORMAT, META, METADATA, OLD_FORMAT, TOKENIZER, as_location, is_name_of_run, sealed
+from trainer.checkpoint.names import (
+    FORMAT,
+    META,
+    METADATA,
+    OLD_FORMAT,
+    TOKENIZER,
+    as_location,
+    is_name_of_run,
+    is_there,
+    sealed,
+)
 from trainer.model.linears import Part
 from trainer.ramps import learning_rate
 
@@ -67,7 +77,9 @@ def open_checkpoint(path: Path, field: str = "--resume") -> Checkpoint:
         ConfigError: there is none, what describes it is damaged, or it is one of a run and has lost `meta.json`.
     """
     path = as_location(path)
-    if (path / METADATA).is_file() and not (path / META).is_file():
+    with undamaged(field, path):
+        is_plain = is_there(path / METADATA) and not is_there(path / META)
+    if is_plain:
         # Named as those of a run are: `netlayer checkpoint export` writes such files too, into a folder of any name.
         if is_name_of_run(path) and any(has_trailer(file) for file in path.glob(f"*{SUFFIX}")):
             # Without the digests nobody knows whether it was ever finished, or is as it was written.

@@ -5,31 +5,28 @@ A checkpoint of another folder starts a run in `--out`, which must be new. One i
 machines (`trainer.peer_copy`), or none while there is none: the same command starts a run and resumes it, as torchrun's
 restarts and a queue that requeues need it. A restart by torchrun repeats the arguments, so there too it is the newest
 good one of `--out`, whatever `--resume` names. Needs no torch.
+
+[Note: one rank looks] Whether the newest checkpoint is whole takes an open of each of its files, and a job of 12,288
+ranks has as many: so rank 0 alone looks, and all others take its choice, of which they read `meta.json`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from netlayer.config.tree import JobConfig
-from netlayer.errors import EXIT_FAILED, ConfigError
-from trainer.checkpoint.meta import Meta, check_ends, find
-from trainer.checkpoint.names import META, as_location, checkpoints_in, pending_in, step_of
+from netlayer.errors import ConfigError
+from trainer.checkpoint.meta import Meta, Unreadable, check_ends, find, undamaged
+from trainer.checkpoint.names import META, as_location, checkpoints_in, is_there, pending_in, step_of
 from trainer.history import CHECKPOINTS, METRICS, REPLACED
 from trainer.peer_copy.hosts import has_copies, location_of
 
 AUTO = Path("auto")
-_DAMAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # errors that say what storage holds
-
-
-class Unreadable(ConfigError):
-    """A checkpoint cannot be read, which says nothing of the checkpoint: a fault of storage or network, maybe short."""
-
-    exit_code = EXIT_FAILED  # else it would count as a wrong job, which is not started again
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,22 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def start_of(resume: Path | None, out: Path | None, environ: Mapping[str, str], folder: str = "") -> Start:
-    """Return the start that `--resume` and `--out` mean together; every rank of a launcher reads the same.
+Share = Callable[[str, Callable[[], str]], str]
+"""Returns on every rank what its function returned on rank 0; of a name (`netlayer.rendezvous.FirstRank.share`)."""
+
+
+def _alone(_name: str, make: Callable[[], str]) -> str:
+    return make()
+
+
+def start_of(
+    resume: Path | None, out: Path | None, environ: Mapping[str, str], folder: str = "", *, share: Share = _alone
+) -> Start:
+    """Return the start that `--resume` and `--out` mean together, the same on every rank of a launcher.
 
     Args:
         folder: job.checkpoint.folder, where the run's checkpoints are; none: in `out`.
+        share: of a launcher's ranks: [Note: one rank looks].
 
     Raises:
         ConfigError: there is no such checkpoint, or it is not said which.
@@ -65,9 +73,9 @@ def start_of(resume: Path | None, out: Path | None, environ: Mapping[str, str], 
         if out is None:
             rule = "looks for the newest good checkpoint of --out, which is not given"
             raise ConfigError("--resume", AUTO, rule, "give --out DIR, or name a checkpoint")
-        return _newest(out, own_folder(out, folder))
+        return _newest_of_all(out, own_folder(out, folder), share)
     if out is not None and is_restart:
-        newest = _newest(out, own_folder(out, folder))
+        newest = _newest_of_all(out, own_folder(out, folder), share)
         # Without a checkpoint of its own it starts again from the one that was named.
         return newest if newest.meta else dataclasses.replace(newest, meta=find(resume))
     meta = find(resume)
@@ -100,6 +108,25 @@ def own_folder(out: Path, folder: str) -> Path:
     return as_location(folder) if folder else out / CHECKPOINTS
 
 
+def _newest_of_all(out: Path, folder: Path, share: Share) -> Start:
+    """Return what `_newest` returns on rank 0; notes are rank 0's alone."""
+    chosen = list[Start]()
+
+    def choose() -> str:
+        chosen.append(_newest(out, folder))
+        meta = chosen[0].meta
+        is_copy = meta is not None and meta.path.parent != folder
+        return json.dumps({"name": meta and meta.path.name, "is_copy": is_copy})
+
+    answer = json.loads(share("the checkpoint to resume from", choose))
+    if chosen:
+        return chosen[0]
+    if answer["name"] is None:
+        return Start(None, True, True)
+    parent = as_location(location_of(out)) if answer["is_copy"] else folder
+    return Start(find(parent / answer["name"], has_files=False), True, True)
+
+
 def _newest(out: Path, folder: Path) -> Start:
     """Return the newest good checkpoint that is not damaged, as far as can be seen without its tensors.
 
@@ -107,19 +134,22 @@ def _newest(out: Path, folder: Path) -> Start:
 
     Raises:
         ConfigError: there are some, and all are damaged: to start from the first step would be no answer.
-        Unreadable: one in storage cannot be read. To pass over it would have this rank take an older one than others.
+        Unreadable: one in storage cannot be read. To pass over it would throw away steps for what is gone in a moment.
     """
     notes, damaged = list[str](), list[ConfigError]()
-    stored, copies = checkpoints_in(folder), _copies(out)
+    with undamaged("--resume", folder):
+        stored = checkpoints_in(folder)
+    copies = _copies(out)
     newest_stored = f"step {step_of(stored[-1])}" if stored else "none"
     for path in sorted([*copies, *stored], key=step_of, reverse=True):  # stable: a copy first
         if path in copies:
             notes += [f"note: {line} was damaged, and is no longer used" for line in _damaged_copies(path)]
         try:
-            meta = _checked(path, is_copy=path in copies)
-        except Unreadable:
-            raise
+            meta = _checked(path)
         except ConfigError as exc:
+            # A copy that cannot be read has gone with its machine.
+            if isinstance(exc, Unreadable) and path not in copies:
+                raise
             damaged.append(exc)
             notes.append(f"note: {path} is newer, and was passed over: it {exc.rule}")
             continue
@@ -140,29 +170,18 @@ def _newest(out: Path, folder: Path) -> Start:
     return Start(None, True, True, tuple(notes))
 
 
-def _checked(path: Path, *, is_copy: bool) -> Meta | None:
+def _checked(path: Path) -> Meta | None:
     """Return the metadata of a checkpoint whose files end as they were written; None: it lacks `meta.json`.
-
-    Args:
-        is_copy: it is in memory, and goes with its machine: that it cannot be read is damage then.
 
     Raises:
         ConfigError: it is damaged.
         Unreadable: nobody can say.
     """
-    try:
-        if not (path / META).is_file():
+    with undamaged("--resume", path):
+        if not is_there(path / META):
             return None
-        meta = find(path)
-        check_ends(meta)
-    except (ConfigError, OSError) as exc:
-        error = exc.__cause__ if isinstance(exc, ConfigError) else exc
-        if is_copy or not isinstance(error, OSError) or isinstance(error, _DAMAGE):
-            if isinstance(exc, ConfigError):
-                raise
-            raise ConfigError("--resume", path, f"cannot be read ({exc})", "give an older checkpoint") from exc
-        remedy = "start again; if it stays so, check the storage, or move that checkpoint away"
-        raise Unreadable("--resume", path, f"cannot be read ({error})", remedy) from exc
+    meta = find(path)
+    check_ends(meta)
     return meta
 
 

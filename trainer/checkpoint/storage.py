@@ -21,7 +21,16 @@ from typing import IO, Any, Protocol
 
 from netlayer.results import sync_folder
 from trainer.checkpoint.distcp import Read, file_reader, object_reader
-from trainer.checkpoint.names import DAMAGED, META, PENDING, checkpoints_in, halves_in, know_protocol, step_of
+from trainer.checkpoint.names import (
+    DAMAGED,
+    META,
+    PENDING,
+    checkpoints_in,
+    halves_in,
+    has_object,
+    know_protocol,
+    step_of,
+)
 
 PART = ".part"
 _SYNC_BYTES = 256 << 20
@@ -358,7 +367,7 @@ class ObjectStorage:
             self._remove(part)
 
     def prune(self, keep: int, keep_every: int) -> None:
-        good = [Path(name) for name in self._names() if self._fs.exists(f"{self._root}/{name}/{META}")]
+        good = [Path(name) for name in self._names() if has_object(self._fs, f"{self._root}/{name}/{META}")]
         for old in kept_apart(sorted(good, key=step_of), keep, keep_every):
             self._remove(old.name)
 
@@ -375,7 +384,7 @@ class ObjectStorage:
 
     def _clear(self) -> None:
         for name in self._names():
-            if not any(self._fs.exists(f"{self._root}/{name}/{META}{end}") for end in ("", PENDING, DAMAGED)):
+            if not any(has_object(self._fs, f"{self._root}/{name}/{META}{end}") for end in ("", PENDING, DAMAGED)):
                 self._remove(name)
 
     def _remove(self, name: str) -> None:

@@ -81,6 +81,8 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     if env is None or env.rank == 0:
         _preview(start, env, is_traced=bool(trace))
     if start.is_done:
+        if start.first is not None:
+            start.first.await_readers()
         return
     if env is not None and env.rank:
         with ending_at(*PASSED_ON):  # until training takes them over; the first rank says it for all

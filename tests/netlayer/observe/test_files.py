@@ -334,6 +334,48 @@ def test_files_of_two_runs_are_refused(dumps: list[Path], tmp_path: Path) -> Non
         read_files(dumps, world_size=1)
 
 
+def _later(file: Path, minutes: float, into: Path) -> Path:
+    """The same dump of a run that was minutes later."""
+    tree = json.loads(file.read_text())
+    for entry in tree["entries"]:
+        entry["time_created_ns"] += int(minutes * 60e9)
+    into.write_text(json.dumps(tree))
+    return into
+
+
+def test_what_an_earlier_run_has_left_in_the_folder_accuses_nobody(tmp_path: Path) -> None:
+    """A rank that was killed leaves no dump, and the one of the run before lies in its place."""
+    world = random_world(11, "hang")
+    files = write_dumps(world, tmp_path, 11, "json")
+    assert world.fault is not None
+    assert read_files(files).culprits == (world.fault.rank,) == (1,)
+    for file in files:
+        if file != files[5]:
+            _later(file, 20, file)
+    mixed = read_files([tmp_path])
+    assert mixed.culprits == (1,)
+    reason = "ends 20 min before the dumps of 6 others begin: of an earlier run, or of a host with another clock"
+    assert f"{files[5]} {reason}: skipped" in mixed.notes
+    # Half of them or more: nobody can say which run is meant.
+    for file in (files[2], files[6], files[7]):
+        _later(file, -20, file)
+    with pytest.raises(
+        ConfigError, match=r"of ranks 2,5,6,7 end 20 min before those of .* begin: they are of two runs"
+    ):
+        read_files([tmp_path])
+
+
+def test_dumps_that_lie_beside_one_of_another_run_are_of_that_one(tmp_path: Path) -> None:
+    """Two jobs' dumps in one folder, of which one has ranks that the other has not."""
+    files = write_dumps(random_world(11, "hang"), tmp_path, 11, "json")
+    alone = read_files(files)
+    for rank, file in ((0, files[0]), (8, files[1])):
+        _later(file, 1, tmp_path / f"other_rank_{rank}")
+    both = read_files([tmp_path])
+    assert both.findings == alone.findings
+    assert sum("other_rank_" in note for note in both.notes) == 2
+
+
 def _fields(tree: Any) -> Iterator[tuple[Any, Any]]:
     """Every place in a tree, as a container and a key of it."""
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def _json(ranks: list[dict[str, Any]], time: str = "2026-03-01 10:00:00", **more
 
 def _blame(folder: Path, *contents: str) -> Blame:
     files = [folder / f"query_{number}" for number in range(len(contents))]
-    for file, content in zip(files, contents, strict=True):
+    for number, (file, content) in enumerate(zip(files, contents, strict=True)):
         file.write_text(content)
+        os.utime(file, (60 * number, 60 * number))  # asked a minute apart
     return read_files(files)
 
 
@@ -280,6 +282,32 @@ def test_two_answers_of_text(tmp_path: Path) -> None:
     assert "in both queries" in stands.findings[0].line
     assert not _blame(tmp_path, before, _text(late.format(most=800, own=799))).findings
     assert "ask ncclras -f json twice" in _blame(tmp_path, _text(), _text()).no_verdict
+
+
+def test_one_answer_that_is_given_twice_is_one(tmp_path: Path) -> None:
+    """Else a rank that is behind in a job that runs, or busy for a moment, is named as hung or dead."""
+    late = """#0-0 (1) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  7 ranks have launched up to operation 650
+  Rank 5 has launched up to operation 649 -- GPU 1 managed by process 505 on node 10.1.0.2
+"""
+    busy = """#0-0 (1) INCOMPLETE
+  Missing communicator data from 1 rank
+  Rank 5 -- GPU 1 managed by process 505 on node 10.1.0.2
+"""
+    for text in (_text(late), _text(errors=busy)):
+        file = tmp_path / "once"
+        file.write_text(text)
+        alone = read_files([file])
+        assert not any(finding.certain for finding in alone.findings)
+        (tmp_path / "copy").write_bytes(file.read_bytes())
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to(file)
+        for other in (tmp_path / "copy", tmp_path / "link", tmp_path / "." / "sub" / ".." / "once"):
+            (tmp_path / "sub").mkdir(exist_ok=True)
+            both = read_files([file, other])
+            assert (both.findings, both.no_verdict) == (alone.findings, alone.no_verdict), other
+            assert any("skipped" in note for note in both.notes)
 
 
 def test_answers_of_two_jobs_are_refused(tmp_path: Path) -> None:
