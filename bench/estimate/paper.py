@@ -109,7 +109,7 @@ def paper_rows(on_progress: Callable[[int, int, str], None] | None = None) -> tu
             )
             is_calibrated = system == SYSTEMS[0] and gpus == TABLE_2[0][1]
             case = f"{system}, {gpus:,} GPUs"
-            rows.append(PaperRow("table 2", case, "s", paper, estimate.step_s, is_calibrated, parts_of(estimate)))
+            rows.append(PaperRow("table 2", case, "s", paper, estimate.step_s, is_calibrated, estimate.parts()))
     for index, (gpus, *percents) in enumerate(LARGE):
         say(len(TABLE_2) + index, f"530B, {gpus} GPUs")
         slowdown, pp_slowdown = slowdowns_of("530b", gpus)
@@ -118,7 +118,7 @@ def paper_rows(on_progress: Callable[[int, int, str], None] | None = None) -> tu
             estimate = estimate_step(plan, numbers, slowdown=slowdown, pp_slowdown=pp_slowdown)
             measured_s = seconds_at(plan, paper, is_windowed=system == SYSTEMS[1])
             case = f"{system}, {gpus:,} GPUs"
-            rows.append(PaperRow("530B", case, "s", measured_s, estimate.step_s, parts=parts_of(estimate)))
+            rows.append(PaperRow("530B", case, "s", measured_s, estimate.step_s, parts=estimate.parts()))
     say(total - 1, "ablation")
     rows += ablation_rows(numbers)
     return rows, numbers
@@ -215,20 +215,6 @@ def cluster_of(gpus: int) -> ClusterConfig:
         servers_per_tor_set=64,
         pods=pods,
     )
-
-
-def parts_of(estimate: StepEstimate) -> dict[str, float]:
-    """Return the seconds of a step's parts on the busiest stage; they add up to the step."""
-    return {
-        "GEMMs": estimate.gemm_s,
-        "attention": estimate.attention_s,
-        "other": estimate.pointwise_s + estimate.optimizer_s,
-        "TP": estimate.tp_exposed_s,
-        "DP": estimate.dp_exposed_s,
-        "PP": estimate.pp_exposed_s,
-        "bubble": estimate.bubble_s - estimate.pp_exposed_s,
-        "slowest": estimate.straggler_s,
-    }
 
 
 def slowdowns_of(preset: str, gpus: int) -> tuple[float, float]:
