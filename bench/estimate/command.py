@@ -252,7 +252,7 @@ def paper(options: RunOptions) -> None:
     Example:
       netlayer estimate paper
     """
-    from bench.estimate.paper import paper_rows, summary
+    from bench.estimate.paper import paper_rows, step_lines, summary
     from netlayer.printing import print_table
     from netlayer.progress import Stages
     from netlayer.results import utc_now
@@ -285,6 +285,10 @@ def paper(options: RunOptions) -> None:
     print_table("where a predicted step goes, seconds", ["case", *names, "not predicted"], lines)
     for line in summary(rows):
         click.echo(line)
+    for whose, lines_of in (("the paper's", step_lines()), ("predicted", step_lines(rows))):
+        for system, nearest in lines_of.items():
+            text = f"{nearest.constant_s:.2f} s a step and {1e3 * nearest.micro_batch_s:.1f} ms a micro-batch"
+            click.echo(f"table 2, {whose} {system}: nearest to {text}, which misses a row by {nearest.worst:.1%}")
 
 
 @estimate.command()

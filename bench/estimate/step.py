@@ -38,8 +38,8 @@ two H100 1.019 (reports/trainer_2xh100_202611.md); 1.012 is that of a normal dis
 PASS_JITTER = 0.002
 """Standard deviation of a pass of a second on one rank, in seconds; of t seconds it is this times sqrt(t), for it is
 nearly white. From two production traces that ByteDance published (StragglerAnalysis, trace-ST and trace-AR: passes of
-0.07 to 0.39 s on 8 and 15 ranks), what the data make of a pass taken out by its replica's other stages: 0.0013 to
-0.0025 by the median deviation (`python -m bench.estimate.jitter`). Steps of ours on two H200 give 0.0016, on H100 and
+0.07 to 0.39 s on 8 and 15 ranks), what the data make of a pass taken out by its replica's other stages: 0.0011 to
+0.0023 by the median deviation (`python -m bench.estimate.jitter`). Steps of ours on two H200 give 0.0016, on H100 and
 one H200 0.003 to 0.005 with what all ranks share (reports/estimate_202611.md)."""
 _PERIODS = 3
 """Rounds of p micro-batches that are run; the last two tell the period."""

@@ -22,7 +22,17 @@ from bench.estimate.devices import DEVICES, NUMBERS, Numbers, device_of
 from bench.estimate.host import Host
 from bench.estimate.jitter import jitter_of_trace
 from bench.estimate.own import WORST_BAR, own_rows
-from bench.estimate.paper import ABLATION, LARGE, TABLE_2, PaperRow, calibrate, plan_of, seconds_at, summary
+from bench.estimate.paper import (
+    ABLATION,
+    LARGE,
+    TABLE_2,
+    PaperRow,
+    calibrate,
+    nearest_line,
+    plan_of,
+    seconds_at,
+    summary,
+)
 from bench.estimate.plan import Plan, check_plan
 from bench.estimate.rows import ASIDE_FILE, ROWS_FILE, Row, load_rows, mfu_percent
 from bench.estimate.search import RESERVED_BYTES, search
@@ -576,6 +586,18 @@ def test_papers_figures_are_those_of_its_seconds() -> None:
         assert seconds_at(case, mfu, is_windowed=False) == pytest.approx(seconds, rel=0.01)
     assert len(LARGE) == 3
     assert len(ABLATION) == 9
+
+
+def test_no_line_is_nearer_to_steps_than_the_nearest() -> None:
+    exact = nearest_line([(count, 2.0 + 0.1 * count) for count in (8, 16, 64, 128)])
+    assert (exact.constant_s, exact.micro_batch_s) == pytest.approx((2.0, 0.1))
+    assert exact.worst == pytest.approx(0, abs=1e-9)
+    points = [(48.0, 8.9), (64.0, 11.5), (96.0, 16.9), (192.0, 32.0)]
+    nearest = nearest_line(points)
+    for constant, slope in itertools.product(np.linspace(0, 3, 61), np.linspace(0.14, 0.18, 81)):
+        assert nearest.worst <= max(abs((constant + slope * count) / seconds - 1) for count, seconds in points) + 1e-9
+    with pytest.raises(ValueError, match="a line meets any two"):
+        nearest_line(points[:2])
 
 
 def test_paper_summary_counts_what_is_within() -> None:
