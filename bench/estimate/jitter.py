@@ -53,7 +53,7 @@ class Jitter:
 
     @property
     def per_root(self) -> float:
-        """c of [deviation in seconds = c sqrt(t)], in sqrt(s)."""
+        """Return c, the deviation in seconds over the root of a pass's seconds, in sqrt(s)."""
         return self.deviation * math.sqrt(self.pass_s)
 
 
