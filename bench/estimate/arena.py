@@ -283,7 +283,7 @@ def scores(predictions: Sequence[Prediction], rows: Sequence[Row]) -> list[Score
 
 @dataclass(frozen=True)
 class Repeats:
-    """How far measurements of one recipe lie apart: what no estimator that reads recipes alone can tell.
+    """Distances between measurements of one recipe: what no estimator that reads recipes alone can tell.
 
     Groups hold the rows of a family that several releases measured with the same layout, batch and software facts.
     Points of MFU; `scaled` of what a row has of its series' smallest row.
