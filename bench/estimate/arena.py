@@ -282,6 +282,78 @@ def scores(predictions: Sequence[Prediction], rows: Sequence[Row]) -> list[Score
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """Distances between measurements of one recipe: what no estimator that reads recipes alone can tell.
+
+    Groups hold the rows of a family that several releases measured with the same layout, batch and software facts.
+    Points of MFU; `scaled` of what a row has of its series' smallest row.
+
+    Args:
+        num_rows, scaled_rows: rows in groups.
+        apart, scaled_apart: mean distance of a row from the mean of its group's others: what one who has measured
+            the same recipe before is off by.
+        least, scaled_least: mean distance of a row from its group's median, which is the least that one answer a
+            recipe can be off by.
+        ours, scaled_ours: mean absolute error of an estimator on the same rows.
+    """
+
+    num_rows: int
+    apart: float
+    least: float
+    ours: float
+    scaled_rows: int
+    scaled_apart: float
+    scaled_least: float
+    scaled_ours: float
+
+
+def repeats(predictions: Sequence[Prediction]) -> Repeats | None:
+    """Compare rows of one recipe with each other, and an estimator with them; None: no recipe was measured twice."""
+    rows = [each.row for each in predictions]
+    first = {id(row): series[0] for series in series_of(rows) for row in series[1:]}
+    absolute, scaled = [], []
+    for group in _recipes(predictions).values():
+        if len(group) > 1:
+            mfus = [(each.row.mfu, abs(each.error)) for each in group]
+            absolute += _distances([mfu for mfu, _ in mfus], [error for _, error in mfus], [1.0] * len(mfus))
+        grown = [each for each in group if each.scaled_error is not None]
+        if len(grown) > 1:
+            starts = [first[id(each.row)].mfu for each in grown]
+            ratios = [each.row.mfu / start for each, start in zip(grown, starts, strict=True)]
+            scaled += _distances(ratios, [abs(each.scaled_error or 0.0) for each in grown], starts)
+    if not absolute:
+        return None
+    nothing = [(math.nan,) * 3]
+    means = [[float(np.mean(column)) for column in zip(*table, strict=True)] for table in (absolute, scaled or nothing)]
+    (apart, least, ours), (scaled_apart, scaled_least, scaled_ours) = means
+    return Repeats(len(absolute), apart, least, ours, len(scaled), scaled_apart, scaled_least, scaled_ours)
+
+
+def _distances(
+    values: Sequence[float], errors: Sequence[float], points: Sequence[float]
+) -> list[tuple[float, float, float]]:
+    """Return each value's distance from the mean of the others and from the median, times `points`; and its error."""
+    total, median = sum(values), float(np.median(values))
+    return [
+        (abs(value - (total - value) / (len(values) - 1)) * unit, abs(value - median) * unit, error)
+        for value, error, unit in zip(values, errors, points, strict=True)
+    ]
+
+
+def _recipes(predictions: Sequence[Prediction]) -> dict[tuple[object, ...], list[Prediction]]:
+    """Group by what a recipe says. Not by the size of buckets, which hardly moves a step and tells releases apart."""
+    groups: dict[tuple[object, ...], list[Prediction]] = {}
+    for each in predictions:
+        plan = each.row.plan
+        job = plan.job
+        overlap = job.overlap.tp, job.overlap.pp, job.overlap.dp
+        software = plan.precision, plan.kernels, plan.attention, plan.zero, plan.delayed_scaling, plan.deferred_heads
+        key = (each.row.family, plan.device.name, plan.cp, job.model, job.parallel, job.batch, overlap, *software)
+        groups.setdefault(tuple(map(repr, key)), []).append(each)
+    return groups
+
+
+@dataclass(frozen=True)
 class Bar:
     """One bar: what is asked, what was reached."""
 

@@ -164,9 +164,12 @@ def search(options: RunOptions, device: str, precision: str, zero: int, top: int
 @click.argument("estimator", required=False, type=_PATH)
 @click.option("--rows", "rows_file", type=_PATH, help="Rows in the form of bench/estimate/rows.csv in place of those.")
 @click.option("--page/--no-page", "pages", default=True, show_default=True, help="Write the page.")
+@click.option("--residuals", is_flag=True, help="Print every row's error, and where its predicted step goes.")
 @click.option("--check", is_flag=True, help="Exit 1 where a bar is missed.")
 @run_options_without_config
-def arena(options: RunOptions, estimator: Path | None, rows_file: Path | None, pages: bool, check: bool) -> None:
+def arena(
+    options: RunOptions, estimator: Path | None, rows_file: Path | None, pages: bool, residuals: bool, check: bool
+) -> None:
     """Set estimators beside null models on all public rows: each family predicted from the others alone.
 
     A family is a model, its software and its source. Errors are points of MFU, attention in full. ESTIMATOR is a Python
@@ -177,6 +180,7 @@ def arena(options: RunOptions, estimator: Path | None, rows_file: Path | None, p
     Examples:
       netlayer estimate arena --out runs/arena
       netlayer estimate arena my_estimator.py --no-page --json -
+      netlayer estimate arena --no-page --residuals
     """
     from bench.estimate import arena as room
     from bench.estimate.rows import ASIDE_FILE, load_rows
@@ -199,11 +203,19 @@ def arena(options: RunOptions, estimator: Path | None, rows_file: Path | None, p
         predictions[room.CARRIED] = room.carried(rows)
         table = {name: room.scores(each, rows) for name, each in predictions.items()}
         bars = room.bars(table)
+        repeats = room.repeats(predictions[room.OURS])
         aside_table = {name: room.scores(each, kept_aside) for name, each in aside.items() if kept_aside}
         aside_rows = [
             {**row, "table": f"aside {row['table']}"} for row in (*_prediction_rows(aside), *_score_rows(aside_table))
         ]
-        record_rows = [*_prediction_rows(predictions), *_score_rows(table), *_bar_rows(bars), *aside_rows]
+        repeated_rows = [{"table": "repeats", **dataclasses.asdict(repeats)}] if repeats else []
+        record_rows = [
+            *_prediction_rows(predictions),
+            *_score_rows(table),
+            *_bar_rows(bars),
+            *repeated_rows,
+            *aside_rows,
+        ]
         arguments = {"estimator": str(estimator or ""), "rows": str(rows_file or "")}
         record = make_record(options, "estimate.arena", record_rows, started, arguments, {})
         record.save(out.part / "records")
@@ -217,7 +229,11 @@ def arena(options: RunOptions, estimator: Path | None, rows_file: Path | None, p
             click.echo(f"report: {out.folder / 'report.html'}", err=True)
     _write_json(options, record)
     if str(options.json_file) != "-":
+        if residuals:
+            _print_residuals(predictions[room.OURS])
         _print_arena(table, bars)
+        if repeats:
+            _print_repeats(repeats)
         _print_others(predictions, aside_table)
     missed = [bar for bar in bars if not bar.is_met]
     if check and missed:
@@ -236,7 +252,7 @@ def paper(options: RunOptions) -> None:
     Example:
       netlayer estimate paper
     """
-    from bench.estimate.paper import paper_rows, summary
+    from bench.estimate.paper import paper_rows, step_lines, summary
     from netlayer.printing import print_table
     from netlayer.progress import Stages
     from netlayer.results import utc_now
@@ -262,13 +278,17 @@ def paper(options: RunOptions) -> None:
         ]
         print_table(f"{table}: the paper's beside predicted", ["case", "paper", "predicted", "error", "bar"], lines)
     steps = [row for row in rows if row.parts]
-    names = list(steps[0].parts)
+    names = [name for name in steps[0].parts if any(row.parts[name] >= 0.005 for row in steps)]
     lines = [
         [row.case, *(f"{row.parts[name]:.2f}" for name in names), f"{row.paper - row.predicted:+.2f}"] for row in steps
     ]
     print_table("where a predicted step goes, seconds", ["case", *names, "not predicted"], lines)
     for line in summary(rows):
         click.echo(line)
+    for whose, lines_of in (("the paper's", step_lines()), ("predicted", step_lines(rows))):
+        for system, nearest in lines_of.items():
+            text = f"{nearest.constant_s:.2f} s a step and {1e3 * nearest.micro_batch_s:.1f} ms a micro-batch"
+            click.echo(f"table 2, {whose} {system}: nearest to {text}, which misses a row by {nearest.worst:.1%}")
 
 
 @estimate.command()
@@ -482,6 +502,68 @@ def _print_arena(table: Mapping[str, Sequence[Any]], bars: Sequence[Any]) -> Non
     print_table("from the smallest row of a series, all series", ["estimator", "points"], within)
     lines = [[bar.name, f"{bar.value:.2f}", f"{bar.limit:.2f}", "met" if bar.is_met else "missed"] for bar in bars]
     print_table("bars of ours, points of MFU", ["bar", "reached", "limit", ""], lines)
+
+
+def _print_repeats(repeats: Any) -> None:
+    """Print what several measurements of one recipe leave an estimator to tell."""
+    from netlayer.printing import print_table
+
+    lines = [
+        ["rows", str(repeats.num_rows), str(repeats.scaled_rows)],
+        ["the mean of the other releases", f"{repeats.apart:.2f}", f"{repeats.scaled_apart:.2f}"],
+        ["ours", f"{repeats.ours:.2f}", f"{repeats.scaled_ours:.2f}"],
+        ["least of any one answer a recipe", f"{repeats.least:.2f}", f"{repeats.scaled_least:.2f}"],
+    ]
+    title = "rows of recipes that several releases measured, mean absolute error, points of MFU"
+    print_table(title, ["answer", "MFU", "from the smallest row"], lines)
+
+
+def _print_residuals(predictions: Sequence[Any]) -> None:
+    """Print every row with its error, growth over its series' smallest row, and the parts of its predicted step."""
+    from bench.estimate.arena import series_of
+    from bench.estimate.devices import NUMBERS
+    from bench.estimate.search import describe
+    from bench.estimate.step import estimate_step
+    from netlayer.printing import print_table
+
+    by_row = {id(each.row): each for each in predictions}
+    lines: list[list[str]] = []
+    names: list[str] = []
+    for series in series_of([each.row for each in predictions]):
+        for row in series:
+            each, plan = by_row[id(row)], row.plan
+            estimate = estimate_step(plan, NUMBERS[plan.device.generation])
+            parts = estimate.parts()
+            names = list(parts)
+            lines.append(
+                [
+                    f"{row.family} {row.release}",
+                    plan.precision,
+                    str(row.gpus),
+                    describe(plan),
+                    str(plan.num_micro_batches),
+                    f"{row.step_s:.3f}",
+                    f"{row.mfu:.1f}",
+                    f"{each.error:+.2f}",
+                    "" if each.scaled_error is None else f"{each.scaled_error:+.2f}",
+                    f"{row.step_s / series[0].step_s - 1:+.1%}",
+                    *(f"{seconds / estimate.step_s:.1%}" for seconds in parts.values()),
+                ]
+            )
+    columns = [
+        "row",
+        "precision",
+        "GPUs",
+        "layout",
+        "micro-batches",
+        "step / s",
+        "MFU",
+        "error",
+        "from smallest",
+        "grew",
+    ]
+    title = "residuals: errors in points of MFU, and shares of the predicted step by the numbers fitted to all rows"
+    print_table(title, [*columns, *names], lines)
 
 
 def _print_others(predictions: Mapping[str, Sequence[Any]], aside: Mapping[str, Sequence[Any]]) -> None:

@@ -26,6 +26,13 @@ _FORWARD = 1 / 3
 _PARTS, _DIRECT, _COLLECTIVES = 14, 80, 20
 DIRECT_S = 10e-6
 """A call that Python makes of the driver itself. Assumed: no record holds it."""
+# A linear in 8 bits, tensorwise (trainer/ops/fp8.py): to quantise is five launches (largest magnitude in two, two of
+# the scale, the cast), of input and weight forward, of gradient and weight backward, where three matrices are
+# transposed and the weight's gradient is added apart. A weight that travels in 8 bits is not quantised here.
+_QUANTISE, _SCALED_BACKWARD, _LINEARS = 5, 4, 2
+# Context parallelism (trainer/ops/context_attention.py), beyond the attention's own: the exchange of keys with its
+# copies, two calls for two halves of the heads backward; and of each other rank's part.
+_CONTEXT, _CONTEXT_PART = (3, 16), (2, 6)
 _HEAD = 20
 """Launches of the head and the loss, for one micro-batch. Assumed."""
 _OPTIMIZER = 2.5
@@ -47,8 +54,12 @@ class Host:
     launch_s: float
     direct_s: float = DIRECT_S
 
-    def half_s(self, job: JobConfig, is_mlp: bool) -> tuple[float, float]:
-        """Return seconds of one half block's forward and of its backward, for one micro-batch."""
+    def half_s(self, job: JobConfig, is_mlp: bool, cp: int = 1) -> tuple[float, float]:
+        """Return seconds of one half block's forward and of its backward, for one micro-batch.
+
+        Args:
+            cp: context-parallel ranks.
+        """
         number: float = _ATTENTION if not is_mlp else _PARALLEL_MLP if job.model.parallel_block else _MLP
         if job.model.operators == "torch":
             number += _TORCH
@@ -62,8 +73,17 @@ class Host:
             else:
                 number += share * _COLLECTIVES
         whole = number * self.launch_s + direct
-        again = _FORWARD if job.model.recompute == "full" else 0.0
-        return _FORWARD * whole, (1 - _FORWARD + again) * whole
+        forward, backward = _FORWARD * whole, (1 - _FORWARD) * whole
+        model = job.model
+        if model.fp8 != "off":
+            of_block = _LINEARS * max(0, model.layers - model.fp8_first - model.fp8_last) / model.layers * self.launch_s
+            factors = 1 if model.fp8_param_gather else 2
+            forward += of_block * factors * _QUANTISE
+            backward += of_block * (factors * _QUANTISE + _SCALED_BACKWARD)
+        if cp > 1 and not is_mlp:
+            forward += (_CONTEXT[0] + _CONTEXT_PART[0] * (cp - 1)) * self.launch_s
+            backward += (_CONTEXT[1] + _CONTEXT_PART[1] * (cp - 1)) * self.launch_s
+        return forward, backward + (forward if model.recompute == "full" else 0.0)
 
     def head_s(self) -> tuple[float, float]:
         """The same of the head and the loss."""

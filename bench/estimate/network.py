@@ -8,6 +8,7 @@ paths and max-min rates.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ class _Protocol:
 _PROTOCOLS = (_Protocol(14.0e-6, 1.9e-6, 4.0e-6, 0.92), _Protocol(8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 """LL128 and Simple, of which a ring takes the faster: the constants that NCCL chooses by (2.19 to 2.27,
 `src/graph/tuning.cc`: baseLat and hwLat of rings). LL is for less than what a step sends."""
+_TREE = _Protocol(6.8e-6, 0.6e-6, 5.0e-6, 1.0)
+"""LL on a tree, from the same tables: what a few hundred bytes take."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,14 @@ class Network:
             )
         rate = self.nic_bps / self.pp_slowdown
         return min(each.base_s + each.nic_hop_s + num_bytes / rate / each.share for each in _PROTOCOLS)
+
+    def small_all_reduce(self, ranks: int) -> float:
+        """Seconds of an all-reduce of a few bytes over so many ranks that fill their servers: up a tree and down."""
+        if ranks == 1:
+            return 0.0
+        servers = -(-ranks // self.plan.cluster.gpus_per_server)
+        inside = (-(-ranks // servers) - 1) * _TREE.nvlink_hop_s
+        return _TREE.base_s + 2 * (inside + math.floor(math.log2(servers)) * _TREE.nic_hop_s)
 
     def _ring(self, num_bytes: float, ranks: int, stride: int, times: int = 1) -> float:
         """Seconds of `times` ring all-gathers of `num_bytes` in all, over ranks that are `stride` apart."""

@@ -213,11 +213,11 @@ class Operators:
     def optimizer(self, elements: int) -> float:
         """Return seconds of AdamW's step over a rank's share: gradient, master and moments read, all but it written.
 
-        And of setting whole gradients to 0, and of FP8's copy of the weights.
+        And of setting whole gradients to 0, and of Transformer Engine's copy of the weights in FP8.
         """
         plan = self.plan
         share = elements / (1 if plan.zero == 0 else plan.group_size)
-        whole = elements * (4.0 + 3.0 * (plan.precision == "fp8")) if plan.zero < 3 else 0.0
+        whole = elements * (4.0 + 3.0 * plan.narrow_exchanges) if plan.zero < 3 else 0.0
         return (share * (4 + 4 + 12 + 12 + 2) + whole) / self._bandwidth
 
     def copies(self, elements: int) -> float:
@@ -239,25 +239,48 @@ class Operators:
         return h + model.attention_width / tp, qkv_width(model) / tp + h
 
     def _casts(self, is_mlp: bool) -> tuple[float, float]:
-        """Return seconds of FP8's casts: of a linear's input, and of its output's gradient, each also transposed."""
+        """Return seconds of FP8's casts: of a linear's input, and of its output's gradient, each also transposed.
+
+        A tensor is read and written twice in a byte an element, and with current scaling read once more before, for its
+        largest magnitude. This trainer transposes apart, in the backward pass, and quantises weights in every pass that
+        they have not travelled for in 8 bits ([Note: what is kept], `trainer.ops.fp8`; `blockwise` has more, which is
+        not counted).
+        """
         plan = self.plan
         if plan.precision != "fp8":
             return 0.0, 0.0
         inputs, outputs = self._widths(is_mlp)
-        scale = 4 * plan.narrow_share / self._bandwidth
-        return plan.tokens * inputs * scale, plan.tokens * outputs * scale
+        scale = plan.narrow_share / self._bandwidth
+        if plan.narrow_exchanges:
+            num_bytes = 4 if plan.delayed_scaling else 6
+            return num_bytes * plan.tokens * inputs * scale, num_bytes * plan.tokens * outputs * scale
+        quantise, transpose = 2 + 2 + 1, 1 + 1
+        of_weights = 0 if plan.job.model.fp8_param_gather else quantise * self._elements(is_mlp)
+        again = plan.tokens * (inputs + outputs) + self._elements(is_mlp)
+        return (
+            scale * (quantise * plan.tokens * inputs + of_weights),
+            scale * (quantise * plan.tokens * outputs + transpose * again + of_weights),
+        )
 
     def _weight_sums(self, is_mlp: bool) -> float:
-        """Return seconds in which a micro-batch's gradients of weights are added to the wide sums."""
+        """Return seconds in which a micro-batch's gradients of weights are added to the wide sums.
+
+        A product adds to them as it ends; this trainer's in 8 bits is written, then added by another kernel.
+        """
         plan = self.plan
-        model, tp = plan.job.model, plan.job.parallel.tp
+        adds_up = plan.num_micro_batches > 1 and plan.zero < 3
+        num_bytes = 8.0 if adds_up else 2.0
+        if adds_up and plan.precision == "fp8" and not plan.narrow_exchanges:
+            num_bytes += 8.0 * plan.narrow_share
+        return self._elements(is_mlp) * num_bytes / self._bandwidth
+
+    def _elements(self, is_mlp: bool) -> float:
+        """Return a rank's parameters in a half block."""
+        model, tp = self.plan.job.model, self.plan.job.parallel.tp
         if model.parallel_block:
             share = linear_flops(model)[is_mlp] / sum(linear_flops(model))
-            elements = block_elements(model, tp) * share
-        else:
-            elements = block_elements(model, tp, "mlp" if is_mlp else "attention")
-        adds_up = plan.num_micro_batches > 1 and plan.zero < 3
-        return elements * (8.0 if adds_up else 2.0) / self._bandwidth
+            return block_elements(model, tp) * share
+        return block_elements(model, tp, "mlp" if is_mlp else "attention")
 
     def _exchanges(self, gemm: float, has_exchange: bool) -> tuple[tuple[float, float], tuple[float, float]]:
         """Return exposed and hidden seconds of tensor-parallel exchanges, each forward and backward.

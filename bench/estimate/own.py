@@ -51,7 +51,8 @@ class OwnRow:
 def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
     """Return a row a record: its plain `ours`, whose job the record holds whole; of one job and card the newest.
 
-    How long a launch takes a host, the profiles of the other records say that were made on a machine of as many cores.
+    How long a launch takes a host, the profiles of the other records say that were made on a machine of as many cores,
+    or, where there are none, on any.
 
     Raises:
         ConfigError: a file is no record of bench.mfu on a known card, or there are none but those that calibrate.
@@ -83,7 +84,9 @@ def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
         raise ConfigError("RECORDS", None, rule, "give more records, or a smaller --calibrate")
     for name, (plan, seconds) in cases.items():
         # Each is an upper bound, so that the smallest of them is the nearest; never by the record that is predicted.
-        nearest_s = min((each for of, on, each in launches if of != name and on == cores[name]), default=None)
+        others = [(on == cores[name], each) for of, on, each in launches if of != name]
+        alike = [each for same, each in others if same] or [each for _, each in others]
+        nearest_s = min(alike, default=None)
         cases[name] = dataclasses.replace(plan, host=Host(nearest_s) if nearest_s else None), seconds
     calibrating = list(cases)[:num_calibrating]
     factor, estimates = 1.0, {name: _step_s(plan, 1.0) for name, (plan, _) in cases.items()}
@@ -123,7 +126,8 @@ def _case(file: Path, record: RunRecord) -> tuple[Plan, float]:
     precision: Precision = "bf16" if job.model.fp8 == "off" else "fp8"
     cp = job.parallel.cp  # which a plan has beside its job: [Note: context parallelism] of `bench.estimate.plan`
     job = job.model_copy(update={"parallel": job.parallel.model_copy(update={"cp": 1})})
-    plan = Plan(job=job, cluster=cluster, device=device, kernels=kernels, precision=precision, cp=cp)
+    zero = 3 if job.parallel.stage == 3 else 2
+    plan = Plan(job=job, cluster=cluster, device=device, kernels=kernels, precision=precision, cp=cp, zero=zero)
     return plan, row["step_ms"] / 1e3
 
 

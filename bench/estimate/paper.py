@@ -9,9 +9,12 @@ kernels and attention of the generation before, which the operators of section 3
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from bench.estimate.devices import NUMBERS, Numbers, device_of
 from bench.estimate.network import fabric_slowdowns
@@ -109,7 +112,7 @@ def paper_rows(on_progress: Callable[[int, int, str], None] | None = None) -> tu
             )
             is_calibrated = system == SYSTEMS[0] and gpus == TABLE_2[0][1]
             case = f"{system}, {gpus:,} GPUs"
-            rows.append(PaperRow("table 2", case, "s", paper, estimate.step_s, is_calibrated, parts_of(estimate)))
+            rows.append(PaperRow("table 2", case, "s", paper, estimate.step_s, is_calibrated, estimate.parts()))
     for index, (gpus, *percents) in enumerate(LARGE):
         say(len(TABLE_2) + index, f"530B, {gpus} GPUs")
         slowdown, pp_slowdown = slowdowns_of("530b", gpus)
@@ -118,7 +121,7 @@ def paper_rows(on_progress: Callable[[int, int, str], None] | None = None) -> tu
             estimate = estimate_step(plan, numbers, slowdown=slowdown, pp_slowdown=pp_slowdown)
             measured_s = seconds_at(plan, paper, is_windowed=system == SYSTEMS[1])
             case = f"{system}, {gpus:,} GPUs"
-            rows.append(PaperRow("530B", case, "s", measured_s, estimate.step_s, parts=parts_of(estimate)))
+            rows.append(PaperRow("530B", case, "s", measured_s, estimate.step_s, parts=estimate.parts()))
     say(total - 1, "ablation")
     rows += ablation_rows(numbers)
     return rows, numbers
@@ -217,20 +220,6 @@ def cluster_of(gpus: int) -> ClusterConfig:
     )
 
 
-def parts_of(estimate: StepEstimate) -> dict[str, float]:
-    """Return the seconds of a step's parts on the busiest stage; they add up to the step."""
-    return {
-        "GEMMs": estimate.gemm_s,
-        "attention": estimate.attention_s,
-        "other": estimate.pointwise_s + estimate.optimizer_s,
-        "TP": estimate.tp_exposed_s,
-        "DP": estimate.dp_exposed_s,
-        "PP": estimate.pp_exposed_s,
-        "bubble": estimate.bubble_s - estimate.pp_exposed_s,
-        "slowest": estimate.straggler_s,
-    }
-
-
 def slowdowns_of(preset: str, gpus: int) -> tuple[float, float]:
     """Return by how much collisions on the fabric slow rings of data parallelism, and messages between stages."""
     job = variant(gpus, gpus, {}, preset).job
@@ -259,6 +248,59 @@ def summary(rows: Sequence[PaperRow]) -> list[str]:
         error = f"{worst.error:+.1%}" if seconds else f"{worst.error:+.1f} points"
         met = sum(row.is_met for row in own)
         lines.append(f"{table}: {met} of {len(own)} within {bar}; the worst is {worst.case}, {error}")
+    return lines
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """The line a + b m that is nearest to a system's rows of table 2, m micro-batches a step.
+
+    Args:
+        constant_s, micro_batch_s: a and b, in seconds.
+        worst: share by which the row that is farthest from it is off: no model in which a step has a constant and a
+            cost of a micro-batch, the same at all scales, meets all rows more nearly.
+    """
+
+    constant_s: float
+    micro_batch_s: float
+    worst: float
+
+
+def nearest_line(points: Sequence[tuple[float, float]]) -> StepLine:
+    """Return the line of which the worst relative error over (micro-batches, seconds) is least.
+
+    Three points decide it, which it misses by the same share (Chebyshev); all threes are tried.
+
+    Raises:
+        ValueError: less than three points.
+    """
+    if len(points) < 3:
+        raise ValueError(f"{len(points)} points: a line meets any two")
+    counts, seconds = np.array(points).T
+    best: StepLine | None = None
+    for three in itertools.combinations(range(len(points)), 3):
+        for signs in itertools.product((1.0, -1.0), repeat=3):
+            rows = [[1.0, counts[i], -sign * seconds[i]] for i, sign in zip(three, signs, strict=True)]
+            try:
+                constant, slope, off = np.linalg.solve(rows, seconds[list(three)])
+            except np.linalg.LinAlgError:
+                continue
+            worst = float(np.abs((constant + slope * counts) / seconds - 1).max())
+            if worst <= abs(off) + 1e-9 and (best is None or worst < best.worst):
+                best = StepLine(float(constant), float(slope), worst)
+    assert best is not None
+    return best
+
+
+def step_lines(predicted: Sequence[PaperRow] | None = None) -> dict[str, StepLine]:
+    """Return the nearest line of each system: of the paper's rows of table 2, or of ours."""
+    lines = {}
+    for index, system in enumerate(SYSTEMS):
+        counts = [plan_of(system, "175b", gpus, batch).num_micro_batches for batch, gpus, *_ in TABLE_2]
+        seconds = [seconds[index] for _, _, *seconds in TABLE_2]
+        if predicted is not None:
+            seconds = [row.predicted for row in predicted if row.table == "table 2" and row.case.startswith(system)]
+        lines[system] = nearest_line(list(zip(counts, seconds, strict=True)))
     return lines
 
 

@@ -76,6 +76,8 @@ class Plan:
         dp_buckets: collectives that a stage's parameters are gathered in, and its gradients reduced; 0: as this trainer
             cuts them.
         dp_channels: channels of data-parallel collectives: multiprocessors that computation lacks meanwhile.
+        delayed_scaling: FP8's maxima of a pass are all-reduced over all ranks of its stage when it ends: Transformer
+            Engine's delayed scaling, where it is not told to keep to the tensor-parallel group.
         host: what launching costs; None: not modelled. A job with `loop.cuda_graph` has none.
     """
 
@@ -92,6 +94,7 @@ class Plan:
     tp_under: Under = "rows"
     dp_buckets: int = 0
     dp_channels: int = CHANNELS
+    delayed_scaling: bool = False
     host: Host | None = None
 
     @functools.cached_property

@@ -100,6 +100,7 @@ def _row(cells: dict[str, Any]) -> Row:
         deferred_heads=numbers["deferred_heads"],
         recompute_share=0.5 if recompute == "half" else None,
         bucket_mb=float(cells.get("bucket_mb") or 0),
+        delayed_scaling=cells.get("fp8_scaling") == "delayed",
     )
     tokens = numbers["gbs"] * numbers["seq"]
     step_s = float(cells["step_s"] or tokens / numbers["gpus"] / float(cells["tokens_s_gpu"]))
@@ -124,6 +125,7 @@ def plan_of(
     deferred_heads: int = 0,
     nic_bps: int = 400_000_000_000,
     bucket_mb: float = 0.0,
+    delayed_scaling: bool = False,
 ) -> Plan:
     """Return the plan of a published run: eight GPUs a server, a NIC each, gradients reduced in bfloat16.
 
@@ -171,4 +173,5 @@ def plan_of(
         attention=cast(Attention, attention),
         deferred_heads=deferred_heads,
         recompute_share=recompute_share,
+        delayed_scaling=delayed_scaling,
     )

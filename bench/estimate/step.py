@@ -1,5 +1,10 @@
 """The estimate of a step: the schedule's own actions with operator times, data-parallel exchange, and the slowest rank.
 
+[Note: jitter] Ranks differ in two ways. Some are slower than others for good (`Numbers.spread`): a step waits for the
+slowest once, however often ranks meet. And each pass takes now a little more, now less (`PASS_JITTER`): that averages
+out over a step, unless ranks meet at every pass. They do where FP8's maxima are reduced over all ranks of a stage after
+each pass (`Plan.delayed_scaling`), and stages do where messages leave no slack (`pipeline_wait`).
+
 The pipeline is `netlayer.workload.schedule_simulation.simulate` on the schedule that the trainer runs. Schedules repeat
 themselves every p micro-batches once warm, so a step of many is a step of few and as many periods (`pipeline_s`). Data
 parallelism hides under the backward passes that are left when the first chunk is done, and the forward passes before
@@ -30,6 +35,12 @@ from netlayer.workload.zero_bubble import defer_weight_grads, has_zero_bubble
 JITTER = 0.005
 """Standard deviation of a step's time over steps, over its median: MLPerf's HPE row has p99 / median = 1.009, ours on
 two H100 1.019 (reports/trainer_2xh100_202611.md); 1.012 is that of a normal distribution with this one."""
+PASS_JITTER = 0.002
+"""Standard deviation of a pass of a second on one rank, in seconds; of t seconds it is this times sqrt(t), for it is
+nearly white. From two production traces that ByteDance published (StragglerAnalysis, trace-ST and trace-AR: passes of
+0.07 to 0.39 s on 8 and 15 ranks), what the data make of a pass taken out by its replica's other stages: 0.0011 to
+0.0023 by the median deviation (`python -m bench.estimate.jitter`). Steps of ours on two H200 give 0.0016, on H100 and
+one H200 0.003 to 0.005 with what all ranks share (reports/estimate_202611.md)."""
 _PERIODS = 3
 """Rounds of p micro-batches that are run; the last two tell the period."""
 _NORMAL = NormalDist()
@@ -55,7 +66,7 @@ class StepEstimate:
         bubble_s: what the pipeline's busiest stage waits: for micro-batches, and for messages.
         pp_exposed_s: the part of it that messages cost: the step less the same with messages free.
         host_s: by how much launching takes longer than computing.
-        straggler_s: what the slowest rank adds to a rank of mean speed.
+        straggler_s: what the slowest rank adds to a rank of mean speed, and jitter where ranks meet within a step.
         memory_bytes: of the rank that holds most; `memory` are its parts.
     """
 
@@ -78,6 +89,21 @@ class StepEstimate:
     straggler_s: float
     memory_bytes: int
     memory: Estimate
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of a step's parts on the busiest stage; they add up to the step."""
+        return {
+            "GEMMs": self.gemm_s,
+            "attention": self.attention_s,
+            "other": self.pointwise_s + self.optimizer_s,
+            "TP": self.tp_exposed_s,
+            "CP": self.cp_exposed_s,
+            "DP": self.dp_exposed_s,
+            "PP": self.pp_exposed_s,
+            "bubble": self.bubble_s - self.pp_exposed_s,
+            "host": self.host_s,
+            "slowest": self.straggler_s,
+        }
 
     def days(self, tokens: float) -> float:
         """Days of training on so many tokens, without restarts."""
@@ -131,7 +157,7 @@ def estimate_step(
         pp_exposed_s=max(0.0, pipeline - without),
         bubble_s=max(0.0, pipeline - count * _work_s(timing.costs, timing.busiest)),
         host_s=timing.host_s,
-        straggler_s=step_s - mean,
+        straggler_s=step_s - mean + count * timing.jitter_s[timing.busiest],
         memory_bytes=memory.allocated,
         memory=memory,
     )
@@ -161,7 +187,9 @@ class _Timing:
         pp = plan.job.parallel.pp
         self.stages = [self.operators.stage(stage) for stage in range(pp)]
         self.late_s = 0.0
-        """What a micro-batch of the busiest stage waits for FSDP's exchanges."""
+        """What a micro-batch of a stage waits for FSDP's exchanges, and for those of FP8's maxima."""
+        self.jitter_s: list[float] = []
+        """Of each stage, what a micro-batch waits for others' jitter."""
         self.waits_s: list[float] = []
         """Of each stage, by how much launching a micro-batch takes longer than computing it."""
         self.costs = self._costs()
@@ -187,7 +215,8 @@ class _Timing:
         return pipeline + self.exposed_s + self.slowed_s + self.optimizer_s + self._late_optimizer_s()
 
     def step_s(self, pipeline: float) -> float:
-        return self.mean_s(pipeline) * (1 + self.numbers.spread * slowest_of(self.plan.num_gpus))
+        mean = self.mean_s(pipeline)
+        return mean + math.hypot(self.numbers.spread * mean, jitter_of(mean)) * slowest_of(self.plan.num_gpus)
 
     def copies(self, stage: int) -> float:
         return self.operators.copies(self.plan.stages[stage].elements)
@@ -204,7 +233,14 @@ class _Timing:
             copies = self.copies(stage) / 2
             firsts = [chunk.forward.total + (late[0] + copies) / len(chunks) for chunk in chunks]
             seconds = [chunk.backward.total + (late[1] + copies) / len(chunks) for chunk in chunks]
-            self.late_s = max(self.late_s, sum(late))
+            late_s, jitter_s = sum(late), 0.0
+            for times in (firsts, seconds):
+                for chunk, time in enumerate(times):
+                    latency, wait = self._meeting(time)
+                    times[chunk] += latency + wait
+                    late_s, jitter_s = late_s + latency, jitter_s + wait
+            self.late_s = max(self.late_s, late_s)
+            self.jitter_s.append(jitter_s)
             device_s = sum(firsts) + sum(seconds)
             # The queue between host and device is deep: a pass takes what the slower of them takes.
             for chunk, (first, second) in enumerate(self._launching(stage)):
@@ -214,6 +250,14 @@ class _Timing:
             backward.append(seconds)
         return Costs(forward, backward, [transfer] * job.parallel.pp)
 
+    def _meeting(self, time: float) -> tuple[float, float]:
+        """Return what a pass of so many seconds waits where ranks meet at its end: for the network, and for jitter."""
+        plan = self.plan
+        if plan.delayed_scaling and plan.precision == "fp8":
+            ranks = plan.job.parallel.tp * plan.group_size * plan.job.parallel.dp_replicate
+            return self.network.small_all_reduce(ranks), jitter_of(time) * slowest_of(ranks)
+        return 0.0, pipeline_wait(plan.job) * jitter_of(time)
+
     def _launching(self, stage: int) -> list[tuple[float, float]]:
         """Return the host's seconds of one micro-batch's forward and backward, a chunk; none without a host."""
         host, job = self.plan.host, self.plan.job
@@ -221,7 +265,7 @@ class _Timing:
             return []
         each = []
         for halves in self.plan.stages[stage].chunks:
-            times = [(number, host.half_s(job, is_mlp)) for (_, is_mlp), number in halves.items()]
+            times = [(number, host.half_s(job, is_mlp, self.plan.cp)) for (_, is_mlp), number in halves.items()]
             each.append((sum(n * one for n, (one, _) in times), sum(n * two for n, (_, two) in times)))
         if stage == job.parallel.pp - 1:
             head = host.head_s()
@@ -299,6 +343,23 @@ class _Timing:
 def slowest_of(num: int) -> float:
     """Expected largest of `num` standard normal numbers (Blom 1958); 0 for one."""
     return _NORMAL.inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0
+
+
+def jitter_of(time: float) -> float:
+    """Standard deviation of a pass of so many seconds, in seconds."""
+    return PASS_JITTER * math.sqrt(time)
+
+
+def pipeline_wait(job: JobConfig) -> float:
+    """Return what a pass waits for the jitter of its neighbours, in standard deviations of a pass.
+
+    A fit to simulations with random times (2 to 35 stages, 16 to 280 micro-batches; a test repeats some). Interleaved
+    stages with decoupled messages, and those with a zero bubble, have a chunk's time of slack, so they wait for none.
+    """
+    pp, vpp = job.parallel.pp, job.parallel.vpp
+    if pp == 1 or (job.overlap.pp and vpp > 1) or has_zero_bubble(job):
+        return 0.0
+    return 0.87 * (1 - math.pow(pp, -0.8))
 
 
 def pipeline_s(job: JobConfig, costs: Costs, count: int) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
@@ -18,12 +20,23 @@ from bench.estimate import arena, fit
 from bench.estimate.command import estimate
 from bench.estimate.devices import DEVICES, NUMBERS, Numbers, device_of
 from bench.estimate.host import Host
+from bench.estimate.jitter import jitter_of_trace
 from bench.estimate.own import WORST_BAR, own_rows
-from bench.estimate.paper import ABLATION, LARGE, TABLE_2, PaperRow, calibrate, plan_of, seconds_at, summary
+from bench.estimate.paper import (
+    ABLATION,
+    LARGE,
+    TABLE_2,
+    PaperRow,
+    calibrate,
+    nearest_line,
+    plan_of,
+    seconds_at,
+    summary,
+)
 from bench.estimate.plan import Plan, check_plan
 from bench.estimate.rows import ASIDE_FILE, ROWS_FILE, Row, load_rows, mfu_percent
 from bench.estimate.search import RESERVED_BYTES, search
-from bench.estimate.step import estimate_step, memory_of, pipeline_s, slowest_of
+from bench.estimate.step import PASS_JITTER, estimate_step, jitter_of, memory_of, pipeline_s, pipeline_wait, slowest_of
 from netlayer.config.tree import (
     BatchConfig,
     ClusterConfig,
@@ -33,8 +46,10 @@ from netlayer.config.tree import (
     ParallelConfig,
 )
 from netlayer.errors import CheckFailed, ConfigError
+from netlayer.observe.events import Origin, Segment
 from netlayer.workload import memory
-from netlayer.workload.schedule import bubble_fraction, micro_batches
+from netlayer.workload.schedule import Action, Schedule, bubble_fraction, interleaved, micro_batches
+from netlayer.workload.schedule import one_forward_one_backward as plain_schedule
 from netlayer.workload.schedule_simulation import Costs, simulate
 from netlayer.workload.zero_bubble import of_job
 
@@ -206,6 +221,76 @@ def test_long_steps_are_as_long_as_the_whole_simulation(pp: int, vpp: int, overl
     assert pipeline_s(job, costs, 48) == pytest.approx(whole, rel=0.01)
 
 
+class _RandomCosts(Costs):
+    """Costs with the jitter of `PASS_JITTER` on each action."""
+
+    chance = np.random.default_rng(0)
+
+    def of(self, schedule: Schedule, stage: int, action: Action) -> float:
+        seconds = super().of(schedule, stage, action)
+        return max(0.0, seconds + PASS_JITTER * math.sqrt(seconds) * self.chance.standard_normal())
+
+
+@pytest.mark.parametrize(("pp", "vpp", "overlaps"), [(2, 1, True), (8, 1, False), (4, 3, False), (4, 3, True)])
+def test_stages_wait_for_each_others_jitter_as_random_schedules_do(pp: int, vpp: int, overlaps: bool) -> None:
+    """The closed form beside simulations in which every pass takes its own time, in standard deviations of a pass."""
+    count, forward_s, backward_s = 32, 0.01, 0.02
+    schedule = interleaved(pp, count, vpp) if vpp > 1 else plain_schedule(pp, count)
+    even = Costs.even(schedule, forward_s, backward_s)
+    still_s = simulate(schedule, even, coupled=not overlaps).step_s
+    random = _RandomCosts(even.forward_s, even.backward_s, even.transfer_s)
+    waited_s = np.mean([simulate(schedule, random, coupled=not overlaps).step_s for _ in range(3)]) - still_s
+    job = plan(pp=pp, vpp=vpp, overlap={"pp": overlaps}).job
+    each_s = jitter_of(forward_s) + jitter_of(backward_s)
+    assert waited_s / (count * vpp * each_s) == pytest.approx(pipeline_wait(job), abs=0.15)
+
+
+def test_maxima_over_all_ranks_make_them_wait_at_every_pass() -> None:
+    """Delayed scaling lengthens 8-bit steps, the more the more ranks there are and the more often they meet."""
+    fp8: dict[str, Any] = {"tp": 4, "pp": 4, "vpp": 3, "precision": "fp8"}
+    cases: list[dict[str, Any]] = [{}, {"delayed_scaling": True}, {"delayed_scaling": True, "vpp": 6}]
+    growth = []
+    for more in cases:
+        small, large = (estimate_step(plan(**{**fp8, **more}, dp=dp, batch=8 * dp)) for dp in (2, 128))
+        growth.append(large.straggler_s / large.step_s - small.straggler_s / small.step_s)
+    assert growth[0] < growth[1] < growth[2]
+    case = plan(tp=4, dp=32)
+    assert estimate_step(case).step_s == estimate_step(dataclasses.replace(case, delayed_scaling=True)).step_s
+
+
+def test_own_8_bit_products_quantise_weights_unless_these_travel_so() -> None:
+    """Each pass of this trainer quantises a weight; the host launches that too, and a part of another rank's keys."""
+    wide, gathers = (
+        plan(dp=4, precision="fp8", model={"fp8": "tensorwise", "fp8_param_gather": value}) for value in (False, True)
+    )
+    assert estimate_step(gathers).pointwise_s < 0.95 * estimate_step(wide).pointwise_s
+    host = Host(1e-3)
+    launched = [sum(host.half_s(case.job, is_mlp=True)) for case in (plan(dp=4), gathers, wide)]
+    assert launched[0] < launched[1] < launched[2]
+    assert sum(host.half_s(wide.job, is_mlp=False, cp=2)) > sum(host.half_s(wide.job, is_mlp=False))
+    assert host.half_s(wide.job, is_mlp=True, cp=2) == host.half_s(wide.job, is_mlp=True)
+
+
+def test_jitter_of_a_trace_is_what_its_data_do_not_decide() -> None:
+    """Passes whose length a replica's data decide, with a known jitter beside; a slow rank is none of the healthy."""
+    random = np.random.default_rng(3)
+    data, events = random.normal(0, 0.05, (2, 200)), []
+    for replica, stage in itertools.product(range(2), range(4)):
+        slow = 2.0 if (replica, stage) == (1, 3) else 1.0
+        for number in range(200):
+            seconds = slow * (0.1 * (1 + data[replica, number]) + 0.002 * math.sqrt(0.1) * random.standard_normal())
+            origin = Origin(source="test", rank=stage, pp=stage, dp=replica)
+            start = number * 10**9
+            end = start + round(seconds * 1e9)
+            events.append(Segment(origin, "forward", "forward", start, end, step=number // 8, micro_batch=number % 8))
+    (jitter,) = jitter_of_trace(events)
+    assert jitter.ranks == 7
+    assert jitter.common > 0.9
+    assert jitter.per_root == pytest.approx(0.002, rel=0.15)
+    with pytest.raises(ValueError, match="no two healthy ranks"):
+        jitter_of_trace(event for event in events if event.origin.pp == 0)
+
+
 @pytest.mark.parametrize("layout", [{"dp": 8}, {"tp": 2, "pp": 4, "vpp": 3, "dp": 2}, {"pp": 4, "dp": 8}], ids=str)
 def test_memory_is_that_of_the_workload(layout: dict[str, Any]) -> None:
     case = plan(**layout)
@@ -363,6 +448,28 @@ def test_series_hold_one_layout_smallest_first(rows: list[Row]) -> None:
         assert len({row.plan.precision for row in each}) == 1
 
 
+def test_rows_of_one_recipe_tell_how_far_any_answer_is_off(rows: list[Row]) -> None:
+    """Two measurements of one recipe that lie 2 points apart: each is 2 off the other, and an answer at least 1."""
+    first = next(row for row in rows if row.plan.precision == "bf16")
+    other = dataclasses.replace(first, release="later", step_s=first.step_s * first.mfu / (first.mfu + 2))
+    alone = dataclasses.replace(first, family="another")
+    told = [arena.Prediction(row, arena.OURS, math.nan, first.mfu, None) for row in (first, other, alone)]
+    repeats = arena.repeats(told)
+    assert repeats is not None
+    assert (repeats.num_rows, repeats.scaled_rows) == (2, 0)
+    assert repeats.apart == pytest.approx(2)
+    assert repeats.least == repeats.ours == pytest.approx(1)
+    assert arena.repeats(told[1:]) is None
+
+
+def test_8_bit_rows_of_transformer_engine_say_over_what_maxima_are_reduced(rows: list[Row]) -> None:
+    delayed = [row for row in rows if row.plan.delayed_scaling]
+    assert delayed
+    assert {row.plan.precision for row in delayed} == {"fp8"}
+    assert {row.source.split("/")[0] for row in delayed} == {"NVIDIA"}
+    assert not any("current scaling" in row.note for row in delayed)
+
+
 def test_estimator_that_gives_no_time_is_named(rows: list[Row]) -> None:
     with pytest.raises(CheckFailed, match="estimator odd predicts nan s"):
         arena.run_entry(arena.Entry("odd", lambda _: lambda _: math.nan), rows[:2])
@@ -479,6 +586,18 @@ def test_papers_figures_are_those_of_its_seconds() -> None:
         assert seconds_at(case, mfu, is_windowed=False) == pytest.approx(seconds, rel=0.01)
     assert len(LARGE) == 3
     assert len(ABLATION) == 9
+
+
+def test_no_line_is_nearer_to_steps_than_the_nearest() -> None:
+    exact = nearest_line([(count, 2.0 + 0.1 * count) for count in (8, 16, 64, 128)])
+    assert (exact.constant_s, exact.micro_batch_s) == pytest.approx((2.0, 0.1))
+    assert exact.worst == pytest.approx(0, abs=1e-9)
+    points = [(48.0, 8.9), (64.0, 11.5), (96.0, 16.9), (192.0, 32.0)]
+    nearest = nearest_line(points)
+    for constant, slope in itertools.product(np.linspace(0, 3, 61), np.linspace(0.14, 0.18, 81)):
+        assert nearest.worst <= max(abs((constant + slope * count) / seconds - 1) for count, seconds in points) + 1e-9
+    with pytest.raises(ValueError, match="a line meets any two"):
+        nearest_line(points[:2])
 
 
 def test_paper_summary_counts_what_is_within() -> None:

@@ -247,7 +247,7 @@ def test_the_largest_swing_comes_first() -> None:
     assert swings[0].ettr_low > swings[0].ettr_middle > swings[0].ettr_high
 
 
-WIDE = {"Llama 3", "FT-HSDP, 12 replicas", "MegaScale"}
+WIDE = {"Llama 3", "MegaScale"}
 """Too little is published of these for six points."""
 
 
