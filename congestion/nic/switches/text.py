@@ -149,6 +149,7 @@ def _arista(plan: SwitchPlan) -> Iterator[str]:
     if plan.lossless:
         yield "   priority-flow-control on"
         yield from (f"   priority-flow-control priority {priority} no-drop" for priority in plan.lossless)
+        yield "   priority-flow-control pause watchdog"
     yield "   !"
     yield f"   uc-tx-queue {plan.priority}"
     yield "      no priority"

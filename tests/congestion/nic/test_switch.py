@@ -440,6 +440,7 @@ def test_every_system_gives_up_on_a_pause_after_200_ms_and_drops_instead_of_clos
     eos = arista(plan_of(ports=("Ethernet1/1",)))
     assert "priority-flow-control pause watchdog default timeout 0.20\n" in eos
     assert "priority-flow-control pause watchdog action drop\n" in eos
+    assert "   priority-flow-control pause watchdog\n" in eos  # of the ports of the profile
     row = tables_of(plan_of())["PFC_WD"]["Ethernet0"]
     assert (row["detection_time"], row["action"]) == ("200", "drop")
 
