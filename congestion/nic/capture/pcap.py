@@ -64,7 +64,7 @@ class Packets:
         syndrome: of an ACK, NAK or read response; -1 for packets without.
         message_bytes: what a WRITE or READ announces; -1 for packets without.
         payload_bytes: without headers, padding and CRC.
-        icrc: 1 right, 0 wrong, -1 unknown: not checked, or the capture cut the packet.
+        icrc: 1 right, 0 wrong, -1 unknown: not checked, the capture cut the packet, or it is zero.
         num_frames: of the whole file.
         num_skipped: frames that are not RoCEv2.
         unread: of those, by kind, the frames that may carry RoCE and are not read: {"VXLAN": 12}.
@@ -222,12 +222,14 @@ def _network(frames: Frames) -> tuple[Ints, Ints]:
 
 
 def _check(data: Bytes, ip: Ints, ip_bytes: Ints, end: Ints, stop: Ints) -> Ints:
-    """Whether each packet ends with the CRC that it should."""
+    """Whether each packet ends with the CRC that it should; unknown where the capture cut it off or nobody wrote it."""
     checks = np.full(len(ip), ICRC_UNKNOWN, dtype=np.int64)
     there = np.flatnonzero(end <= stop)
     stored = _number(data, end[there] - 4, 4).astype(">u4").view("<u4").astype(np.int64)
     expected = icrcs(data, ip[there], ip_bytes[there], end[there] - ICRC_BYTES)
     checks[there] = np.where(stored == expected, ICRC_OK, ICRC_WRONG)
+    # Four zeros stand where a packet was captured, or made, before a NIC computes it; damage would hardly leave them.
+    checks[there[(stored == 0) & (expected != 0)]] = ICRC_UNKNOWN
     return checks
 
 

@@ -77,7 +77,8 @@ def pcap(file: Path, json_file: Path | None, top: int, icrc: bool, reorder_us: f
     Frames in VXLAN, GENEVE, GRE, ERSPAN, MPLS, RoCE v1, IP fragments and the like are not read: they are counted by
     kind, in a warning and in the record.
 
-    Exit 0; 1: no RoCEv2 in the file, or a packet with a wrong CRC; 2: the file cannot be read or is damaged.
+    Exit 0; 1: no RoCEv2 in the file, or a packet with a wrong CRC (zeros are `unknown`: the NIC had yet to write it);
+    2: the file cannot be read or is damaged.
 
     \b
     Examples:
@@ -98,6 +99,8 @@ def pcap(file: Path, json_file: Path | None, top: int, icrc: bool, reorder_us: f
     unread = ", ".join(f"{num} in {name}" for name, num in packets.unread.items())
     if not len(packets):
         beside = f"; not read: {unread}" if unread else ""
+        if packets.num_damaged:
+            beside += f"; {packets.num_damaged} to that port too short for a packet, its headers and its ICRC"
         raise CheckFailed(f"{file}: no RoCEv2 packet (UDP port 4791) among {packets.num_frames} frames{beside}")
     if unread:
         click.echo(f"warning: frames that may carry RoCE and are not read, so are in no table: {unread}", err=True)

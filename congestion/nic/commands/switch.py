@@ -226,7 +226,7 @@ def _arithmetic(plan: SwitchPlan, room: Headroom) -> list[str]:
     ]
     formula = [f"  {'xoff: lossless MTU + share * (the other ones), whole KiB':<58} {room.xoff_bytes:>10,} B"]
     looked_up = [f"  {'xoff':<58} {room.xoff_bytes:>10,} B   {room.source}"]
-    whole = room.size_bytes * len(plan.lossless) * len(plan.ports)
+    whole = room.size_bytes * len(plan.lossless) * plan.num_ports
     return [
         f"PFC headroom of a lossless priority on one port, {format_rate(plan.rate_bps)}, {plan.cable_m} m, "
         f"{plan.chip or 'your figures'} (predicted):",
@@ -238,5 +238,5 @@ def _arithmetic(plan: SwitchPlan, room: Headroom) -> list[str]:
             f"  {'another public table for the chip: xoff':<58} {xoff:>10,} B   {source}"
             for xoff, source in room.others
         ),
-        f"  {f'priorities: {len(plan.lossless)}, port entries: {len(plan.ports)}; in all':<58} {whole:>10,} B",
+        f"  {f'priorities: {len(plan.lossless)}, ports: {plan.num_ports}; in all':<58} {whole:>10,} B",
     ]

@@ -78,6 +78,11 @@ class SwitchPlan:
     chip: str = ""
 
     @property
+    def num_ports(self) -> int:
+        """Ports, each one of a range: 32 of swp1-32."""
+        return sum(_ports_of(port) for port in self.ports)
+
+    @property
     def dscp_to_class(self) -> dict[int, int]:
         """The two DSCPs that matter; the switch's own default holds for the others, all of which go to class 0 here."""
         return {self.dscp: self.priority, self.cnp_dscp: self.cnp_priority}
@@ -156,8 +161,15 @@ def check_ports(ports: Sequence[str], form: Format) -> None:
     for port in ports:
         if re.fullmatch(_PORTS[form], port, re.ASCII) is None:
             raise ConfigError("--ports", port, f"is no port of {form}", remedy)
+        if _ports_of(port) < 1:
+            raise ConfigError("--ports", port, "ends before it begins", remedy)
         if ports.count(port) > 1:
             raise ConfigError("--ports", port, "comes twice", "name each once")
+
+
+def _ports_of(name: str) -> int:
+    ends = re.search(r"(\d+)-(\d+)$", name)
+    return int(ends[2]) - int(ends[1]) + 1 if ends else 1
 
 
 def _marking(profile: Profile) -> Marking | None:

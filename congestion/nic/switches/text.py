@@ -1,13 +1,14 @@
 """A plan as commands: Cumulus NVUE, Arista EOS, Cisco NX-OS. What a system cannot be told stands there as a comment.
 
-Sources: docs.nvidia.com, Cumulus Linux 5, "Quality of Service" and "Equal Cost Multipath Load Sharing"; arista.com, EOS
-user manual, "Quality of Service" and `ip load-sharing`; cisco.com, Nexus 9000 NX-OS QoS configuration guide, "Priority
-Flow Control" and "WRED". Not covered: any check on a switch; none was at hand.
+Sources: docs.nvidia.com, Cumulus Linux 5, "Quality of Service", "Equal Cost Multipath Load Sharing", and the reference
+of NVUE's commands; arista.com, EOS user manual, "Quality of Service", "DCBX and Flow Control" and `ip load-sharing`;
+cisco.com, Nexus 9000 NX-OS QoS configuration guide, "Priority Flow Control" and "WRED". Not covered: any check on a
+switch; none was at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from congestion.nic.switches.plan import NAME, WATCHDOG_MS, SwitchPlan
 from netlayer.errors import ConfigError
@@ -18,6 +19,9 @@ _EOS_MOST_SEED = 5  # of Trident and Tomahawk
 _NXOS_MOST_ROTATE = 63
 _NXOS_SEEDS = range(1, 2**32)
 _LOSSLESS_PERCENT = 50  # of the buffer, as NVIDIA's own RoCE configuration has it
+_NVUE_POLLS = 2  # of the PFC watchdog before it acts; NVUE's own default is 3, its shortest interval 100 ms
+# `nv set qos roce` makes a pool roce-lossless beside those below: together they would be more than the whole buffer.
+_NVUE_SCOPE = ("for Cumulus Linux 5.6 and later; where `nv set qos roce` is on, first: nv unset qos roce",)
 # What Arista documents for its switches on Trident and Tomahawk; those on Jericho, Ramon and others differ.
 _XGS_ONLY = (
     "for switches on Broadcom XGS (Trident, Tomahawk: 7050, 7060, 7260, 7300X) alone: not for DNX (Jericho: 7280,",
@@ -28,7 +32,7 @@ _NXOS_SHORT_M = 100  # longer cables need a pause buffer that NX-OS is told of
 
 def nvue(plan: SwitchPlan) -> str:
     """Commands of `nv`, to the line that applies them."""
-    return _text("#", plan, _nvue(plan))
+    return _text("#", plan, _nvue(plan), _NVUE_SCOPE)
 
 
 def arista(plan: SwitchPlan) -> str:
@@ -71,6 +75,12 @@ def _nvue(plan: SwitchPlan) -> Iterator[str]:
     yield f"nv set qos egress-scheduler {NAME} traffic-class {plan.cnp_priority} mode strict"
     yield f"nv set qos egress-scheduler {NAME} traffic-class {plan.priority} mode dwrr"
     yield f"nv set qos egress-scheduler {NAME} traffic-class {plan.priority} bw-percent {_DATA_PERCENT}"
+    # A class that a profile does not name has a weight of 0 and may starve: each of the others gets a part of the rest.
+    first, *others = (one for one in range(8) if one not in (plan.priority, plan.cnp_priority))
+    yield f"nv set qos egress-scheduler {NAME} traffic-class {_list([first, *others])} mode dwrr"
+    yield f"nv set qos egress-scheduler {NAME} traffic-class {_list(others)} bw-percent 1"
+    rest = 100 - _DATA_PERCENT - len(others)
+    yield f"nv set qos egress-scheduler {NAME} traffic-class {first} bw-percent {rest}"
     profiles = ["mapping", "egress-scheduler"]
     if plan.marking:
         profiles.append("congestion-control")
@@ -85,15 +95,16 @@ def _nvue(plan: SwitchPlan) -> Iterator[str]:
         # All of the buffer is one lossy pool at first: PFC alone leaves every priority to be dropped in it.
         yield f"nv set qos traffic-pool default-lossy memory-percent {100 - _LOSSLESS_PERCENT}"
         yield f"nv set qos traffic-pool default-lossless memory-percent {_LOSSLESS_PERCENT}"
-        yield f"nv set qos pfc {NAME} switch-priority {','.join(map(str, plan.lossless))}"
+        yield f"nv set qos pfc {NAME} switch-priority {_list(plan.lossless)}"
         yield f"nv set qos pfc {NAME} tx enable"
         yield f"nv set qos pfc {NAME} rx enable"
         yield f"nv set qos pfc {NAME} cable-length {plan.cable_m}"
-        yield f"nv set qos pfc-watchdog polling-interval {WATCHDOG_MS}"
+        yield f"nv set qos pfc-watchdog polling-interval {WATCHDOG_MS // _NVUE_POLLS}"
+        yield f"nv set qos pfc-watchdog robustness {_NVUE_POLLS}"
     ports = ",".join(plan.ports)
     yield from (f"nv set interface {ports} qos {part} profile {NAME}" for part in profiles)
     if plan.lossless:
-        yield f"nv set interface {ports} qos pfc-watchdog"
+        yield f"nv set interface {ports} qos pfc-watchdog state enable"
     yield f"nv set interface {ports} link mtu {plan.mtu_bytes}"
     if plan.hash_seed is not None:
         yield "# the next line restarts switchd: every port goes down for some seconds"
@@ -121,6 +132,10 @@ def _arista(plan: SwitchPlan) -> Iterator[str]:
         yield f"{watchdog} default timeout {WATCHDOG_MS / 1e3:.2f}"
         yield f"{watchdog} default recovery-time {2 * WATCHDOG_MS / 1e3:.2f}"
         yield f"{watchdog} default polling-interval {WATCHDOG_MS / 2e3:.2f}"
+        # EOS' own default is `errdisable`: the port goes down, and stays down.
+        yield f"{watchdog} action drop"
+        yield "! the watchdog looks at queues with guaranteed bandwidth alone: where the switch has the command, give"
+        yield f"! each interface `tx-queue {plan.priority}`, `bandwidth guaranteed 100` (kb/s)"
     if plan.hash_seed is not None:
         if plan.hash_seed > _EOS_MOST_SEED:
             rule = f"is above {_EOS_MOST_SEED}, the highest that `ip load-sharing trident` takes"
@@ -134,6 +149,7 @@ def _arista(plan: SwitchPlan) -> Iterator[str]:
     if plan.lossless:
         yield "   priority-flow-control on"
         yield from (f"   priority-flow-control priority {priority} no-drop" for priority in plan.lossless)
+        yield "   priority-flow-control pause watchdog"
     yield "   !"
     yield f"   uc-tx-queue {plan.priority}"
     yield "      no priority"
@@ -219,6 +235,10 @@ def _cisco_hash(plan: SwitchPlan) -> Iterator[str]:
             raise ConfigError("--hash-offset", plan.hash_offset, rule, f"give 0..{_NXOS_MOST_ROTATE}")
         command += f" rotate {plan.hash_offset}"
     yield command
+
+
+def _list(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _queue(priority: int) -> str:

@@ -21,7 +21,7 @@ from congestion.nic.switches.chips import CHIPS, Asic, find_chip
 from congestion.nic.switches.plan import CHIP_NAMES, SwitchPlan, check_ports, plan_switch
 from congestion.nic.switches.schema import check_tables
 from congestion.nic.switches.sonic import merge, notes_on, switch_json, tables_of
-from congestion.nic.switches.text import cisco
+from congestion.nic.switches.text import arista, cisco, nvue
 from netlayer.config.tree import ClusterConfig
 from netlayer.errors import ConfigError
 from tests.congestion.nic.sonic_yang import refusals
@@ -382,6 +382,22 @@ def test_no_headroom_is_made_up_where_the_chip_is_not_named(tmp_path, form):
     assert "7060X6-64PE-O128S2" in named.stdout
 
 
+@pytest.mark.parametrize(
+    ("form", "ports", "number"),
+    [("nvue", "swp1-32,swp33s0-1", 34), ("arista", "Ethernet1/1,Ethernet2-4", 4), ("cisco", "Ethernet1/1-32", 32)],
+)
+def test_the_headroom_in_all_counts_each_port_of_a_range(tmp_path, form, ports, number):
+    result = run(tmp_path, form, "--ports", ports)
+    assert result.exit_code == 0, result.output
+    assert f"priorities: 1, ports: {number}; in all" in result.stderr
+    assert f"{311_296 * number:,} B" in result.stderr
+
+
+def test_a_range_that_ends_before_it_begins_is_refused(tmp_path):
+    result = run(tmp_path, "nvue", "--ports", "swp32-1")
+    assert str(result.exception).startswith("--ports = swp32-1: ends before it begins")
+
+
 def test_eos_text_says_whose_chips_it_is_for(tmp_path):
     result = run(tmp_path, "arista", "--ports", "Ethernet1", "--chip", "tomahawk-4")
     assert "Broadcom XGS (Trident, Tomahawk" in result.stdout
@@ -399,6 +415,40 @@ def test_nvue_gives_lossless_priorities_a_pool_before_it_pauses_them(tmp_path):
     assert lines.index(pools[1]) < lines.index("nv set qos pfc NETLAYER switch-priority 3")
     lossy = run(tmp_path, "nvue", "--ports", "swp1", profile="[pfc]\npriorities = []\n")
     assert "traffic-pool" not in lossy.stdout
+
+
+@given(order=st.permutations(range(8)))
+def test_nvue_gives_every_class_but_the_strict_one_a_share_and_all_of_them_100(order):
+    data, cnp = order[:2]
+    profile = build_profile({"traffic": {"priority": data}, "cnp": {"priority": cnp}, "pfc": {"priorities": [data]}})
+    shares: dict[int, int] = {}
+    for line in nvue(plan_of(profile, ports=("swp1",))).splitlines():
+        if line.startswith("nv set qos egress-scheduler NETLAYER traffic-class") and "bw-percent" in line:
+            *_, classes, _, percent = line.split()
+            shares |= dict.fromkeys(map(int, classes.split(",")), int(percent))
+    assert shares.keys() == set(range(8)) - {cnp}
+    assert (sum(shares.values()), shares[data], min(shares.values())) == (100, 90, 1)
+
+
+def test_every_system_gives_up_on_a_pause_after_200_ms_and_drops_instead_of_closing_the_port():
+    """NVUE acts after `robustness` polls of at least 100 ms; EOS' own action is errdisable."""
+    lines = nvue(plan_of(ports=("swp1",))).splitlines()
+    polls = {line.split()[-2]: int(line.split()[-1]) for line in lines if line.startswith("nv set qos pfc-watchdog")}
+    assert polls["polling-interval"] >= 100
+    assert polls["polling-interval"] * polls["robustness"] == 200
+    assert "nv set interface swp1 qos pfc-watchdog state enable" in lines
+    eos = arista(plan_of(ports=("Ethernet1/1",)))
+    assert "priority-flow-control pause watchdog default timeout 0.20\n" in eos
+    assert "priority-flow-control pause watchdog action drop\n" in eos
+    assert "   priority-flow-control pause watchdog\n" in eos  # of the ports of the profile
+    row = tables_of(plan_of())["PFC_WD"]["Ethernet0"]
+    assert (row["detection_time"], row["action"]) == ("200", "drop")
+
+
+def test_nvue_says_that_the_switchs_own_roce_mode_goes_first():
+    assert "# for Cumulus Linux 5.6 and later; where `nv set qos roce` is on, first: nv unset qos roce" in nvue(
+        plan_of(ports=("swp1",))
+    )
 
 
 def traditional(**changed: Any) -> dict[str, Any]:

@@ -60,6 +60,22 @@ def test_a_wrong_crc_is_a_failed_check_after_the_tables(talk, tmp_path):
     assert "10.0.0.1" in result.stdout
 
 
+def test_a_crc_of_zeros_is_one_that_nobody_has_written_yet(talk, tmp_path):
+    talk.frames[0] = talk.frames[0][:-4] + bytes(4)
+    result = CliRunner().invoke(pcap, [str(talk.save(tmp_path / "x.pcap")), "--json", "-"])
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)["rows"][0]
+    assert (row["icrc_right"], row["icrc_wrong"], row["icrc_unknown"]) == (2, 0, 1)
+
+
+def test_a_packet_without_room_for_its_crc_is_named(talk, tmp_path):
+    """Some tools send BTH and AETH and nothing behind them."""
+    ack = IP(src="10.0.0.1", dst="10.0.0.2") / UDP(sport=50_001, dport=4791) / Raw(bytes([0x11]) + bytes(15))
+    result = CliRunner().invoke(pcap, [str(save(tmp_path / "x.pcap", [bytes(Ether() / ack)], [0]))])
+    assert isinstance(result.exception, CheckFailed)
+    assert "among 1 frames; 1 to that port too short for a packet, its headers and its ICRC" in str(result.exception)
+
+
 def test_a_capture_without_roce_says_so(tmp_path):
     result = CliRunner().invoke(pcap, [str(save(tmp_path / "x.pcap", [bytes(Ether() / ARP())], [0]))])
     assert isinstance(result.exception, CheckFailed)
