@@ -26,7 +26,12 @@ from netlayer.launch import fork_server, launcher
 from netlayer.launch.fork_server import Forked, ForkServer, Request
 from netlayer.launch.rank import run_rank
 
-_PRELOADED = ("torch._dynamo", "trainer.worker", "trainer.commands.train", "tests.trainer.layout_ranks")
+_PRELOADED = (
+    "torch._dynamo", "trainer.worker", "trainer.commands.train", "tests.trainer.layout_ranks",
+    # What a rank imports once it meets the others, writes events and saves.
+    "netlayer.init_method", "netlayer.observe.events.writer", "netlayer.store.redis_store", "pandas", "pyarrow.compute",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp.sharded_grad_scaler",
+)  # fmt: skip
 _start_fresh = launcher._start
 _server: ForkServer | None = None
 _connection: socket.socket | None = None
@@ -79,7 +84,8 @@ def _start(
     [kept] = pass_fds
     mask = tuple(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
     entry_name = f"{__name__}:{be_rank.__name__}"
-    request = Request(os.getpid(), entry_name, arguments, "", environ, str(Path.cwd()), mask, kept)
+    name = f"rank {environ['RANK']}"  # for `ps`: the kernel shows the server's environment
+    request = Request(os.getpid(), entry_name, arguments, name, environ, str(Path.cwd()), mask, kept)
     return _fork(request, [stdin.fileno(), stdout.fileno(), stdout.fileno(), kept])
 
 
@@ -107,8 +113,18 @@ def start_module(
     stderr: IO[Any],
     env: Mapping[str, str] | None = None,
     cwd: os.PathLike[str] | str = ".",
+    kept: int | None = None,
 ) -> Forked | subprocess.Popen[bytes]:
-    """Start `python -m module words` in a session of its own; ranks that it launches are forked too."""
+    """Start `python -m module words` in a session of its own; ranks that it launches are forked too.
+
+    Args:
+        module: run as `__main__`; `tests.program` runs its first word as `python -c` does.
+        words: its arguments.
+        stdout: file that it writes to; `stderr` likewise.
+        env: all its variables; None: those of this process.
+        cwd: folder in which it runs.
+        kept: descriptor that it has too, under the same number.
+    """
     command = [module, *map(str, words)]
     environ = dict(os.environ if env is None else env)
     with Path(os.devnull).open("rb") as stdin:
@@ -116,10 +132,12 @@ def start_module(
             return subprocess.Popen(
                 [sys.executable, "-m", *command],
                 stdin=stdin, stdout=stdout, stderr=stderr, env=environ, cwd=cwd, start_new_session=True,
+                pass_fds=() if kept is None else (kept,),
             )  # fmt: skip
         entry = f"{__name__}:{be_module.__name__}"
-        request = Request(os.getpid(), entry, command, "", environ, str(Path(cwd).absolute()))
-        return _fork(request, [stdin.fileno(), stdout.fileno(), stderr.fileno()])
+        request = Request(os.getpid(), entry, command, "", environ, str(Path(cwd).absolute()), (), kept)
+        fds = [stdin.fileno(), stdout.fileno(), stderr.fileno()]
+        return _fork(request, fds if kept is None else [*fds, kept])
 
 
 def run_module(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import importlib
 import inspect
 import json
 import os
@@ -428,8 +429,25 @@ def profile_this_process() -> None:
         profiler = _Profiler(**json.loads(os.environ[_SPEC]))
         # A walk that ends nowhere is an error of the walk, and to be seen.
         atexit.register(profiler.save)
+        _pause_in_imports()
         threading.setprofile(profiler)
         sys.setprofile(profiler)
+
+
+def _pause_in_imports() -> None:
+    """Have no profile while a module is imported: that counts for no walk, and torch's makes a million calls."""
+    bootstrap: Any = importlib._bootstrap  # type: ignore[attr-defined]
+    load = bootstrap._find_and_load
+
+    def load_unprofiled(name: str, import_: Any) -> Any:
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return load(name, import_)
+        finally:
+            sys.setprofile(profile)
+
+    bootstrap._find_and_load = load_unprofiled
 
 
 def main() -> None:

@@ -538,7 +538,7 @@ def _joined(batches: Sequence[_Batch]) -> _Batch:
 
 
 def machine_key(ring_folder: str) -> str:
-    """Return what ranks have alike that can share memory: the machine, and unless a folder joins them the container."""
+    """Return a key that is equal on ranks that can share memory: one machine and, without a folder, one container."""
     parts = [boot_id()]
     if not ring_folder:
         # A process of another container is not seen in /proc.

@@ -189,7 +189,7 @@ class Operators:
         return ChunkTimes(first, second)
 
     def head(self) -> ChunkTimes:
-        """The projection to the vocabulary in bfloat16, and the loss: 12 bytes a logit, read and written in all."""
+        """Return the times of the projection to the vocabulary in bfloat16, and of the loss at 12 bytes a logit."""
         plan = self.plan
         model, tp, tokens = plan.job.model, plan.job.parallel.tp, plan.tokens
         gemm = tokens * head_flops(model) / tp / self._wide

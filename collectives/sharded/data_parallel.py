@@ -589,7 +589,7 @@ class ShardedDataParallel(StandIn):
         self._gather.make_readable()
 
     def wait_for_gathers(self) -> None:
-        """Let no gather be under way: as `wait_parameters`, but for those that stage 3 frees, which it frees."""
+        """Wait until no gather is under way; in stage 3 free the gathered parameters, which are not made readable."""
         self.start_step()
         self._gather.settle()
 

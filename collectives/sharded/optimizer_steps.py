@@ -602,7 +602,7 @@ def _step_all(
     # A fused or capturable step needs a GPU; elsewhere it is the same mathematics.
     plain = {key: value for key, value in settings.items() if key not in ("fused", "capturable")}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)  # not the GPUs' generators, which nothing here restores
         optimizer = kind([{"params": parameters}], **plain)
         for of_step in zip(*grads, strict=True):
             for parameter, grad in zip(parameters, of_step, strict=True):

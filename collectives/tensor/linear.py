@@ -614,6 +614,8 @@ def _check_input(x: Tensor, weight_NK: Tensor) -> None:
 
 
 def _check_alike(linears: Sequence[nn.Linear], features: str) -> None:
+    """Raise ValueError if layers that are to share one product differ in `features`, an attribute, or in their kind."""
+
     def traits(linear: nn.Linear) -> tuple[object, ...]:
         return getattr(linear, features), linear.bias is not None, linear.weight.dtype, linear.weight.device
 

@@ -594,20 +594,15 @@ class Monitor:
         return number
 
     def _wait(self, table: SeriesTable, one: Collective) -> int:
+        """Return the number of the series that holds the compute stream's waits for this kind of collective."""
         key = one.kind, one.group, one.flow, "wait"
         number = table.by_key.get(key)
         if number is None:
             ranks = self._ranks_of(one.group)
             series = Series(
-                "segment",
-                one.kind,
-                "wait",
-                timing=self._timing,
-                lane="compute",
-                group=one.group,
-                group_ranks=ranks,
-                flow=one.flow or None,
-            )
+                "segment", one.kind, "wait",
+                timing=self._timing, lane="compute", group=one.group, group_ranks=ranks, flow=one.flow or None,
+            )  # fmt: skip
             number = table.number(series)
             if ranks is not None:  # which somebody may note later
                 table.by_key[key] = number

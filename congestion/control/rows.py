@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Rows = NDArray[Any]
+Rows = Any  # NDArray[Any]: half of mypy's time went into telling that a column of it is Any
 
 PS_PER_US = 1_000_000
 BYTE_PS = 8e12  # a byte at 1 bit/s

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Rows = NDArray[Any]
+Rows = Any  # NDArray[Any]: half of mypy's time went into telling that a column of it is Any
 
 NEVER = 2**62
 DATA, ACK, NACK, PFC = 0, 1, 2, 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from bench.perf.table import LiveTable, PerfRow
 from netlayer.errors import ConfigError
 from netlayer.results import RunRecord
 from tests.bench import canned
+from tests.forked import start_module
 
 _ALL_REDUCE_PERF = """
 from bench.perf.collectives.all_reduce import command
@@ -114,17 +116,18 @@ def test_a_csv_file_that_cannot_be_written_is_refused_before_any_rank_starts(tmp
 def test_ctrl_c_in_a_run_without_end_keeps_its_figures(tmp_path: Path) -> None:
     script = _ALL_REDUCE_PERF
     flags = ["-g", "2", "--backend", "gloo", "-b", "64", "-e", "64", "-N", "0", "--csv", str(tmp_path / "a.csv")]
-    with subprocess.Popen(
-        [sys.executable, "-c", script, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
-        assert running.stdout is not None
-        for line in running.stdout:
+    here, there = os.pipe()
+    errors = tmp_path / "errors"
+    with os.fdopen(here) as output, os.fdopen(there, "wb") as stdout, errors.open("wb") as stderr:
+        running = start_module("tests.program", script, *flags, stdout=stdout, stderr=stderr)
+        stdout.close()
+        for line in output:
             if not line.startswith("#") and line.strip():
                 break
         running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert "note: interrupted" in said
+        output.read()
+    assert running.wait(60) == 130
+    assert "note: interrupted" in errors.read_text()
     assert num_rows(tmp_path / "a.csv") >= 2
 
 

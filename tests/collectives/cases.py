@@ -69,7 +69,7 @@ class Net(nn.Module):
 def net(dtype: torch.dtype = torch.float64, seed: int = 0) -> Net:
     device = torch.get_default_device()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` keeps a traceback for each kind of device
         return Net().to(device, dtype)
 
 

@@ -127,7 +127,7 @@ def run_cases(rank: int, world_size: int, calls: Sequence[Call], device: str, fo
         torch.cuda.set_device(rank)
         # A process that hangs is ended by torch's watchdog, which first waits for four times as long as it may dump.
         os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
-    torch.set_default_device(device)
+        torch.set_default_device(device)  # a mode that every call of torch passes, a third of the time on a CPU
     for call, function in zip(calls, functions, strict=True):
         begin_s = time.monotonic()
         print("case", call.name, file=sys.stderr)

@@ -25,7 +25,10 @@ import torch.distributed as dist
 from netlayer.store.meeting import register_schemes
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.collectives.scenes"])  # torch is imported once
+# Imported once: torch, what its optimisers import when the first one is made, and what ranks meet with.
+_CONTEXT.set_forkserver_preload(
+    ["tests.collectives.scenes", "torch._dynamo", "netlayer.init_method", "netlayer.store.redis_store"]
+)
 
 _GRACE_S = 5.0  # for the other ranks, once one has failed: they may wait for it for ever
 _DUMP_S = 1.0

@@ -93,6 +93,13 @@ def test_elementwise_settings_are_not_refused() -> None:
     check_elementwise(torch.optim.SGD, {"lr": 0.0, "momentum": 0.9, "nesterov": True})
 
 
+def test_an_optimizer_is_tried_without_a_change_of_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _seed: pytest.fail("the GPUs are seeded"))
+    before = torch.get_rng_state()
+    check_elementwise(torch.optim.AdamW, {"lr": 1e-3})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, _TogetherNormed])
 def test_optimizers_of_all_parameters_together_are_refused_for_whole_ones(kind: Callable[..., Any]) -> None:
     sharded = shard(nn.Linear(3, 2), whole=lambda _name, _shape: True)

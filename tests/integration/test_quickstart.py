@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from netlayer.results import load_frame
 from tests.browser import browse, drawn_plots, needs_chromium
-from tests.forked import run_module
+from tests.forked import run_module, start_module
 
 TINY = ("model.layers=1", "model.hidden=32", "model.heads=2", "model.ffn_hidden=64", "model.seq_len=32")
 
@@ -189,40 +191,42 @@ def test_bad_input_ends_with_one_line_and_writes_no_report(
     assert wait_until_gone(environment) == []
 
 
-def test_ctrl_c_in_training_leaves_nothing_and_keeps_what_was_measured(
-    tmp_path: Path, text: Path, environment: dict[str, str]
-) -> None:
-    started = subprocess.Popen(
-        command(tmp_path, "--steps", "100000", "--set", f"data.folder={text}"),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
-    )  # fmt: skip
+@pytest.fixture
+def training(tmp_path: Path, text: Path, environment: dict[str, str]) -> Iterator[tuple[Any, list[psutil.Process]]]:
+    """A run that has begun to train, forked, and the processes that it started; its stderr is in the file `stderr`."""
+    words = command(tmp_path, "--steps", "100000", "--set", f"data.folder={text}")[2:]
+    with Path(os.devnull).open("wb") as stdout, (tmp_path / "stderr").open("wb") as stderr:
+        started = start_module(*words, stdout=stdout, stderr=stderr, env=environment)
     metrics = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
+    children = psutil.Process(started.pid).children(recursive=True)
+    yield started, children
+    if started.poll() is None:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+
+
+def test_ctrl_c_in_training_leaves_nothing_and_keeps_what_was_measured(
+    training: tuple[Any, list[psutil.Process]], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    started, children = training
     os.killpg(started.pid, signal.SIGINT)
     assert started.wait(60) == 130
+    assert psutil.wait_procs(children, 30)[1] == []
     assert wait_until_gone(environment) == []
-    assert all("loss" in json.loads(line) for line in metrics.read_text().splitlines())
+    assert all("loss" in json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
 
 
 def test_a_rank_killed_in_training_is_named_and_nothing_is_left(
-    tmp_path: Path, text: Path, environment: dict[str, str]
+    training: tuple[Any, list[psutil.Process]], tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    started = subprocess.Popen(
-        command(tmp_path, "--steps", "100000", "--set", f"data.folder={text}"),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
-    metrics = tmp_path / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    ranks = [child for child in psutil.Process(started.pid).children() if child.environ().get("RANK") == "1"]
-    assert len(ranks) == 1
-    ranks[0].send_signal(signal.SIGKILL)
-    _, said = started.communicate(timeout=60)
-    assert started.returncode == 1
-    *_, note, last = said.strip().splitlines()
+    started, children = training
+    [rank] = [child for child in children if child.name() == "rank 1"]
+    rank.send_signal(signal.SIGKILL)
+    assert started.wait(60) == 1
+    *_, note, last = (tmp_path / "stderr").read_text().strip().splitlines()
     assert last.startswith("error: rank 1 (tp=0, pp=0, dp=1; ")
     assert "after step" in last  # the watch tells how far the rank came
     assert ") failed: killed by SIGKILL before it returned (out of memory? see dmesg)" in last
@@ -231,4 +235,5 @@ def test_a_rank_killed_in_training_is_named_and_nothing_is_left(
     assert "netlayer quickstart, incomplete" in page
     assert "Acceptance bench" in page
     assert "At a glance" not in page
+    assert psutil.wait_procs(children, 30)[1] == []
     assert wait_until_gone(environment) == []

@@ -21,6 +21,7 @@ from netlayer.config.tree import EvaluationConfig, JobConfig, build_config
 from netlayer.errors import ConfigError
 from netlayer.launch.launcher import launch
 from netlayer.store.meeting import meeting_place
+from tests.forked import run_module
 from tests.trainer import layout_ranks, targets
 from tests.trainer.test_layouts import LLAMA, job_of
 from trainer.checkpoint.distcp import Extent, ItemWriter
@@ -307,9 +308,7 @@ def test_any_layout_goes_on_from_any_other(tmp_path: Path, model: dict[str, obje
 
 def test_a_save_that_is_killed_anywhere_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """SIGKILL at each file operation in turn: the newest checkpoint can be loaded, and so can all others."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.killed_saves", str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = run_module("tests.trainer.killed_saves", tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10
     assert [path.name for path in tmp_path.iterdir()] == [find(tmp_path).path.name]  # no halves are left

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netlayer.errors import ConfigError
+from tests.forked import run_module
 from trainer.data.dataset import MegatronTokens, TokenFolder, open_dataset
 from trainer.data.dataset.convert import ImportOptions, export_megatron, import_megatron
 from trainer.data.dataset.megatron import write_megatron_index
@@ -269,8 +270,7 @@ else:
 
 def killed(kind: str, source: Path, target: Path, fsyncs: int) -> int:
     """Import or export in a process that kills itself at this sync to the disk; its exit code."""
-    command = [sys.executable, "-c", KILLED, kind, str(source), str(target), str(fsyncs)]
-    return subprocess.run(command, check=False).returncode
+    return run_module("tests.program", KILLED, kind, source, target, fsyncs).returncode
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from netlayer.errors import ConfigError
 from netlayer.lock import claimed
+from tests.forked import run_module
 from trainer.data.dataset import TokenFolder
 from trainer.data.dataset import writer as dataset_writer
 from trainer.data.dataset.inputs import Piece, Source
@@ -257,18 +257,8 @@ def kill_after(
 ) -> int:
     """Prepare in a process that kills itself at this point; its exit code."""
     kind, number = ("shards", shards) if shards else ("fsync", fsyncs)
-    command = [
-        sys.executable,
-        "-c",
-        PROGRAM,
-        str(folder / "out"),
-        str(file),
-        str(tokenizer),
-        on_error,
-        kind,
-        str(number),
-    ]
-    return subprocess.run(command, check=False).returncode
+    done = run_module("tests.program", PROGRAM, folder / "out", file, tokenizer, on_error, kind, number)
+    return done.returncode
 
 
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path, tokenizer: Path, jsonl: Path) -> None:

@@ -6,8 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,6 +18,7 @@ import torch
 from netlayer.config.tree import BatchConfig
 from netlayer.errors import CheckFailed, ConfigError, RankFailed
 from netlayer.launch.launcher import launch
+from tests.forked import run_module, start_module
 from trainer.data import ring as rings
 from trainer.data.loader import EvaluationPlan, Loader, LoaderPlan
 from trainer.data.ring import LOADER_SLEEP_S, PREFIX, SHARED_MEMORY, Ring, RingShape, choose_folder, raise_failure
@@ -152,7 +151,7 @@ def test_what_a_killed_run_left_under_a_name_goes_with_the_next(tmp_path: Path) 
     )
     alive = Ring.create(SHAPE, tmp_path)
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+        assert run_module("tests.program", code, tmp_path).returncode == -signal.SIGKILL
     # The second has removed what the first one left.
     assert len(list(tmp_path.iterdir())) == 2
     after = Ring.create(SHAPE, tmp_path)
@@ -307,13 +306,13 @@ def test_a_loader_ends_with_the_process_that_started_it(signum: signal.Signals) 
         "loader = Loader(plan_of(0, 1, 1, 10**6), ring); wait_until(lambda: ring.holds(3))\n"
         "print(loader.pid, flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    pid = int(process.stdout.readline())
+    here, there = os.pipe()
+    with os.fdopen(here) as output, os.fdopen(there, "wb") as stdout, Path(os.devnull).open("wb") as stderr:
+        process = start_module("tests.program", code, stdout=stdout, stderr=stderr)
+        pid = int(output.readline())
     assert is_alive(pid)
     process.send_signal(signum)
     process.wait()
-    process.stdout.close()
     wait_gone([pid])
 
 
@@ -436,7 +435,7 @@ def sleeps(pid: int | None) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
 
 
-def test_a_reader_that_takes_a_step_wakes_the_loader() -> None:
+def test_a_reader_that_takes_a_step_wakes_the_loader(tmp_path: Path) -> None:
     """Not its own limit: with a sleep of an hour a ring still goes round."""
     code = (
         "import sys; from tests.trainer.test_loader import *; from trainer.data import loader, ring as rings\n"
@@ -446,18 +445,18 @@ def test_a_reader_that_takes_a_step_wakes_the_loader() -> None:
         "print(ring.loader_wakeup.num_looks)"
     )
     ring = Ring.create(SHAPE)
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(ring.fd)], pass_fds=(ring.fd,), stdout=subprocess.PIPE, text=True
-    )
+    output = tmp_path / "output"
+    with output.open("wb") as stdout:
+        process = start_module("tests.program", code, ring.fd, stdout=stdout, stderr=stdout, kept=ring.fd)
     for step in range(1, 41):
         ring.wait(step, lambda: None)
         wait_until(lambda step=step: ring.holds(min(step + 2, 40)))  # type: ignore[misc]
         for reader in range(2):
             ring.take(step, reader, lambda _rows: None)
-    output, _ = process.communicate(timeout=300)
+    assert process.wait(300) == 0, output.read_text()
     ring.close()
     # It has slept before most steps: the ring was full.
-    assert int(output) >= 10
+    assert int(output.read_text()) >= 10
 
 
 def test_rows_of_a_slot_are_where_the_plan_says() -> None:

@@ -241,6 +241,7 @@ class PlainCheckpoint(Checkpoint):
         self._opened.clear()
 
     def verify(self) -> Iterator[tuple[str, str]]:
+        """Read every file of the checkpoint, and yield its name and what is damaged in it; "": nothing."""
         if self.meta is not None:
             yield META, ""  # or it would not be open
         yield METADATA, ""

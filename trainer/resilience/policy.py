@@ -315,7 +315,8 @@ def _told(findings: Sequence[Finding]) -> tuple[tuple[str, ...], str]:
 def _faults_of(node: str, incident: Incident, facts: Facts) -> int:
     """Count the incidents of the last day that were blamed on a node's processes: in weeks every node has some.
 
-    Those at a step at which a fault went with the ranks are no node's, neither of the one before nor of the one after.
+    Not counted are faults around a change of places that the next fault did not follow (`_steps_of_ranks`): they stayed
+    with the ranks, so no node caused them.
     """
     apart = _steps_of_ranks(incident, facts, ())
     recent = (each for each in facts.incidents if incident.detected_s - each["detected_s"] < _REMEMBERED_S)

@@ -115,6 +115,7 @@ class _Reading:
 
 
 def is_text(content: str) -> bool:
+    """Return True if a file is a kernel log: it has an event that we know, or most lines look like the kernel's."""
     if _RECORD.match(content):
         return False  # the journal as JSON
     if KNOWN.search(content):

@@ -119,7 +119,7 @@ class Stop:
 
     @property
     def still_ns(self) -> tuple[int, int] | None:
-        """From when until when the run stands still, on the reference clock; None: for no known reason."""
+        """Return from when until when the run stands still, on the reference clock; None: for no known reason."""
         if not self.silence_s:
             return None
         last_ns = max(place.last_ns for place in self.places.values())
@@ -226,7 +226,7 @@ class _Signs:
 
     @property
     def clocks(self) -> str:
-        """How far signs of several hosts can be compared."""
+        """Return how far signs of several hosts can be compared."""
         if self.clock_error_ns is None:
             return "the clocks of their hosts were not compared"
         error_ms = self.clock_error_ns / 1e6

@@ -26,6 +26,7 @@ from netlayer.config.tree import build_config
 from netlayer.errors import ConfigError
 from netlayer.results import load_record
 from netlayer.store.redis_server import find_redis_binary
+from tests.forked import run_module
 from trainer.checkpoint.names import DAMAGED, META, as_location
 from trainer.checkpoint.storage import open_storage
 from trainer.commands.run import _as_started, _driving
@@ -215,8 +216,7 @@ def test_a_killed_executor_takes_its_processes_with_it(run: Run) -> None:
 
 
 def netlayer(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "netlayer", "run", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return run_module("netlayer", "run", *words, timeout=LIMIT_S)
 
 
 def test_status_logs_and_evict_while_it_runs(run: Run) -> None:
