@@ -90,6 +90,13 @@ _DEFAULT = tuple(kind for kind in KINDS if kind not in (*_NETWORK, "disk"))
     "--heartbeat", type=click.FloatRange(0.1, 60), default=1.0, show_default=True, help="job.resilience.heartbeat_s."
 )
 @click.option(
+    "--survivors",
+    type=click.Choice(("restart", "keep")),
+    default="restart",
+    show_default=True,
+    help="job.resilience.survivors.",
+)
+@click.option(
     "--end-early", is_flag=True, help="Stop each run after its last fault; losses are compared as far as they go."
 )
 @click.option(
@@ -111,6 +118,7 @@ def main(
     slow_share: float,
     slow_factor: float,
     heartbeat: float,
+    survivors: str,
     end_early: bool,
     minutes: float,
 ) -> None:
@@ -140,7 +148,7 @@ def main(
     plan = _plan(chosen, cases, options.seed)
     text = text_folder(out, 50 if backend == "gloo" else 2000)
     bounds = {"slow_factor": slow_factor, "slow_steps": 10, "slow_floor_s": 15.0, "silence_floor_s": 20.0}
-    bounds |= {"heartbeat_s": heartbeat}
+    bounds |= {"heartbeat_s": heartbeat, "survivors": survivors}
     config = config_of(nodes, steps, text, backend, spares=spares, **bounds)
     rows = _rows(out)
     ends_s = (begin_s + 60 * minutes if minutes else math.inf) if end_early else None
@@ -185,7 +193,7 @@ def main(
             "network": is_network,
         }
         | {"backend": backend, "slow_share": slow_share, "slow_factor": slow_factor, "heartbeat": heartbeat}
-        | {"end_early": end_early},
+        | {"end_early": end_early, "survivors": survivors},
         config=config.model_dump(mode="json"),
         environment=environ.snapshot(options.seed) | {"seconds": time.time() - begin_s},
         devices=["CPU"] if backend == "gloo" else [gpu.name for gpu in environ.list_gpus()],

@@ -349,7 +349,8 @@ class Driver:
         unclear = {name: facts.unclear[name] for name in facts.members if name in facts.unclear}
         for name, text in unclear.items():
             self._say(f"{name} trains unchecked: its self-check could not be made: {plain(text, 300)}")
-        return Event.CHECKS_PASSED, {"incarnation": facts.incarnation, "skipped": skipped, "unclear": unclear}
+        evidence = {"incarnation": facts.incarnation, "skipped": skipped, "unclear": unclear}
+        return Event.CHECKS_PASSED, evidence | {"kept": self.roster.keeping()}
 
     def _train(self, now_s: float) -> Outcome:
         """START, RUN and DRAIN: look for faults, the first step, and the end."""

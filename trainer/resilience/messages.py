@@ -171,6 +171,8 @@ class Assignment(_Message):
         seq: of the assignment in the epoch.
         action: `idle`: no processes, killed at once; `check`: none, and self-check number `check`; `train`: the
             processes of `incarnation`; `drain`: let these end after a step; `leave`: none, and no executor either.
+        keeps: processes of an earlier incarnation are not killed: they leave the training, and those that can go on in
+            the next one (`trainer.inprocess`).
     """
 
     kind: Literal["assignment"] = "assignment"
@@ -179,6 +181,7 @@ class Assignment(_Message):
     epoch: _Ordinal
     seq: _Ordinal
     action: Literal["idle", "check", "train", "drain", "leave"]
+    keeps: bool = False
     check: _Ordinal = 0
     incarnation: _Ordinal = 0
     node_rank: _Ordinal = 0

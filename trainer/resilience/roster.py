@@ -170,12 +170,14 @@ class Roster:
         facts = self._facts
 
         @cache  # in most rounds nobody asks; after a transition it is about thousands of nodes
-        def tables() -> tuple[dict[str, int], set[str]]:
-            return {name: place for place, name in enumerate(facts.members)}, set(facts.checked)
+        def tables() -> tuple[dict[str, int], set[str], set[str]]:
+            return {name: place for place, name in enumerate(facts.members)}, set(facts.checked), set(self.keeping())
 
         def of(name: str) -> Assignment:
-            places, checked = tables()
-            idle = Assignment(run=self._spec.run, node=name, epoch=facts.epoch, seq=0, action="idle")
+            places, checked, keeping = tables()
+            idle = Assignment(
+                run=self._spec.run, node=name, epoch=facts.epoch, seq=0, action="idle", keeps=name in keeping
+            )
             if name in facts.evicted or facts.state in TERMINAL:
                 return idle.model_copy(update={"action": "leave"})
             is_member = name in places
@@ -198,6 +200,24 @@ class Roster:
             return idle
 
         return of
+
+    def keeping(self) -> list[str]:
+        """Return the nodes whose processes go on after a fault in the same process.
+
+        While it is handled, all members; after the decision those that are not to blame. Where nobody is, or the fault
+        is not of a node (other code, a damaged checkpoint), every process is started anew.
+        """
+        facts = self._facts
+        if self._settings.survivors != "keep":
+            return []
+        if facts.state in (State.SUSPEND, State.DIAGNOSE):
+            return list(facts.members)
+        if facts.state not in (State.GATHER, State.VERIFY, State.START, State.RUN) or not facts.incidents:
+            return []
+        decision = facts.incidents[-1]["decision"]
+        if not decision.get("nodes") or decision.get("swap"):
+            return []
+        return [name for name in facts.members if name not in decision["nodes"] and name not in facts.evicted]
 
     # ---- self-checks ----
 
