@@ -33,7 +33,7 @@ from netlayer.rendezvous import Groups, open_world
 from trainer.checkpoint.meta import Meta, find
 from trainer.checkpoint.resume import own_folder
 from trainer.history import CHECKPOINTS, METRICS, VALIDATION, RowFile, resume_history
-from trainer.inprocess import failing, on_failure
+from trainer.inprocess import active, failing, on_failure
 from trainer.loop import RankInfo, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
 from trainer.observe import monitored
@@ -140,7 +140,8 @@ def _train_watched(
     """Train as one rank under its watch: load the checkpoint, run the loop, report rows, and return the outcome."""
     progress = ProgressFile.of(os.environ)
     trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch, monitor, progress)
-    on_failure(trainer.abandon)
+    if active:
+        on_failure(trainer.abandon)
     if meta is not None:
         with trainer.phase("loads a checkpoint"):
             trainer.resume(meta, model_only=model_only)

@@ -7,6 +7,6 @@ back in between. Not covered: who is kept (`trainer.resilience.roster`), and the
 
 from __future__ import annotations
 
-from trainer.inprocess.process import LEAVE, LOG, Leave, failing, main, on_failure
+from trainer.inprocess.process import LEAVE, LOG, Leave, active, failing, main, on_failure
 
-__all__ = ["LEAVE", "LOG", "Leave", "failing", "main", "on_failure"]
+__all__ = ["LEAVE", "LOG", "Leave", "active", "failing", "main", "on_failure"]

@@ -47,7 +47,8 @@ _EXIT_LEFT = 143  # as of a process that SIGTERM has ended
 _FAILS_S = 8.0  # for a main thread to leave after a verdict of the watch, before the process ends
 
 _cleanups: list[Callable[[], None]] = []
-_orders: list[_Orders] = []
+active: list[_Orders] = []
+"""Orders of this process, where it may outlive its training; empty: it ends with it."""
 
 
 class Leave(BaseException):
@@ -68,13 +69,13 @@ def failing(otherwise: Callable[[NetlayerError], None]) -> Callable[[NetlayerErr
     It leaves the training where the process goes on, and the line of the error is in its log. Else, and where it cannot
     leave, it does what is given, which ends the process.
     """
-    if not _orders:
+    if not active:
         return otherwise
 
     def fail(error: NetlayerError) -> None:
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
-        if not _orders[0].leave(error.exit_code, _FAILS_S):
+        if not active[0].leave(error.exit_code, _FAILS_S):
             os._exit(error.exit_code)
 
     return fail
@@ -153,7 +154,7 @@ class _Orders:
 def main(arguments: Sequence[str]) -> int:
     """Run a module again and again, as this module says, and return the exit code of the last time."""
     orders = _Orders(_take_stdin())
-    _orders[:] = [orders]
+    active[:] = [orders]
     while True:
         code = _run(arguments, orders)
         if code in (0, EXIT_USAGE):
