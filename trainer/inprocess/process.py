@@ -97,13 +97,13 @@ class _Orders:
         threading.Thread(target=self._read, name="orders", daemon=True).start()
 
     def begin(self) -> None:
-        """From now on an order to leave raises `Leave` in the main thread."""
+        """Let an order to leave raise `Leave` in the main thread, until `end`."""
         with self._lock:
             self._is_training, self.code = True, _EXIT_LEFT
             self._num_trainings += 1
 
     def end(self) -> None:
-        """From now on it does not, nor does one that has just come."""
+        """Let no order raise any more, nor one that has just come."""
         with self._lock:
             self._is_training = False
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main or 0), None)
@@ -252,7 +252,7 @@ def _shut_connections() -> None:
 
 
 def _open_log(environ: Mapping[str, str]) -> None:
-    """Write from now on into the log of this start."""
+    """Have stdout and stderr go to the log of this start."""
     if path := environ.get(LOG):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -48,7 +48,7 @@ class Roster:
         """Nodes in a row that this driver has started and never heard of, or that failed their self-check, since the
         last fault."""
         self._launched: set[str] = set()
-        self._taken: tuple[int, ...] = ()  # basis of the last look at results of self-checks
+        self._checks_basis: tuple[int, ...] = ()  # basis of the last look at results of self-checks
 
     @property
     def names(self) -> list[str]:
@@ -255,9 +255,9 @@ class Roster:
             *(self._view.num_checks_told, len(self._view.nodes), self._journal.seq),
             *(facts.check, len(facts.checked), len(facts.evicted), len(facts.members)),
         )
-        if basis == self._taken:  # in most rounds, of thousands of nodes
+        if basis == self._checks_basis:  # in most rounds, of thousands of nodes
             return
-        self._taken = basis
+        self._checks_basis = basis
         checked = set(facts.checked)
         new = sorted(self._view.nodes.keys() - checked - facts.evicted.keys())
         new = [name for name in new if self.checks_of(name) is not None]
