@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,7 +147,7 @@ def test_three_of_four_gloo_processes_outlive_the_kill_of_one_with_equal_losses(
     from bench.fault_matrix.__main__ import text_folder
     from bench.fault_matrix.job import FaultyJob, config_of
 
-    settings = {"survivors": "keep", "survivors_s": 15.0, "missed": 40, "silence_floor_s": 600.0}
+    settings: dict[str, Any] = {"survivors": "keep", "survivors_s": 15.0, "missed": 40, "silence_floor_s": 600.0}
     config = config_of(4, 120, text_folder(tmp_path), **settings)
     whole, job = FaultyJob(tmp_path / "whole", config), FaultyJob(tmp_path / "faulty", config)
     try:
