@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 
 from bench.fault_matrix.job import HARDWARE_LINES, FaultyJob, Lost, Row, config_of
 from bench.fault_matrix.network import Network, enter
@@ -242,7 +243,9 @@ def _bounded(limit_s: float) -> Iterator[None]:
     """End the block at SIGTERM, and without an error after so many seconds (0: never); what it has kept stays."""
     try:
         with ending_at(signal.SIGTERM, signal.SIGALRM):
-            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            # Counted from the process's start: imports may take long on a busy machine.
+            since_s = time.time() - psutil.Process().create_time()
+            signal.setitimer(signal.ITIMER_REAL, max(limit_s - since_s, 0.1) if limit_s else 0.0)
             yield
     except Ended as exc:
         if exc.code != 128 + signal.SIGALRM:
