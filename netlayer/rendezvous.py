@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import PrefixStore, Store  # which torch's own types do not show
 
-__all__ = ["FirstRank", "Groups", "create_groups", "open_world"]
+__all__ = ["FirstRank", "Groups", "create_groups", "forget_meetings", "open_world"]
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +125,15 @@ def open_world(
     except BaseException:  # Ctrl-C too: the run may be started again under its name
         _close(opened, init_method, met)
         raise
+
+
+def forget_meetings() -> None:
+    """Forget which meetings this process has had: the next one is as the first, in a store that is new to all ranks.
+
+    For a process that goes on beside ones that are started afresh, after its groups are aborted.
+    """
+    global _worlds, _created
+    _worlds = _created = 0
 
 
 def create_groups(

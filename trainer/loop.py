@@ -380,6 +380,18 @@ class Trainer:
         self.steps.close()
         self.model.close()
 
+    def abandon(self) -> None:
+        """Give back threads, processes and memory of the host after a failure; waits for no other rank.
+
+        For a process that goes on without this training. Stores of copies in memory stay, for the next one reads them.
+        """
+        if self._saver is not None:
+            self._saver.abandon()
+        if self._copies is not None:
+            self._copies.leave()
+        self.feed.close()
+        self.steps.close()
+
     def step(self, step: int) -> Row:
         """Take one optimiser step, counted from 1, wait for it, and return its row.
 

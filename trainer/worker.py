@@ -33,6 +33,7 @@ from netlayer.rendezvous import Groups, open_world
 from trainer.checkpoint.meta import Meta, find
 from trainer.checkpoint.resume import own_folder
 from trainer.history import CHECKPOINTS, METRICS, VALIDATION, RowFile, resume_history
+from trainer.inprocess import active, failing, on_failure
 from trainer.loop import RankInfo, Row, Trainer, run
 from trainer.metrics import Sink, open_sinks
 from trainer.observe import monitored
@@ -100,7 +101,7 @@ def _watched(context: RankContext, job: JobConfig, monitor: Monitor | None) -> I
         if monitor is not None:  # the process ends at once: what it has recorded would be lost
             monitor.mark("failure", str(error))
             monitor.flush(_LAST_EVENTS_S)
-        context.fail(error)
+        failing(context.fail)(error)
 
     watch = Watch(
         timeout=timedelta(seconds=job.parallel.distributed_timeout_s),
@@ -139,6 +140,8 @@ def _train_watched(
     """Train as one rank under its watch: load the checkpoint, run the loop, report rows, and return the outcome."""
     progress = ProgressFile.of(os.environ)
     trainer = Trainer(plan.job, plan.corpus, plan.seed, place, groups, stop, watch, monitor, progress)
+    if active:
+        on_failure(trainer.abandon)
     if meta is not None:
         with trainer.phase("loads a checkpoint"):
             trainer.resume(meta, model_only=model_only)

@@ -8,19 +8,22 @@ by step and to the bit, with those of a run without faults. Rows are kept as the
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import math
 import random
 import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 
 from bench.fault_matrix.job import HARDWARE_LINES, FaultyJob, Lost, Row, config_of
 from bench.fault_matrix.network import Network, enter
@@ -28,7 +31,7 @@ from bench.fault_matrix.rows import FaultRow
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.errors import CheckFailed
-from netlayer.launch.early_end import ending_at
+from netlayer.launch.early_end import Ended, ending_at
 from netlayer.results import RunRecord, utc_now, write_text
 
 _LIMIT_S = 240.0
@@ -90,7 +93,21 @@ _DEFAULT = tuple(kind for kind in KINDS if kind not in (*_NETWORK, "disk"))
     "--heartbeat", type=click.FloatRange(0.1, 60), default=1.0, show_default=True, help="job.resilience.heartbeat_s."
 )
 @click.option(
+    "--survivors",
+    type=click.Choice(("restart", "keep")),
+    default="restart",
+    show_default=True,
+    help="job.resilience.survivors.",
+)
+@click.option(
     "--end-early", is_flag=True, help="Stop each run after its last fault; losses are compared as far as they go."
+)
+@click.option(
+    "--limit",
+    "limit_s",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="End all of it after so many seconds, with a record of the faults that are through by then; 0: no limit.",
 )
 @click.option(
     "--minutes",
@@ -111,7 +128,9 @@ def main(
     slow_share: float,
     slow_factor: float,
     heartbeat: float,
+    survivors: str,
     end_early: bool,
+    limit_s: float,
     minutes: float,
 ) -> None:
     """Inject faults into runs of `netlayer run`, and say what became of them.
@@ -122,31 +141,33 @@ def main(
       python -m bench.fault_matrix --out runs/faults --cases 200        # goes on where it was ended
       python -m bench.fault_matrix --kinds kill,stop --cases 4
       python -m bench.fault_matrix --cases 100 --chain 100 --steps 9000 --end-early   # one job, 100 faults in a row
+      python -m bench.fault_matrix --kinds kill --cases 9 --chain 9 --steps 9000 --end-early --limit 100
       python -m bench.fault_matrix --kinds disk --cases 2               # as root: a file system of its own
       python -m bench.fault_matrix --backend nccl --kinds slow --cases 1 --slow-share 0.1 --slow-factor 1.05
       python -m bench.fault_matrix --network --kinds cut,flap --chain 2 --cases 4
     """
+    importlib.import_module("tokenizers")  # which every rank needs: said now, and not after the first start
     started, begin_s = utc_now(), time.time()
-    chosen = kinds.split(",")
-    unknown = [kind for kind in chosen if kind not in KINDS]
-    if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)}: one of {', '.join(KINDS)}", param_hint="--kinds")
-    if not is_network and set(chosen) & set(_NETWORK):
-        raise click.BadParameter(f"{', '.join(_NETWORK)} need --network", param_hint="--kinds")
+    chosen = _chosen(kinds, is_network=is_network)
     if is_network:
         enter()
     out = (options.out or Path("runs") / "fault_matrix").absolute()
     out.mkdir(parents=True, exist_ok=True)
     plan = _plan(chosen, cases, options.seed)
     text = text_folder(out, 50 if backend == "gloo" else 2000)
-    bounds = {"slow_factor": slow_factor, "slow_steps": 10, "slow_floor_s": 15.0, "silence_floor_s": 20.0}
-    bounds |= {"heartbeat_s": heartbeat}
+    bounds: dict[str, Any] = {
+        "slow_factor": slow_factor,
+        "slow_steps": 10,
+        "slow_floor_s": 15.0,
+        "silence_floor_s": 20.0,
+    }
+    bounds |= {"heartbeat_s": heartbeat, "survivors": survivors}
     config = config_of(nodes, steps, text, backend, spares=spares, **bounds)
     rows = _rows(out)
     ends_s = (begin_s + 60 * minutes if minutes else math.inf) if end_early else None
     # A cut takes a host away for good: each fault has one to spare.
     hosts = closing(Network(out / "network", nodes + chain)) if is_network else nullcontext()
-    with ending_at(signal.SIGTERM), hosts as network:  # it ends its run, then
+    with _bounded(limit_s), hosts as network:  # at its end a run is ended, too
         if network is not None:
             over_ssh = config.job.resilience.model_copy(update={"backend": "ssh", "spares": chain})
             store = config.job.store.model_copy(update={"url": network.url})
@@ -158,15 +179,23 @@ def main(
             number, own = _next_run(rows, chain, end_early)
             part = plan[len(rows) : len(rows) + chain - len(own)]
             draw = random.Random(f"{options.seed} {number}" + (f" {len(own)}" if own else ""))
-            new, losses = _run(out / f"run-{number}", config, part, number, draw, network, slow_share, ends_s, own)
-            last_step = max(losses, default=0) if end_early else steps
             before = rows[: len(rows) - len(own)]
+
+            def keep(new: Sequence[FaultRow], before: Sequence[FaultRow] = before) -> None:
+                _write_rows(out, [*before, *(replace(row, losses_equal=0, losses=1) for row in new)])
+
+            folder = out / f"run-{number}"
+            new, losses = _run(folder, config, part, number, draw, network, slow_share, ends_s, keep, own)
+            last_step = max(losses, default=0) if end_early else steps
             # The run without faults may fail, or be ended: until then no loss counts as equal.
             _write_rows(out, [*before, *(replace(row, losses_equal=0, losses=len(losses)) for row in new)])
             healthy = _healthy(out, config, network, last_step)
             equal = [losses.get(step) == loss for step, loss in healthy.items() if step <= last_step]
             rows = [*before, *(replace(row, losses_equal=sum(equal), losses=len(equal)) for row in new)]
             _write_rows(out, rows)
+    rows = _rows(out)  # of a run that was ended, too
+    if not rows:
+        raise CheckFailed(f"no fault was through within --limit {limit_s:g} s")
     table = summary(rows)
     record = RunRecord(
         name="bench.fault_matrix",
@@ -185,7 +214,7 @@ def main(
             "network": is_network,
         }
         | {"backend": backend, "slow_share": slow_share, "slow_factor": slow_factor, "heartbeat": heartbeat}
-        | {"end_early": end_early},
+        | {"end_early": end_early, "survivors": survivors, "limit": limit_s},
         config=config.model_dump(mode="json"),
         environment=environ.snapshot(options.seed) | {"seconds": time.time() - begin_s},
         devices=["CPU"] if backend == "gloo" else [gpu.name for gpu in environ.list_gpus()],
@@ -197,6 +226,34 @@ def main(
     bad = [row for row in rows if not row.handled]
     if bad:
         raise CheckFailed(f"{len(bad)} of {len(rows)} faults were not handled alone")
+
+
+def _chosen(kinds: str, *, is_network: bool) -> list[str]:
+    chosen = kinds.split(",")
+    unknown = [kind for kind in chosen if kind not in KINDS]
+    if unknown:
+        raise click.BadParameter(f"{', '.join(unknown)}: one of {', '.join(KINDS)}", param_hint="--kinds")
+    if not is_network and set(chosen) & set(_NETWORK):
+        raise click.BadParameter(f"{', '.join(_NETWORK)} need --network", param_hint="--kinds")
+    return chosen
+
+
+@contextlib.contextmanager
+def _bounded(limit_s: float) -> Iterator[None]:
+    """End the block at SIGTERM, and without an error after so many seconds (0: never); what it has kept stays."""
+    try:
+        with ending_at(signal.SIGTERM, signal.SIGALRM):
+            # Counted from the process's start: imports may take long on a busy machine.
+            since_s = time.time() - psutil.Process().create_time()
+            signal.setitimer(signal.ITIMER_REAL, max(limit_s - since_s, 0.1) if limit_s else 0.0)
+            yield
+    except Ended as exc:
+        if exc.code != 128 + signal.SIGALRM:
+            raise
+        line = f"ended at --limit {limit_s:g} s: losses of the run that was under way are compared with none"
+        click.echo(line, err=True)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _write_rows(out: Path, rows: Sequence[FaultRow]) -> None:
@@ -278,6 +335,7 @@ def _run(
     network: Network | None,
     slow_share: float,
     ends_s: float | None,
+    keep: Callable[[Sequence[FaultRow]], None],
     before: Sequence[FaultRow],
 ) -> tuple[list[FaultRow], dict[int, float]]:
     """Inject faults into one run, one after the other, and return a row for each, and the run's losses by step.
@@ -285,6 +343,7 @@ def _run(
     Args:
         ends_s: seconds since 1970 from when on no further fault is injected; the run is stopped after its last one.
             None: it goes on to its last step.
+        keep: gets the rows of the run after each fault.
         before: rows of the run, where it was stopped and goes on.
     """
     while folder.exists() and not before:
@@ -298,6 +357,7 @@ def _run(
         for kind in kinds:
             rows.append(replace(_case(job, kind, draw, slow_share), run=number))
             click.echo(f"{len(rows):>3} of {len(before) + len(kinds)}  {_line(rows[-1])}", err=True)
+            keep(rows)
             if not rows[-1].handled or (ends_s is not None and time.time() > ends_s):
                 break
         if ends_s is not None:

@@ -166,7 +166,8 @@ class FaultyJob:
         return statistics.median(times_ms) / 1e3
 
     def losses(self) -> dict[int, float]:
-        lines = (self.folder.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        file = self.folder.out / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []  # none: no step was taken
         return {row["step"]: row["loss"] for row in map(json.loads, lines)}
 
     def executor(self, node: str) -> psutil.Process:

@@ -7,6 +7,7 @@ strikes once leaves a file, so that it does not strike again after the restart.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -85,6 +86,7 @@ def _inject() -> None:
     """Have the trainer look for faults of this node before each step, and commit those that are due."""
     faults, launch = _Faults(), Trainer.launch
 
+    @functools.wraps(launch)
     def launch_with_faults(trainer: Trainer, step: int) -> Launched:
         """Launch a step, with what goes wrong in it."""
         launched: Launched | None = None
@@ -116,5 +118,6 @@ def _inject() -> None:
 
 
 if __name__ == "__main__":
-    _inject()
+    if not hasattr(Trainer.launch, "__wrapped__"):  # else it was done at an earlier start in this process
+        _inject()
     main()

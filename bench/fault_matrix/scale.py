@@ -45,6 +45,8 @@ _CHECKS = tuple(
     CheckResult(name=name, passed=True, detail="what was read is what was written", seconds=0.05)
     for name in ("disk", "memory", "clock", "gemm", "copy", "nic_loopback", "all_reduce", "all_to_all", "kernel_log")
 )
+# Of so many hosts: with local nodes the driver would not look at their traffic.
+_SETTINGS = ResilienceConfig(backend="ssh")
 
 
 class _Nothing:
@@ -91,7 +93,7 @@ def main(options: RunOptions, executors: int, ranks: int, interval: float, secon
     started = utc_now()
     with tempfile.TemporaryDirectory(prefix="nl-") as temporary, EmbeddedRedis() as server:
         folder = RunFolder(Path(temporary))
-        spec = Spec(secrets.token_hex(8), "scale", ("none",), executors, ranks, 1, interval, {}, ResilienceConfig())
+        spec = Spec(secrets.token_hex(8), "scale", ("none",), executors, ranks, 1, interval, {}, _SETTINGS)
         folder.create(spec, "")
         folder.set_store_url(server.url)
         command = [sys.executable, "-m", "bench.fault_matrix.scale", "--fleet", temporary]

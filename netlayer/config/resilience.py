@@ -87,6 +87,17 @@ class ResilienceConfig(Section):
         description="each node keeps a process that has torch and the trainer imported, of which its training "
         "processes and self-checks are forks: a restart imports nothing. False: each is a fresh interpreter",
     )
+    survivors: Literal["restart", "keep"] = Field(
+        "restart",
+        description="processes of nodes that are not to blame for a fault: restart: they are ended and started anew; "
+        "keep: they leave the training and go on in the same process, with its imports, CUDA context and kernels",
+    )
+    survivors_s: float = Field(
+        10.0,
+        gt=0,
+        le=15,
+        description="seconds that a kept process has to leave, and to begin again, before it is ended",
+    )
     kernel_log: str = Field(
         "auto",
         description="file of the kernel's log, in which {node} stands for the node's name; auto: /dev/kmsg, where that "

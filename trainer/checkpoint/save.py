@@ -377,6 +377,11 @@ class Saver:
         self._save = None
         self._enter("idle")
 
+    def abandon(self) -> None:
+        """End the writer at once, with a save that may be under way, and give the memory back; the training failed."""
+        self._writer.abort()
+        self.close()
+
     def close(self) -> None:
         """End the writer, and give the memory back."""
         self._writer.close()

@@ -85,6 +85,10 @@ class PeerCopies:
             except NetlayerError as exc:
                 logger.warning("%s", exc)
 
+    def leave(self) -> None:
+        """Leave the stores as they are: the training has failed, and the next one asks for its copies."""
+        self._close_keeper()
+
     def close(self) -> None:
         """End the stores: the run has ended well, and nobody will ask for its copies."""
         self._close_keeper()

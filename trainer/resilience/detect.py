@@ -108,7 +108,8 @@ class NodeView:
         newest: rank that has told of the last step; None: there are no ranks.
         lowest_step: the last step of the rank that is furthest behind; None: there are no ranks.
         is_clean: nothing in the heartbeat can be a finding.
-        is_in_phase: a rank is in a phase that takes its time.
+        is_in_phase: a rank is in a phase that takes its time, and has not ended.
+        has_phase: a rank has told of one, if it has ended since too.
         is_blocked: a rank is blocked in the kernel.
         are_ended: all ranks have ended.
     """
@@ -120,30 +121,35 @@ class NodeView:
     lowest_step: int | None = field(init=False)
     is_clean: bool = field(init=False)
     is_in_phase: bool = field(init=False)
+    has_phase: bool = field(init=False)
     is_blocked: bool = field(init=False)
     are_ended: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.newest, self.lowest_step = None, None
-        self.is_clean = not self.heartbeat.matches
-        self.is_in_phase = self.is_blocked = False
-        self.are_ended = True
-        for each in self.heartbeat.ranks:  # one pass: most of what a heartbeat costs, after its decoding
-            if self.newest is None or each.step > self.newest.step:
-                self.newest = each
-            if self.lowest_step is None or each.step < self.lowest_step:
-                self.lowest_step = each.step
-            if each.state != "ended":
-                self.are_ended = False
-                if each.phase:
-                    self.is_in_phase = True
-                if each.state != "running":
-                    self.is_clean = False
-                    self.is_blocked = self.is_blocked or each.state == "blocked"
+        ranks = self.heartbeat.ranks
+        newest, lowest_step = (ranks[0], ranks[0].step) if ranks else (None, None)
+        is_clean, are_ended = not self.heartbeat.matches, True
+        is_in_phase = has_phase = is_blocked = False
+        for each in ranks:  # one pass: most of what a heartbeat costs, after its decoding
+            step, state = each.step, each.state
+            if newest is None or step > newest.step:
+                newest = each
+            if lowest_step is None or step < lowest_step:
+                lowest_step = step
+            if each.phase:
+                has_phase = True
+                is_in_phase = is_in_phase or state != "ended"
+            if state == "running":
+                are_ended = False
+            elif state != "ended":
+                are_ended = is_clean = False
+                is_blocked = is_blocked or state == "blocked"
             elif each.exit_code != 0:
-                self.is_clean = False
+                is_clean = False
             if not each.is_finite:
-                self.is_clean = False
+                is_clean = False
+        self.newest, self.lowest_step, self.is_clean, self.are_ended = newest, lowest_step, is_clean, are_ended
+        self.is_in_phase, self.has_phase, self.is_blocked = is_in_phase, has_phase, is_blocked
 
 
 @dataclass
@@ -165,6 +171,12 @@ class View:
         self.nodes: dict[str, NodeView] = {}
         self.unclean: set[str] = set()
         """Nodes whose last heartbeat has something that may be a finding."""
+        self.incarnations: dict[str, int] = {}
+        """Incarnation of each node's last heartbeat: of thousands of nodes, in a table that is read in one go."""
+        self.in_phase: set[str] = set()
+        """Nodes with a rank that has told of a phase that takes its time."""
+        self.num_checks_told = 0
+        """Results of self-checks that have come, of any node."""
         self.expected: dict[str, float] = {}
         """Since when each node is waited for, monotonic seconds; heartbeats of no other are taken."""
         self.losses: deque[float] = deque(maxlen=_KEPT_STEPS)
@@ -186,6 +198,14 @@ class View:
         self._furthest = (-1, 0, "")  # (incarnation, step, node) of the furthest step told of
         self._looked = (-1, 0, 0)  # (incarnation, step, number of leading members known to be past that step)
         self._traffic: dict[str, deque[tuple[float, int, int]]] = {}  # when heard, bytes since the boot, step
+        self._rates: dict[str, tuple[float, float]] = {}  # as of `rates`, and for which limit of time
+        self._rates_of_s = 0.0
+        self._moved: set[str] = set()  # nodes whose traffic has been told since `_rates` were computed
+        self._typical = (0, 0.0)  # number of steps told of, and their median
+        self._silent_since: tuple[list[str], float] = (
+            [],
+            -math.inf,
+        )  # of these members none has been silent for longer
         self._heartbeat_s = heartbeat_s
 
     def take(self, heartbeat: Heartbeat, now_s: float) -> bool:
@@ -196,6 +216,13 @@ class View:
         if known and known.heartbeat.boot != heartbeat.boot and heartbeat.boots < known.heartbeat.boots:
             return False  # of an executor that is gone
         view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s)
+        self.incarnations[heartbeat.node] = heartbeat.incarnation
+        if not known or known.heartbeat.checks_of != heartbeat.checks_of or known.heartbeat.boot != heartbeat.boot:
+            self.num_checks_told += 1
+        if view.has_phase:
+            self.in_phase.add(heartbeat.node)
+        else:
+            self.in_phase.discard(heartbeat.node)
         if view.is_clean:
             self.unclean.discard(heartbeat.node)
         else:
@@ -211,6 +238,7 @@ class View:
             moved = self._traffic.setdefault(heartbeat.node, deque(maxlen=_KEPT_STEPS))
             if not moved or now_s - moved[-1][0] > self._heartbeat_s / 2:  # not what is told at once, between two
                 moved.append((now_s, heartbeat.tx_bytes + heartbeat.rx_bytes, view.newest.step))
+                self._moved.add(heartbeat.node)
         is_same = known and (known.heartbeat.boot, known.heartbeat.phase) == (heartbeat.boot, heartbeat.phase)
         self.has_news = self.has_news or not (is_same and view.is_clean) or (not self.step and view.newest is not None)
         return True
@@ -220,7 +248,10 @@ class View:
         self.losses.clear()
         self.steps_ms.clear()
         self.num_steps_told, self.shortest_ms = 0, 0.0
+        self._typical = (0, 0.0)
         self._traffic.clear()
+        self._rates.clear()
+        self._moved.clear()
         self.step, self.stepped_s = 0, now_s
         self.slow, self.looked_step = Slowness(), 0
 
@@ -293,6 +324,18 @@ class View:
 
     def newest(self, members: Sequence[str], incarnation: int) -> RankStatus | None:
         """The rank of an incarnation that has told of the last step; None: there is none."""
+        told_of, step, node = self._furthest
+        view = self.nodes.get(node) if told_of == incarnation and node in members else None
+        if (
+            view is not None
+            and view.newest is not None
+            and (view.heartbeat.incarnation, view.newest.step)
+            == (
+                incarnation,
+                step,
+            )
+        ):
+            return view.newest  # nobody has told of a later one: thousands need not be looked at
         newest: RankStatus | None = None
         for name in members:
             view = self.nodes.get(name)
@@ -310,20 +353,28 @@ class View:
             for view in views
         )
 
-    def traffic(self, name: str) -> tuple[float, float] | None:
-        """Bytes a second of a node lately, and of this incarnation before; None: too little is known.
+    def rates(self) -> Mapping[str, tuple[float, float]]:
+        """Bytes a second of nodes lately, and of this incarnation before; nodes of which too little is known have none.
 
         Lately is the last two heartbeats, and not less than three typical steps: within one a node may be silent.
         """
-        moved = self._traffic.get(name, deque())
-        lately_s = max(2 * self._heartbeat_s, 3 * self.typical_ms() / 1e3)
-        before = [each for each in moved if moved[-1][0] - each[0] >= lately_s]
-        if len(before) < _LEAST_STEPS or not self.typical_ms():
-            return None
-        (first_s, first, _), (cut_s, cut, _), (last_s, last, _) = before[0], before[-1], moved[-1]
-        if cut_s <= first_s or not first <= cut <= last:  # counters that were reset
-            return None
-        return (last - cut) / (last_s - cut_s), (cut - first) / (cut_s - first_s)
+        typical_ms = self.typical_ms()
+        if not typical_ms:
+            return {}
+        lately_s = max(2 * self._heartbeat_s, 3 * typical_ms / 1e3)
+        # Of thousands of nodes, in each look: only those that have told something new are computed again.
+        names, self._moved = (self._moved if lately_s == self._rates_of_s else self._traffic.keys()), set()
+        self._rates_of_s = lately_s
+        for name in names:
+            moved = self._traffic[name]
+            (first_s, first, _), (last_s, last, _) = moved[0], moved[-1]
+            before = [each for each in moved if last_s - each[0] >= lately_s]
+            cut_s, cut, _ = before[-1] if before else moved[0]
+            if len(before) < _LEAST_STEPS or cut_s <= first_s or not first <= cut <= last:  # counters were reset
+                self._rates.pop(name, None)
+            else:
+                self._rates[name] = (last - cut) / (last_s - cut_s), (cut - first) / (cut_s - first_s)
+        return self._rates
 
     def is_lost(self, name: str, missed: int, now_s: float) -> bool:
         """Whether a node has been silent for longer than so many heartbeats."""
@@ -331,10 +382,25 @@ class View:
         since_s = view.heard_s if view else self.expected.get(name, -math.inf)
         return now_s - since_s > missed * self._heartbeat_s
 
+    def lost(self, members: Sequence[str], missed: int, now_s: float) -> list[str]:
+        """Return the members that have been silent for longer than so many heartbeats."""
+        limit_s = missed * self._heartbeat_s
+        looked_at, since_s = self._silent_since
+        if now_s - since_s <= limit_s and looked_at == members:  # each has been heard of since then, or later
+            return []
+        heard_s = [
+            (view.heard_s if (view := self.nodes.get(name)) else self.expected.get(name, -math.inf)) for name in members
+        ]
+        self._silent_since = list(members), min(heard_s, default=-math.inf)
+        return [name for name, at_s in zip(members, heard_s, strict=True) if now_s - at_s > limit_s]
+
     def typical_ms(self) -> float:
         """Median step of this incarnation without the first; 0: too few are known."""
-        steps = list(self.steps_ms)[1:]
-        return statistics.median(steps) if len(steps) >= _LEAST_STEPS else 0.0
+        if self._typical[0] != self.num_steps_told:
+            steps = list(self.steps_ms)[1:]
+            typical_ms = statistics.median(steps) if len(steps) >= _LEAST_STEPS else 0.0
+            self._typical = self.num_steps_told, typical_ms
+        return self._typical[1]
 
 
 def find(
@@ -406,7 +472,7 @@ def of_code(nodes: Mapping[str, Sequence[str]], now_ns: int, *, is_known: bool) 
 
 
 def _lost(view: View, members: Sequence[str], missed: int, now_s: float, now_ns: int) -> Iterable[Finding]:
-    lost = [name for name in members if view.is_lost(name, missed, now_s)]
+    lost = view.lost(members, missed, now_s)
     if len(lost) > 1 and len(lost) > _MOST_LOST * len(members):
         lost = [name for name in lost if view.is_lost(name, 3 * missed, now_s)]  # [Note: silence]
     for name in lost:
@@ -487,16 +553,16 @@ def _hung(
 ) -> Iterable[Finding]:  # fmt: skip
     """Find a job that takes no step, and the rank that is behind all others, if there is one: [Note: silence]."""
     silent_s = now_s - view.stepped_s
-    if silent_s <= settings.silence_floor_s:
+    typical_ms = view.typical_ms() or typical_ms
+    limit_s = max(settings.silence_floor_s, settings.silence_factor * typical_ms / 1e3)
+    if silent_s <= limit_s:  # in a phase it may be silent for longer, and never for less: ranks need not be looked at
         return
     ranks = list(view.ranks(members, incarnation))
     if not ranks or all(rank.state == "ended" for _, rank in ranks):
         return
-    typical_ms = view.typical_ms() or typical_ms
     is_in_phase = not typical_ms or view.step == 0 or any(rank.phase for _, rank in ranks)
     if not is_in_phase:
         silent_s = min(silent_s, now_s - view.in_phase_s)
-    limit_s = max(settings.silence_floor_s, settings.silence_factor * typical_ms / 1e3)
     limit_s = max(limit_s, settings.phase_s) if is_in_phase else limit_s
     if silent_s <= limit_s:
         return
@@ -521,10 +587,17 @@ def _quiet(
     They are notes: which node the others wait for, no counter of bytes tells; and where several nodes are parts of one
     machine, its counters are all of theirs.
     """
-    if settings.backend == "local" or any(rank.phase for _, rank in view.ranks(members, incarnation)):
+    if settings.backend == "local":
         return
-    rates = {name: rate for name in members if (rate := view.traffic(name)) and rate[1] > _LEAST_BYTES_S}
-    fallen = {name: rate for name, rate in rates.items() if rate[0] < settings.traffic_fall * rate[1]}
+    places = set(members) if view.in_phase else ()
+    if any(name in places and view.incarnations[name] == incarnation for name in view.in_phase):
+        return
+    fallen = {
+        name: (now, before)
+        for name, (now, before) in view.rates().items()
+        if before > _LEAST_BYTES_S and now < settings.traffic_fall * before
+    }
+    fallen = {name: fallen[name] for name in members if name in fallen} if fallen else {}
     if not fallen:
         return
     now_mb, before_mb = (statistics.median(rate[part] for rate in fallen.values()) / 1e6 for part in (0, 1))

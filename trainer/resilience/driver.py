@@ -349,7 +349,8 @@ class Driver:
         unclear = {name: facts.unclear[name] for name in facts.members if name in facts.unclear}
         for name, text in unclear.items():
             self._say(f"{name} trains unchecked: its self-check could not be made: {plain(text, 300)}")
-        return Event.CHECKS_PASSED, {"incarnation": facts.incarnation, "skipped": skipped, "unclear": unclear}
+        evidence = {"incarnation": facts.incarnation, "skipped": skipped, "unclear": unclear}
+        return Event.CHECKS_PASSED, evidence | {"kept": self.roster.keeping()}
 
     def _train(self, now_s: float) -> Outcome:
         """START, RUN and DRAIN: look for faults, the first step, and the end."""
@@ -577,12 +578,12 @@ class Driver:
     def _died(self) -> list[detect.Finding]:
         """Findings of members whose executor has ended, or was started anew and has no processes."""
         facts, now_ns, findings = self.facts, int(self._wall() * 1e9), []
+        incarnations = self.view.incarnations
         for name in facts.members:
             if self._backend.has_died(name):
                 findings.append(detect.Finding("node_lost", "cause", name, None, "its executor has ended", now_ns))
                 continue
-            known = self.view.nodes.get(name)
-            if known is None or known.heartbeat.incarnation == facts.incarnation:  # nearly all, in each look
+            if incarnations.get(name, facts.incarnation) == facts.incarnation:  # nearly all, in each look
                 continue
             order = self.link.followed(name)
             if order and order.action == "train":

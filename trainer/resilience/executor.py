@@ -251,7 +251,12 @@ class Executor:
         processes = self._processes
         is_same = processes is not None and processes.incarnation == assignment.incarnation
         if processes is not None and not (assignment.action in ("train", "drain") and is_same):
-            self._end_processes()
+            if assignment.keeps:
+                self._suspend_processes(processes)
+            else:
+                self._end_processes()
+        elif processes is not None:
+            processes.replace_silent(self._settings.survivors_s)
         is_new = assignment.action == "train" and not is_same and assignment.incarnation > self._last_incarnation()
         if is_new and (self._warm.is_loading or self._reload_if_changed(assignment.incarnation)):
             return  # a start now would import the same once more in each rank, and be later
@@ -278,6 +283,7 @@ class Executor:
         if count >= _MOST_RELOADS or not self._warm.reload_if_changed():
             return False
         self._reloads = incarnation, count + 1
+        self._end_processes()  # those that were kept have what was there before
         return True
 
     def _follow_check(self, number: int) -> None:
@@ -324,12 +330,17 @@ class Executor:
             "MASTER_PORT": str(assignment.master_port),
         }
         write_text(self._own / _INCARNATION, f"{assignment.incarnation}\n")
-        self._processes = TrainingProcesses(self._own, assignment.incarnation, self._clock.now_ns, self._warm)
+        ranks = range(first, first + per_node)
+        keeps = self._settings.survivors == "keep"
         self._port = 0  # it is in use now: the next start gets another
         self._code = self._warm.code
         self._lines.clear()
         self._matches.clear()
-        self._processes.start(spec.command, range(first, first + per_node), environ)
+        if self._processes is not None and self._processes.is_suspended and not self._processes.is_killed:
+            self._processes.go_on(assignment.incarnation, ranks, environ)
+            return
+        self._processes = TrainingProcesses(self._own, assignment.incarnation, self._clock.now_ns, self._warm)
+        self._processes.start(spec.command, ranks, environ, keeps=keeps)
 
     def _last_incarnation(self) -> int:
         """Number of the last start on this node, by whatever executor: its peers would not wait for a second one."""
@@ -342,6 +353,11 @@ class Executor:
         if self._processes is not None and not self._processes.is_killed:
             self._processes.kill(self._tell)
             self._read_logs()  # the last words; how each ended is told until others are started
+
+    def _suspend_processes(self, processes: TrainingProcesses) -> None:
+        if not processes.is_suspended:
+            processes.suspend(self._settings.survivors_s, self._tell)
+            self._read_logs()
 
     def _read_logs(self) -> None:
         since_ns, now_ns = self._read_ns, self._clock.now_ns()
@@ -449,7 +465,7 @@ class Executor:
             return "leaving"
         if self._assignment.action == "check":
             return "checked" if self._checks_of == self._assignment.check else "checking"
-        if self._processes is None or self._processes.is_killed:
+        if self._processes is None or self._processes.is_killed or self._processes.is_suspended:
             return "idle"
         if all(each.state == "ended" for each in ranks):
             return "ended"

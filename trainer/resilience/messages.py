@@ -171,6 +171,8 @@ class Assignment(_Message):
         seq: of the assignment in the epoch.
         action: `idle`: no processes, killed at once; `check`: none, and self-check number `check`; `train`: the
             processes of `incarnation`; `drain`: let these end after a step; `leave`: none, and no executor either.
+        keeps: processes of an earlier incarnation are not killed: they leave the training, and those that can go on in
+            the next one (`trainer.inprocess`).
     """
 
     kind: Literal["assignment"] = "assignment"
@@ -179,6 +181,7 @@ class Assignment(_Message):
     epoch: _Ordinal
     seq: _Ordinal
     action: Literal["idle", "check", "train", "drain", "leave"]
+    keeps: bool = False
     check: _Ordinal = 0
     incarnation: _Ordinal = 0
     node_rank: _Ordinal = 0
@@ -198,6 +201,10 @@ class Beacon(_Message):
 
 
 M = TypeVar("M", Heartbeat, Assignment, Beacon)
+_KINDS: dict[type[_Message], str] = {
+    kind: kind.model_fields["kind"].default for kind in (Heartbeat, Assignment, Beacon)
+}
+_CLAIM = re.compile(rb'"node":"([A-Za-z0-9][A-Za-z0-9._-]{0,62})"')
 
 
 def seal(message: Heartbeat | Assignment | Beacon, token: bytes) -> bytes:
@@ -283,11 +290,11 @@ def _opened(data: bytes, token: bytes, kind: type[M], run: str, node: str | None
     mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
     if node is None:
         # Only to know whose MAC to make: nothing of the body is believed before it fits.
-        claim = re.search(rb'"node":"([A-Za-z0-9][A-Za-z0-9._-]{0,62})"', body[:512])
+        claim = _CLAIM.search(body, 0, 512)
         if claim is None:
             raise Refused("it names no node")
         node = claim[1].decode()
-    if not hmac.compare_digest(mac, _mac(token, kind.model_fields["kind"].default, run, node, body)):
+    if not hmac.compare_digest(mac, _mac(token, _KINDS[kind], run, node, body)):
         raise Refused("its MAC is not of this run's token")
     return node, body
 

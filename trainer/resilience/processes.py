@@ -1,6 +1,7 @@
 """Training processes of one node: started, looked at, read, and ended, with all that they started.
 
-Each has a session of its own and a log of its own; it is a fork of a process that has torch and the trainer imported,
+Each has a session of its own and a log of its own; where the run keeps survivors it may outlive an incarnation
+(`trainer.inprocess`), else it is one's. It is a fork of a process that has torch and the trainer imported,
 where there is one (`Warm`). What a rank started dies with it, daemons too, by a mark in the environment; where the
 executor itself is killed, the keeper of `netlayer.launch` ends them.
 """
@@ -8,7 +9,9 @@ executor itself is killed, the keeper of `netlayer.launch` ends them.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import os
 import secrets
 import select
@@ -24,6 +27,7 @@ from typing import IO, Literal
 from netlayer.environ import code_digest
 from netlayer.launch.fork_server import Forked, ForkServer, ForkServerLost, Request, run_module
 from netlayer.launch.keeper import kill_strays
+from trainer import inprocess
 from trainer.resilience import progress
 from trainer.resilience.messages import RankStatus
 
@@ -47,6 +51,8 @@ class _Process:
     popen: subprocess.Popen[bytes] | Forked
     progress: Path
     started_s: float
+    orders: int | None = None  # pipe to `trainer.inprocess`
+    told_s: float | None = None  # when it was told to go on, until it has begun to
     was_signalled: bool = False
     alive_ns: int = 0
     ended_ns: int | None = None
@@ -170,7 +176,13 @@ class Warm:
         return False
 
     def start(
-        self, command: Sequence[str], name: str, environ: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
+        self,
+        command: Sequence[str],
+        name: str,
+        environ: Mapping[str, str],
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        stdin: int | None = None,
     ) -> subprocess.Popen[bytes] | Forked:
         """Start `python -m command` in a session of its own: as a fork, or, where that cannot be, afresh.
 
@@ -178,20 +190,22 @@ class Warm:
             command: module and arguments.
             name: of the process, where it is a fork.
             environ: all its variables.
+            stdin: descriptor; None: there is nothing to read.
         """
         if self._server is not None and not self._server.is_loading:
             entry = f"{run_module.__module__}:{run_module.__name__}"
             try:
                 request = Request(os.getpid(), entry, list(command), name, dict(environ), str(Path.cwd()))
-                with Path(os.devnull).open("rb") as stdin:
-                    return self._server.fork(request, [stdin.fileno(), stdout.fileno(), stderr.fileno()])
+                with Path(os.devnull).open("rb") as null:
+                    descriptors = [null.fileno() if stdin is None else stdin, stdout.fileno(), stderr.fileno()]
+                    return self._server.fork(request, descriptors)
             except (ForkServerLost, OSError) as exc:  # the folder may be gone, too
                 logger.warning("started afresh, not forked: %s", exc)
                 self.end()
                 self._start()
         return subprocess.Popen(
             [sys.executable, "-m", *command],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=stdout,
             stderr=stderr,
             env=dict(environ),
@@ -222,7 +236,7 @@ class Warm:
 
 
 class TrainingProcesses:
-    """All training processes of a node in one incarnation.
+    """All training processes of a node in one incarnation, and those that go on in the next.
 
     Args:
         folder: of the node, for logs and progress.
@@ -240,22 +254,105 @@ class TrainingProcesses:
     ) -> None:
         self.incarnation = incarnation
         self.readers: list[LogReader] = []
-        self.is_draining = self.is_killed = False
+        self.is_draining = self.is_killed = self.is_suspended = False
+        self._command: Sequence[str] = ()
+        self._environ: Mapping[str, str] = {}
+        self._keeps = False
         self._folder, self._now_ns = folder, now_ns
         self._warm = warm or Warm((), "", {})
         self._mark = self._warm.mark
         self._processes: list[_Process] = []
         self._keeper: subprocess.Popen[bytes] | None = None
 
-    def start(self, command: Sequence[str], ranks: Sequence[int], environ: Mapping[str, str]) -> None:
+    def start(
+        self, command: Sequence[str], ranks: Sequence[int], environ: Mapping[str, str], *, keeps: bool = False
+    ) -> None:
         """Start a process a rank.
 
         Args:
             command: module and arguments.
             ranks: global ranks, in order of their local ranks.
             environ: in which RANK and LOCAL_RANK are set for each.
+            keeps: they can be suspended, and go on.
         """
+        self._command, self._environ, self._keeps = command, environ, keeps
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._start_keeper()
+        for local, rank in enumerate(ranks):
+            self._processes.append(self._begin(local, rank))
+
+    def suspend(self, limit_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Have them leave the training and wait for the next start; twice is once.
+
+        Those that do not within the limit are killed, and so is what ended ones have left.
+
+        Args:
+            meanwhile: called again and again while that takes its time.
+        """
+        if self.is_suspended or self.is_killed:
+            return
+        if not self._keeps:
+            self.kill(meanwhile)
+            return
+        self._poll()
+        for process in self._processes:
+            if process.exit_code is None:
+                process.was_signalled = True
+                _send(process, f"{inprocess.LEAVE}\n")
+        until_s = time.monotonic() + limit_s
+
+        def are_through() -> bool:
+            return all(self._waits(each) or each.popen.poll() is not None for each in self._processes)
+
+        while not are_through() and time.monotonic() < until_s:
+            meanwhile()
+            time.sleep(0.02)
+        for process in self._processes:
+            if not self._waits(process):
+                self._kill(process)
+        wait_until(
+            lambda: all(self._waits(each) or each.popen.poll() is not None for each in self._processes), meanwhile
+        )
+        self._poll()
+        kept = [each.popen.pid for each in self._processes if self._waits(each)]
+        kill_strays(self._mark, [*self._warm.pids, *kept])
+        self.is_suspended = True
+
+    def go_on(self, incarnation: int, ranks: Sequence[int], environ: Mapping[str, str]) -> None:
+        """Start the next incarnation: in the processes that wait for it, and in fresh ones for the others."""
+        waiting = {local: each for local, each in enumerate(self._processes) if self._waits(each)}
+        logger.info("kept in incarnation %d: %s", incarnation, [each.popen.pid for each in waiting.values()] or "none")
+        self.incarnation, self._environ = incarnation, environ
+        self.is_draining = self.is_suspended = False
+        for process in self._processes:
+            if process not in waiting.values():
+                _close_orders(process)
+        self.readers, self._processes = [], []
+        before = self._keeper
+        self._start_keeper()
+        if before is not None:  # only now: one of them has each process at any time
+            before.kill()
+            before.communicate()
+        for local, rank in enumerate(ranks):
+            kept = waiting.get(local)
+            self._processes.append(self._tell_to_go_on(kept, local, rank) if kept else self._begin(local, rank))
+
+    def replace_silent(self, limit_s: float) -> None:
+        """Start those afresh that were told to go on, and have ended or not begun within the limit."""
+        for local, process in enumerate(self._processes):
+            if process.told_s is None:
+                continue
+            if process.progress.exists():
+                process.told_s = None
+            elif process.popen.poll() is not None or time.monotonic() - process.told_s > limit_s:
+                logger.warning("process %d does not go on: rank %d is started afresh", process.popen.pid, process.rank)
+                self._kill(process)
+                wait_until(lambda popen=process.popen: popen.poll() is not None, lambda: None)  # type: ignore[misc]
+                _close_orders(process)
+                self.readers = [reader for reader in self.readers if reader.rank != process.rank]
+                self._processes[local] = self._begin(local, process.rank)
+
+    def _start_keeper(self) -> None:
         root = str(Path(__file__).parents[2])
         self._keeper = subprocess.Popen(
             [sys.executable, "-P", "-c", _KEEPER, self._mark, root],
@@ -263,24 +360,69 @@ class TrainingProcesses:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        for local, rank in enumerate(ranks):
-            name = f"rank{rank:05d}.{self.incarnation:04d}"
-            log, progress_file = self._folder / f"{name}.log", self._folder / f"rank{rank:05d}.progress"
-            progress_file.unlink(missing_ok=True)
-            own = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(local),
-                progress.VARIABLE: str(progress_file),
-                _MARK: self._mark,
-            }
+
+    def _begin(self, local: int, rank: int) -> _Process:
+        """Start a fresh process of a rank."""
+        environ, log, progress_file = self._prepare(local, rank)
+        command, orders, theirs = self._command, None, None
+        if self._keeps:
+            command = (inprocess.__name__, *command)
+            theirs, orders = os.pipe()
+            os.set_blocking(orders, False)
+        try:
             with log.open("ab") as stdout:
-                self.readers.append(LogReader(log, rank))
-                popen = self._warm.start(command, f"rank {rank}", {**environ, **own}, stdout, stdout)
-            self._processes.append(_Process(rank, popen, progress_file, time.monotonic(), alive_ns=self._now_ns()))
-            assert self._keeper.stdin is not None
-            with contextlib.suppress(OSError):
-                self._keeper.stdin.write(b"%d\n" % popen.pid)
-                self._keeper.stdin.flush()
+                popen = self._warm.start(command, f"rank {rank}", environ, stdout, stdout, theirs)
+        finally:
+            if theirs is not None:
+                os.close(theirs)
+        self._list_for_keeper(popen.pid)
+        return _Process(rank, popen, progress_file, time.monotonic(), orders, alive_ns=self._now_ns())
+
+    def _tell_to_go_on(self, process: _Process, local: int, rank: int) -> _Process:
+        """Have a process that waits go on as this rank, or start one afresh where it cannot be told."""
+        environ, log, progress_file = self._prepare(local, rank)
+        self._list_for_keeper(process.popen.pid)
+        now_s = time.monotonic()
+        kept = _Process(rank, process.popen, progress_file, now_s, process.orders, now_s, alive_ns=self._now_ns())
+        if not _send(kept, json.dumps({**environ, inprocess.LOG: str(log)}) + "\n"):
+            kept.told_s = -math.inf  # it is replaced at the next look
+        return kept
+
+    def _prepare(self, local: int, rank: int) -> tuple[dict[str, str], Path, Path]:
+        """Return the variables, the log and the file of progress of a rank's process; the log is read from now on."""
+        log = self._folder / f"rank{rank:05d}.{self.incarnation:04d}.log"
+        progress_file = self._folder / f"rank{rank:05d}.progress"
+        progress_file.unlink(missing_ok=True)
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            progress.VARIABLE: str(progress_file),
+            _MARK: self._mark,
+        }
+        self.readers.append(LogReader(log, rank))
+        return {**self._environ, **own}, log, progress_file
+
+    def _list_for_keeper(self, pid: int) -> None:
+        assert self._keeper is not None
+        assert self._keeper.stdin is not None
+        with contextlib.suppress(OSError):
+            self._keeper.stdin.write(b"%d\n" % pid)
+            self._keeper.stdin.flush()
+
+    def _waits(self, process: _Process) -> bool:
+        """Whether a process has left the training, and waits for the next start."""
+        if not self._keeps or process.told_s is not None or process.popen.poll() is not None:
+            return False
+        latest = progress.read(process.progress)
+        return latest is not None and latest.waits
+
+    def _kill(self, process: _Process) -> None:
+        if process.popen.poll() is not None:
+            return  # its id may be another's by now; what it has left is found by the mark
+        if process.exit_code is None:
+            process.was_signalled = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.popen.pid, signal.SIGKILL)
 
     @property
     def are_ended(self) -> bool:
@@ -326,12 +468,11 @@ class TrainingProcesses:
         """
         self._poll()
         for process in self._processes:
-            if process.exit_code is not None:
-                continue  # its id may be another's by now; what it has left is found by the mark
-            process.was_signalled = True
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.popen.pid, signal.SIGKILL)
-        wait_until(lambda: self.are_ended, meanwhile)
+            self._kill(process)
+        wait_until(lambda: all(each.popen.poll() is not None for each in self._processes), meanwhile)
+        self._poll()
+        for process in self._processes:
+            _close_orders(process)
         kill_strays(self._mark, self._warm.pids)
         self.is_killed = True
         if self._keeper is not None:
@@ -345,7 +486,11 @@ class TrainingProcesses:
         for process in self._processes:
             if process.exit_code is not None:
                 continue
-            if (code := process.popen.poll()) is None:
+            code = process.popen.poll()
+            if code is None and self._keeps and process.told_s is None:  # one that goes on has ended as well
+                latest = progress.read(process.progress)
+                code = None if latest is None else latest.left
+            if code is None:
                 process.alive_ns = now_ns
             else:
                 process.exit_code, process.ended_ns = code, self._now_ns()
@@ -383,6 +528,21 @@ class TrainingProcesses:
         now_s = time.monotonic()
         process.blocked_since_s = process.blocked_since_s or now_s
         return "blocked" if now_s - process.blocked_since_s > _BLOCKED_S else "running"
+
+
+def _send(process: _Process, line: str) -> bool:
+    """Send a line to a process that can be kept; False: it does not take it."""
+    data = line.encode()
+    try:
+        return process.orders is not None and os.write(process.orders, data) == len(data)
+    except OSError:  # it has ended, or reads nothing
+        return False
+
+
+def _close_orders(process: _Process) -> None:
+    if process.orders is not None:
+        os.close(process.orders)
+        process.orders = None
 
 
 def _code_digest() -> str:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,12 @@ _SIZE = 512
 
 @dataclass
 class Progress:
-    """Progress of a rank; the meaning of each is that of `messages.RankStatus`, `at_ns` is of the monotonic clock."""
+    """Progress of a rank; the meaning of each is that of `messages.RankStatus`, `at_ns` is of the monotonic clock.
+
+    Args:
+        left: exit code with which the training has ended, in a process that has not.
+        waits: that process has given back what the training held, and waits for the next start.
+    """
 
     step: int = 0
     phase: str = "starts"
@@ -33,6 +39,8 @@ class Progress:
     step_ms: float | None = None
     exposed: float | None = None
     at_ns: int = 0
+    left: int | None = None
+    waits: bool = False
 
 
 class ProgressFile:
@@ -40,19 +48,22 @@ class ProgressFile:
 
     Args:
         path: the file; made where it is missing.
+        goes_on: begin with what it holds.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, goes_on: bool = False) -> None:
+        before = read(path) if goes_on else None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._progress = Progress()
-        self._phases = ["starts"]
+        weakref.finalize(self, os.close, self._descriptor)  # a process may have several, one after the other
+        self._progress = before or Progress()
+        self._phases = [self._progress.phase] if self._progress.phase else []
         self._write()
 
     @staticmethod
-    def of(environ: Mapping[str, str]) -> ProgressFile | None:
+    def of(environ: Mapping[str, str], *, goes_on: bool = False) -> ProgressFile | None:
         """The file that an executor has named; None: no executor is there."""
         path = environ.get(VARIABLE)
-        return ProgressFile(Path(path)) if path else None
+        return ProgressFile(Path(path), goes_on=goes_on) if path else None
 
     def begin(self) -> None:
         """The first step comes next: the start is over."""
@@ -62,6 +73,16 @@ class ProgressFile:
     def end(self) -> None:
         """No step comes any more: what follows, the end of groups and processes, takes its time."""
         self._phases.append("ends")
+        self._write()
+
+    def leave(self, code: int) -> None:
+        """Tell that the training has ended, and the process has not."""
+        self._progress.left = code
+        self._write()
+
+    def wait(self) -> None:
+        """Tell that the process waits for the next start."""
+        self._progress.waits = True
         self._write()
 
     def add_step(self, row: Mapping[str, Any]) -> None:

@@ -48,6 +48,7 @@ class Roster:
         """Nodes in a row that this driver has started and never heard of, or that failed their self-check, since the
         last fault."""
         self._launched: set[str] = set()
+        self._checks_basis: tuple[int, ...] = ()  # basis of the last look at results of self-checks
 
     @property
     def names(self) -> list[str]:
@@ -169,12 +170,14 @@ class Roster:
         facts = self._facts
 
         @cache  # in most rounds nobody asks; after a transition it is about thousands of nodes
-        def tables() -> tuple[dict[str, int], set[str]]:
-            return {name: place for place, name in enumerate(facts.members)}, set(facts.checked)
+        def tables() -> tuple[dict[str, int], set[str], set[str]]:
+            return {name: place for place, name in enumerate(facts.members)}, set(facts.checked), set(self.keeping())
 
         def of(name: str) -> Assignment:
-            places, checked = tables()
-            idle = Assignment(run=self._spec.run, node=name, epoch=facts.epoch, seq=0, action="idle")
+            places, checked, keeping = tables()
+            idle = Assignment(
+                run=self._spec.run, node=name, epoch=facts.epoch, seq=0, action="idle", keeps=name in keeping
+            )
             if name in facts.evicted or facts.state in TERMINAL:
                 return idle.model_copy(update={"action": "leave"})
             is_member = name in places
@@ -197,6 +200,24 @@ class Roster:
             return idle
 
         return of
+
+    def keeping(self) -> list[str]:
+        """Return the nodes whose processes go on after a fault in the same process.
+
+        While it is handled, all members; after the decision those that are not to blame. Where nobody is, or the fault
+        is not of a node (other code, a damaged checkpoint), every process is started anew.
+        """
+        facts = self._facts
+        if self._settings.survivors != "keep":
+            return []
+        if facts.state in (State.SUSPEND, State.DIAGNOSE):
+            return list(facts.members)
+        if facts.state not in (State.GATHER, State.VERIFY, State.START, State.RUN) or not facts.incidents:
+            return []
+        decision = facts.incidents[-1]["decision"]
+        if not decision.get("nodes") or decision.get("swap"):
+            return []
+        return [name for name in facts.members if name not in decision["nodes"] and name not in facts.evicted]
 
     # ---- self-checks ----
 
@@ -230,6 +251,13 @@ class Roster:
             if len(facts.checked) != len(self.expected) - len(facts.evicted):
                 facts.checked = [name for name in self.expected if name not in facts.evicted]
             return
+        basis = (
+            *(self._view.num_checks_told, len(self._view.nodes), self._journal.seq),
+            *(facts.check, len(facts.checked), len(facts.evicted), len(facts.members)),
+        )
+        if basis == self._checks_basis:  # in most rounds, of thousands of nodes
+            return
+        self._checks_basis = basis
         checked = set(facts.checked)
         new = sorted(self._view.nodes.keys() - checked - facts.evicted.keys())
         new = [name for name in new if self.checks_of(name) is not None]
