@@ -383,8 +383,8 @@ class Communicator(CommContext):
                 return reduce_scatter_single(lend(output_S), lend(input_N), op=op, group=self.group, async_op=async_op)
 
             def keep_own() -> None:
-                own_S = self._own(input_N)
-                output_S.add_(own_S) if adds else output_S.copy_(own_S)
+                shard_S = self._own(input_N)
+                output_S.add_(shard_S) if adds else output_S.copy_(shard_S)
 
             then = keep_own if local else None
             after = self._fill(fill, read)

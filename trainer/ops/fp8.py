@@ -474,6 +474,7 @@ class ScaledProducts:
         of_gradient: bool = False,
         scale: Tensor | None = None,
     ) -> Tensor:
+        """Return a times the factor in 8 bits; arguments as of `collectives.tensor.linear.Products.multiply`."""
         if scale is None:
             a = quantise(a_MK, "gradient" if of_gradient else "input", self.recipe, self.operators)
         else:

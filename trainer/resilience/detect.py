@@ -126,6 +126,7 @@ class NodeView:
     are_ended: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        """Take what several rules ask of a node's ranks from them, in one pass."""
         ranks = self.heartbeat.ranks
         newest, lowest_step = (ranks[0], ranks[0].step) if ranks else (None, None)
         is_clean, are_ended = not self.heartbeat.matches, True

@@ -462,6 +462,7 @@ class Driver:
         return self._carry_out(incident, decision)
 
     def _carry_out(self, incident: policy.Incident, decision: policy.Decision) -> Outcome:
+        """Do what a decision says, and return the event and the evidence that the next state begins with."""
         facts = self.facts
         incident.diagnosed_s = self._wall()
         incident.decision = decision.to_json()
