@@ -269,7 +269,7 @@ def _context_parallel(job: JobConfig, stage: int) -> Iterator[Collective]:
     runs = (parts_of(run_of(job, stage, chunk)) for chunk in range(job.parallel.vpp))
     layers = [layer for run in runs for layer, part in run.items() if halves_in(part)[0]]
     # Gathered in the forward pass and again in the backward one, unless a mask of documents has attention keep all keys
-    # (on a GPU in 32 bits, one of a window too); what recomputes attention gathers once more.
+    # (on a GPU one of a window too, which is one gather less than is counted); what recomputes attention gathers again.
     again = model.recompute == "full" or model.recomputes("core_attn")
     has_documents = job.data.packing == "documents"
     num_bytes = job.batch.micro_batch_size * model.seq_len * width

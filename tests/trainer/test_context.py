@@ -264,7 +264,9 @@ def test_a_gpus_kernels_give_what_plain_products_give(kernel: str, width: int, m
             found[name] = y, lse, *attend_backward(dy[:, :, queries], *inputs, y, lse + 0.5, causal=causal, left=left)
         for got, expected in zip(found[kernel], found["plain"], strict=True):
             assert got.shape == expected.shape
-            assert float((got.float() - expected.float()).norm()) <= 1e-2 * float(expected.float().norm())
+            # Where a query sees one key alone, gradients of scores are rounding and nothing else.
+            rounding = 1e-6 * float(dy[:, :, queries].float().norm())
+            assert float((got.float() - expected.float()).norm()) <= 1e-2 * float(expected.float().norm()) + rounding
 
 
 ON_GPUS: dict[int, list[tuple[dict[str, int], dict[str, Any]]]] = {
