@@ -278,14 +278,13 @@ def verdicts(rows: Sequence[SaveRow]) -> list[str]:
     slower, noise = net["ours"] - 1, abs(net["none"] - 1)
     if math.isnan(slower):
         return [*lines, "steps after: cannot tell: there is no save after it (--turns 2)"]
-    is_met, text = slower <= SLOWER, f"steps after: {slower:+.2%} beside undisturbed ones"
+    text = f"steps after: {slower:+.2%} beside undisturbed ones"
     if math.isnan(noise):
-        state = (
-            "held" if is_met else "cannot tell, for nothing says how far they differ without a save (--ways none,...)"
-        )
+        state = "cannot tell, for nothing says how far they differ without a save (--ways none,...)"
     else:
         text += f", where {net['none'] - 1:+.2%} come without a save"
-        state = "held" if is_met else "missed" if slower - noise > SLOWER else "cannot tell"
+        # What a save costs may hide in that, or be nothing but that.
+        state = "held" if slower + noise <= SLOWER else "missed" if slower - noise > SLOWER else "cannot tell"
     return [*lines, f"{text}: {state} ({SLOWER:.0%})"]
 
 
