@@ -119,7 +119,7 @@ class Stop:
 
     @property
     def still_ns(self) -> tuple[int, int] | None:
-        """Return from when until when the run stands still, on the reference clock; None: for no known reason."""
+        """Return the beginning and the end of the standstill, on the reference clock; None: it has no known reason."""
         if not self.silence_s:
             return None
         last_ns = max(place.last_ns for place in self.places.values())
