@@ -200,7 +200,7 @@ class FirstRank:
             name: of the text, new for each call.
 
         Raises:
-            ConfigError: what `make` raised, on every rank alike.
+            ConfigError: what `make` raised, on every rank alike; of another error of rank 0, its first line.
             RanksMissing: rank 0 has not come to this in time.
             StoreUnreachable: no store answers.
         """
@@ -216,9 +216,15 @@ class FirstRank:
         self._names.append(name)
         try:
             text = make()
-        except ConfigError as exc:
-            fields = [str(exc.field), None if exc.value is None else str(exc.value), exc.rule, exc.remedy]
-            self._store.set(name, json.dumps({"error": fields, "exit_code": exc.exit_code}))
+        except Exception as exc:
+            if isinstance(exc, ConfigError):
+                error = exc
+            else:  # a defect: the others end by it too, and need not wait for a text
+                rule = f"rank 0 failed: {type(exc).__name__}: {first_line(exc)}"
+                error = ConfigError(name, None, rule, "see its log")
+                error.exit_code = 1
+            fields = [str(error.field), None if error.value is None else str(error.value), error.rule, error.remedy]
+            self._store.set(name, json.dumps({"error": fields, "exit_code": error.exit_code}))
             self.await_readers(_ERROR_IS_READ)
             raise
         self._store.set(name, json.dumps({"text": text}))

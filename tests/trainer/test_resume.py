@@ -28,6 +28,7 @@ from trainer.checkpoint.meta import Unreadable
 from trainer.checkpoint.names import FORMAT, sealed
 from trainer.checkpoint.resume import AUTO, Start, check_steps_left, start_of
 from trainer.checkpoint.storage import ObjectStorage
+from trainer.checkpoint.writer import Commit, reply_of, run_command
 from trainer.resilience.rules import load_rules, match
 
 RESTART = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
@@ -124,14 +125,14 @@ def test_auto_says_in_a_line_that_a_checkpoint_cannot_be_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest = checkpoint(tmp_path, 6)
-    is_file = Path.is_file
+    look = Path.stat
 
-    def fail(path: Path) -> bool:
+    def fail(path: Path, **more: Any) -> os.stat_result:
         if path.name == FILE:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return is_file(path)
+        return look(path, **more)
 
-    monkeypatch.setattr(Path, "is_file", fail)
+    monkeypatch.setattr(Path, "stat", fail)
     with pytest.raises(Unreadable, match=f"--resume = {newest}/{FILE}: cannot be read"):
         start_of(AUTO, tmp_path, {})
 
@@ -241,6 +242,32 @@ def test_a_store_that_does_not_answer_has_lost_no_checkpoint(tmp_path: Path, mon
     assert start.meta.step == 8
 
 
+def test_an_error_while_older_ones_are_removed_is_none_of_the_new_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    location = f"memory://{tmp_path.name}"
+    memory, root = url_to_fs(location)
+    memory.put(str(checkpoint(tmp_path, 8)), f"{root}/step-000008", recursive=True)
+    storage, info = ObjectStorage(location), MemoryFileSystem.info
+    storage.publish("step-000009", "step-000009", b"{}", pending=True)
+
+    def fail(fs: MemoryFileSystem, path: str, **more: Any) -> Any:
+        if path.endswith("/step-000008/meta.json"):
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return info(fs, path, **more)
+
+    command = Commit("step-000009", keep=1, keep_every=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "info", fail)
+        reply = reply_of(0, storage, lambda: run_command(storage, command, lambda: (), lambda _phase: None))
+    assert reply.errno == 0
+    assert "step-000009 is saved; older checkpoints stay until the next save: " in caplog.text
+    storage.discard("step-000009")  # by whoever would take it for one in the making
+    assert memory.exists(f"{root}/step-000009/meta.json")
+    storage.prune(1, 0)
+    assert not memory.exists(f"{root}/step-000008/meta.json")
+
+
 WORLD = 6
 
 
@@ -254,10 +281,10 @@ def ranks() -> list[FirstRank]:
     return each
 
 
-def starts_of(ranks: list[FirstRank], out: Path) -> list[Start | ConfigError]:
+def starts_of(ranks: list[FirstRank], out: Path, resume: Path = AUTO) -> list[Start | ConfigError]:
     def start(first: FirstRank) -> Start | ConfigError:
         try:
-            return start_of(AUTO, out, {}, share=first.share)
+            return start_of(resume, out, {}, share=first.share)
         except ConfigError as exc:
             return exc
 
@@ -281,15 +308,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         yield counts
 
 
+@pytest.mark.parametrize("is_named", [False, True])
 def test_one_rank_alone_looks_at_the_files_of_all(
-    tmp_path: Path, ranks: list[FirstRank], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ranks: list[FirstRank], monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
     """Each rank that looked at the files of all would be 150 million opens at 12,288 ranks."""
     newest = checkpoint(tmp_path, 8, ranks=WORLD)
+    resume = newest if is_named else AUTO
     with counted(monkeypatch) as alone:
-        start_of(AUTO, tmp_path, {})
+        start_of(resume, tmp_path, {})
     with counted(monkeypatch) as together:
-        starts = starts_of(ranks, tmp_path)
+        starts = starts_of(ranks, tmp_path, resume)
     assert [came_from(start) for start in starts if isinstance(start, Start)] == [(newest, True)] * WORLD
     files = [f"__{rank}_0.distcp" for rank in range(WORLD)]
     assert all(alone[name] for name in files)
@@ -306,6 +335,19 @@ def test_all_ranks_pass_over_what_the_first_one_does(tmp_path: Path, ranks: list
     starts = [start for start in starts_of(ranks, tmp_path) if isinstance(start, Start)]
     assert [came_from(start) for start in starts] == [(good, True)] * WORLD
     assert ["was passed over" in "".join(start.notes) for start in starts] == [True] + [False] * (WORLD - 1)
+
+
+def test_a_defect_of_the_first_rank_ends_the_others_at_once(ranks: list[FirstRank]) -> None:
+    def share(first: FirstRank) -> BaseException | None:
+        with pytest.raises((ConfigError, KeyError)) as ended:
+            first.share("a text", lambda: {}["no such key"])
+        return ended.value
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        first, *others = threads.map(share, ranks)
+    assert isinstance(first, KeyError)
+    assert {str(other) for other in others} == {"a text: rank 0 failed: KeyError: 'no such key'; see its log"}
+    assert {other.exit_code for other in others if isinstance(other, ConfigError)} == {1}
 
 
 def test_all_ranks_end_with_the_error_of_the_first_one(

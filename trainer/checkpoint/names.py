@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,12 @@ def is_there(path: Path) -> bool:
     Raises:
         OSError: nobody can say; or what else a store's client raises.
     """
-    if isinstance(path, Path):
-        return path.is_file()
-    return has_object(path.fs, path.path)  # type: ignore[unreachable]
+    if not isinstance(path, Path):
+        return has_object(path.fs, path.path)  # type: ignore[unreachable]
+    try:  # `is_file` says no for any error, from Python 3.14 on
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def has_object(fs: Any, path: str) -> bool:

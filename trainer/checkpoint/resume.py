@@ -77,8 +77,8 @@ def start_of(
     if out is not None and is_restart:
         newest = _newest_of_all(out, own_folder(out, folder), share)
         # Without a checkpoint of its own it starts again from the one that was named.
-        return newest if newest.meta else dataclasses.replace(newest, meta=find(resume))
-    meta = find(resume)
+        return newest if newest.meta else dataclasses.replace(newest, meta=_named(resume, share))
+    meta = _named(resume, share)
     if out is None or meta.path.resolve().parent != own_folder(out, folder).resolve():
         return Start(meta)
     later = [path for path in checkpoints_in(own_folder(out, folder)) if step_of(path) > meta.step]
@@ -106,6 +106,18 @@ def check_steps_left(start: Start, job: JobConfig) -> bool:
 def own_folder(out: Path, folder: str) -> Path:
     """Return where a run's checkpoints are: `folder`, or in its output."""
     return as_location(folder) if folder else out / CHECKPOINTS
+
+
+def _named(resume: Path, share: Share) -> Meta:
+    """Return the checkpoint that was named: rank 0 looks at its files, the others at what describes it."""
+    seen = list[Meta]()
+
+    def look() -> str:
+        seen.append(find(resume))
+        return ""
+
+    share("the checkpoint that was named", look)
+    return seen[0] if seen else find(resume, has_files=False)
 
 
 def _newest_of_all(out: Path, folder: Path, share: Share) -> Start:

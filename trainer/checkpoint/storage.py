@@ -363,8 +363,10 @@ class ObjectStorage:
         self._fs.rm(f"{path}{PENDING}")
 
     def discard(self, part: str) -> None:
+        # A part has the name of its checkpoint: what has become one stays, and what cannot be looked at too.
         with contextlib.suppress(OSError):
-            self._remove(part)
+            if not has_object(self._fs, f"{self._root}/{part}/{META}"):
+                self._remove(part)
 
     def prune(self, keep: int, keep_every: int) -> None:
         good = [Path(name) for name in self._names() if has_object(self._fs, f"{self._root}/{name}/{META}")]

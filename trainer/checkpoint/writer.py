@@ -27,6 +27,7 @@ import ctypes
 import dataclasses
 import errno
 import json
+import logging
 import mmap
 import os
 import queue
@@ -44,6 +45,8 @@ from trainer.checkpoint.distcp import ItemWriter, read_trailer
 from trainer.checkpoint.names import METADATA, TOKENIZER, sealed
 from trainer.checkpoint.pace import Pace
 from trainer.checkpoint.storage import Storage, open_storage
+
+logger = logging.getLogger(__name__)
 
 KILL, SLOW = "NETLAYER_CHECKPOINT_KILL", "NETLAYER_CHECKPOINT_SLOW_S"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -185,7 +188,7 @@ def run_command(
         check("commit")
         storage.commit(command.name)
         check("commit")
-        storage.prune(command.keep, command.keep_every)
+        _prune(storage, command)
         check("commit")
     else:
         storage.discard(command.part)
@@ -255,9 +258,21 @@ def _publish(storage: Storage, command: Publish, check: Callable[[str], None]) -
     storage.publish(command.part, command.name, meta, pending=command.pending)
     check("publish")
     if not command.pending:
-        storage.prune(command.keep, command.keep_every)
+        _prune(storage, command)
         check("publish")
     return num_bytes
+
+
+def _prune(storage: Storage, command: Publish | Commit) -> None:
+    """Remove the older checkpoints that are not to be kept; what fails is tried again after the next one.
+
+    The new one is published by now: an error here must not be taken for one of its own, for that would remove it.
+    """
+    try:
+        storage.prune(command.keep, command.keep_every)
+    except Exception as exc:  # noqa: BLE001  (a store's client has errors of its own)
+        text = str(exc).partition("\n")[0] or type(exc).__name__
+        logger.warning("%s is saved; older checkpoints stay until the next save: %s", command.name, text)
 
 
 def reply_of(number: int, storage: Storage, run: Callable[[], int]) -> Reply:

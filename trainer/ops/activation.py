@@ -137,7 +137,7 @@ def _swiglu_backward(ctx: Any, dy: Tensor, *, gives_y: bool) -> _Gradients:
         return _plain_backward(_plain_swiglu, dy, gate, value)
     dboth_MG, y_MF = swiglu_backward(as_rows(dy), as_rows(gate), as_rows(value), gives_y)
     y = y_MF.view(gate.shape) if gives_y else y_MF
-    dgate, dvalue = dboth_MG.view(*gate.shape[:-1], -1).chunk(2, -1)
+    dgate, dvalue = dboth_MG.view(*gate.shape[:-1], 2 * gate.shape[-1]).chunk(2, -1)
     return y, (dgate, dvalue)
 
 

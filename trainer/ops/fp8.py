@@ -201,7 +201,8 @@ def product_into(
     a: Scaled, b: Scaled, out: Tensor, *, adds: bool, fast: bool = False, tuned: bool = False, spared: int = 0
 ) -> Tensor:
     """Set `out` = a b^T, or add that to it; arguments as of `product`."""
-    if a.data.is_cuda and a.scale.ndim == 0 and out.is_contiguous():
+    # cuBLASLt writes to addresses of 16 bytes; elsewhere a copy does.
+    if a.data.is_cuda and a.scale.ndim == 0 and out.is_contiguous() and out.data_ptr() % 16 == 0:
         factors, scales = (a.data, b.data.t()), (a.scale, b.scale)
         if tuned and can_tune(*factors, spared) and GEMMS.run(*factors, out, None, adds, spared, scales, fast):
             return out
@@ -263,11 +264,13 @@ def scaled_linear(
         splits: widths of the outputs; None: one.
         join: joins their gradients, and sums them for the bias.
     """
-    trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
+    is_on = torch.is_grad_enabled()
+    trains = is_on and all(weight.requires_grad for weight in weights)
     sources = [slot_source(weight) if trains else None for weight in weights]
     in_8_bits = [hold(weight) for weight in weights]
     kept = [
-        _Keep.apply(x, weight, each is None, recipe, operators)  # type: ignore[no-untyped-call]
+        # A frozen weight needs no input over rows; without gradients nothing is kept at all.
+        _Keep.apply(x, weight, each is None, recipe, operators, is_on and weight.requires_grad)  # type: ignore[no-untyped-call]
         for x, weight, each in zip(inputs, weights, in_8_bits, strict=True)
     ]
     keepers = [x.grad_fn for x, *_ in kept]
@@ -283,12 +286,18 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_NK: Tensor, saves_weight: bool, recipe: Recipe, operators: Operators
+        ctx: Any,
+        x: Tensor,
+        weight_NK: Tensor,
+        saves_weight: bool,
+        recipe: Recipe,
+        operators: Operators,
+        needs_rows: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Also where it is not saved, the weight is an input: without one that trains there would be no node to save in.
         ctx.set_materialize_grads(False)  # else zeros are made for what is in 8 bits
         x_MK = x.reshape(-1, x.shape[-1])
-        if recipe == "tensorwise":
+        if recipe == "tensorwise" and needs_rows:
             scaled, kept = quantise_both_ways(x_MK, "input", recipe, operators)
         else:
             scaled = kept = quantise(x_MK, "input", recipe, operators)
@@ -298,7 +307,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, dx: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return dx, None, None, None, None
+        return dx, None, None, None, None, None
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -349,7 +358,7 @@ class _ScaledLinear(torch.autograd.Function):
         count = len(ctx.keepers)
         needs_bias, *needs = ctx.needs_input_grad[8:]
         dy_MN, dbias_N = ctx.join(dys, needs_bias)
-        recipe, operators = ctx.recipe, ctx.operators
+        recipe, operators, dtype = ctx.recipe, ctx.operators, dy_MN.dtype
         tuned = autotunes_gemms(operators)
         if any(needs[count:]):
             dy, dy_NM = quantise_both_ways(dy_MN, "gradient", recipe, operators)
@@ -369,7 +378,8 @@ class _ScaledLinear(torch.autograd.Function):
             if needs[count + index]:
                 assert dy_NM is not None
                 x_KM = functools.partial(kept_over_rows, Scaled(kept_data, scale), recipe, operators)
-                gradient = ScaledWeightGradient(functools.partial(_same, dy_NM), x_KM, lambda: dy_MN.dtype, tuned)
+                # Not the gradient itself, which would stay as long as a product that is postponed.
+                gradient = ScaledWeightGradient(functools.partial(_same, dy_NM), x_KM, lambda: dtype, tuned)
                 dweight = gradient.into(source, accumulators[index])
             dweights.append(dweight)
         return *[None] * 8, dbias_N, *dinputs, *dweights

@@ -120,7 +120,7 @@ def _largest(x, largest, num_rows, num_columns, stride, steps, BLOCK: tl.constex
 
 @triton.jit
 def _in_range(value, by, limit):
-    """value / by, and what rounding would put above the largest that there is, that; by comparisons: a NaN stays."""
+    """Divide, and clamp to the limit, by comparisons: a NaN stays one."""
     value = value / by
     return tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
 
