@@ -1,6 +1,6 @@
 """`python -m bench.estimate.jitter`: how much passes of one rank differ from each other, from traces of real jobs.
 
-Jitter is by how much a pass is longer or shorter than its data make it. Documents of other lengths lengthen the same
+The jitter of a pass is the part of its time that its data do not decide. Documents of other lengths lengthen the same
 micro-batch on all stages of its replica, so that a stage's departure from the mean of these is its own. White noise
 has a standard deviation of c sqrt(t) for passes of t seconds; c is `step.PASS_JITTER`. Whether it is white, the
 correlation with the next pass tells. The standard deviation is that

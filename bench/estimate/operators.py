@@ -227,13 +227,19 @@ class Operators:
     def copies(self, elements: int) -> float:
         """Return seconds a micro-batch of FSDP's copies out of two all-gathers and into a reduce-scatter.
 
-        Weights in 8 bits are gathered to where products read them: two casts of a rank's masters come in that place.
+        This trainer's stage 3 gathers to where products read, and its products write where gradients leave from: what
+        is left are two casts of a rank's masters, to 2 bytes or 1.
         """
         if self.plan.zero != 3:
             return 0.0
-        narrow = self._narrow_gathers(elements)
-        gathered = 2 * 4.0 * (elements - narrow) + 2 * (4.0 + 1.0) * narrow / self.plan.group_size
-        return (gathered + 6.0 * elements) / self._bandwidth
+        if self._is_own_stage_3:
+            wide = elements - self._narrow_gathers(elements)
+            return 2 * (5.0 * elements + wide) / self.plan.group_size / self._bandwidth
+        return elements * (2 * 4.0 + 6.0) / self._bandwidth
+
+    @property
+    def _is_own_stage_3(self) -> bool:
+        return self.plan.zero == 3 and self.plan.job.parallel.stage == 3
 
     def _narrow_gathers(self, elements: int) -> float:
         """Return how many of a stage's parameters this trainer gathers in 8 bits: those of its 8-bit blocks."""
@@ -293,10 +299,11 @@ class Operators:
     def _weight_sums(self, is_mlp: bool) -> float:
         """Return seconds in which a micro-batch's gradients of weights are added to the wide sums, as a product ends.
 
-        Not counted: this trainer's gradients that are reduced in bfloat16, which 8-bit products have cast apart.
+        FSDP's are written in bfloat16, this trainer's stage 3 in float32. Not counted: those that are reduced in
+        bfloat16, which 8-bit products have cast apart.
         """
         plan = self.plan
-        num_bytes = 8.0 if plan.num_micro_batches > 1 and plan.zero < 3 else 2.0
+        num_bytes = 8.0 if plan.num_micro_batches > 1 and plan.zero < 3 else 4.0 if self._is_own_stage_3 else 2.0
         return self._elements(is_mlp) * num_bytes / self._bandwidth
 
     def _elements(self, is_mlp: bool) -> float:

@@ -82,8 +82,9 @@ def _row(cells: dict[str, Any], place: str) -> Row:
     if cells["precision"] == "fp8":
         scaling = cast(Scaling, cells.get("fp8_scaling") or "")
         if scaling not in get_args(Scaling):
-            rule = f"is how a row in fp8 ({cells['family']}) scales, and must be one of {', '.join(get_args(Scaling))}"
-            raise ConfigError(f"{place}: fp8_scaling", scaling, rule, "give unknown where the source does not say")
+            rule = f"must be one of {', '.join(get_args(Scaling))} in a row of fp8 ({cells['family']})"
+            remedy = "give unknown where the source does not say"
+            raise ConfigError(f"{place}: fp8_scaling", scaling or "(empty)", rule, remedy)
     numbers = {
         key: int(cells[key])
         for key in ["layers", "vocab", "gpus", "gbs", "seq", "tp", "pp", "vp", "cp", "mbs", "zero", "deferred_heads"]
