@@ -143,6 +143,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(".venv/bin/netlayer estimate search --config examples/megascale-12288.toml --device A100"),
     Command(".venv/bin/netlayer estimate arena --out runs/arena"),
+    Command(".venv/bin/netlayer estimate arena --no-page --residuals"),
     _only_parsed(".venv/bin/netlayer estimate arena my_estimator.py --no-page", "the file is the user's"),
     Command(".venv/bin/netlayer estimate check reports/trainer_2xh200_202611.{dp2,tp2,pp2vp2}.json"),
     Command(".venv/bin/netlayer estimate paper"),

@@ -164,7 +164,11 @@ def search(options: RunOptions, device: str, precision: str, zero: int, top: int
 @click.argument("estimator", required=False, type=_PATH)
 @click.option("--rows", "rows_file", type=_PATH, help="Rows in the form of bench/estimate/rows.csv in place of those.")
 @click.option("--page/--no-page", "pages", default=True, show_default=True, help="Write the page.")
-@click.option("--residuals", is_flag=True, help="Print every row's error, and where its predicted step goes.")
+@click.option(
+    "--residuals",
+    is_flag=True,
+    help="Print and record every row's error, and where its predicted step goes.",
+)
 @click.option("--check", is_flag=True, help="Exit 1 where a bar is missed.")
 @run_options_without_config
 def arena(
@@ -209,14 +213,16 @@ def arena(
             {**row, "table": f"aside {row['table']}"} for row in (*_prediction_rows(aside), *_score_rows(aside_table))
         ]
         repeated_rows = [{"table": "repeats", **dataclasses.asdict(repeats)}] if repeats else []
+        residual_rows = _residual_rows(predictions[room.OURS]) if residuals else []
         record_rows = [
             *_prediction_rows(predictions),
             *_score_rows(table),
             *_bar_rows(bars),
             *repeated_rows,
             *aside_rows,
+            *residual_rows,
         ]
-        arguments = {"estimator": str(estimator or ""), "rows": str(rows_file or "")}
+        arguments = {"estimator": str(estimator or ""), "rows": str(rows_file or ""), "residuals": residuals}
         record = make_record(options, "estimate.arena", record_rows, started, arguments, {})
         record.save(out.part / "records")
         if pages:
@@ -230,7 +236,7 @@ def arena(
     _write_json(options, record)
     if str(options.json_file) != "-":
         if residuals:
-            _print_residuals(predictions[room.OURS])
+            _print_residuals(residual_rows)
         _print_arena(table, bars)
         if repeats:
             _print_repeats(repeats)
@@ -345,6 +351,12 @@ def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> Non
         ]
         headings = ["record", "on", "layout", "measured", "predicted", "error", ""]
         print_table("measured, and predicted", headings, lines)
+        older = [row.case for row in rows if row.has_older_fp8]
+        if older:
+            click.echo(
+                f"{', '.join(older)}: measured before 391176d, by 8-bit products of more passes and launches than "
+                "those of now, which are predicted"
+            )
         click.echo(f"{len(errors)} predicted: {median:.1%} in the median, {worst:.1%} at most")
     if median > MEDIAN_BAR or worst > WORST_BAR:
         raise CheckFailed(f"bars: {MEDIAN_BAR:.0%} in the median, {WORST_BAR:.0%} at most")
@@ -518,38 +530,60 @@ def _print_repeats(repeats: Any) -> None:
     print_table(title, ["answer", "MFU", "from the smallest row"], lines)
 
 
-def _print_residuals(predictions: Sequence[Any]) -> None:
-    """Print every row with its error, growth over its series' smallest row, and the parts of its predicted step."""
+def _residual_rows(predictions: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return every row with its error, growth over its series' smallest row, and the parts of its predicted step."""
     from bench.estimate.arena import series_of
     from bench.estimate.devices import NUMBERS
     from bench.estimate.search import describe
     from bench.estimate.step import estimate_step
-    from netlayer.printing import print_table
 
     by_row = {id(each.row): each for each in predictions}
-    lines: list[list[str]] = []
-    names: list[str] = []
+    rows: list[dict[str, Any]] = []
     for series in series_of([each.row for each in predictions]):
         for row in series:
             each, plan = by_row[id(row)], row.plan
             estimate = estimate_step(plan, NUMBERS[plan.device.generation])
-            parts = estimate.parts()
-            names = list(parts)
-            lines.append(
-                [
-                    f"{row.family} {row.release}",
-                    plan.precision,
-                    str(row.gpus),
-                    describe(plan),
-                    str(plan.num_micro_batches),
-                    f"{row.step_s:.3f}",
-                    f"{row.mfu:.1f}",
-                    f"{each.error:+.2f}",
-                    "" if each.scaled_error is None else f"{each.scaled_error:+.2f}",
-                    f"{row.step_s / series[0].step_s - 1:+.1%}",
-                    *(f"{seconds / estimate.step_s:.1%}" for seconds in parts.values()),
-                ]
+            rows.append(
+                {
+                    "table": "residual",
+                    "family": row.family,
+                    "release": row.release,
+                    "precision": plan.precision,
+                    "fp8_scaling": row.fp8_scaling,
+                    "gpus": row.gpus,
+                    "layout": describe(plan),
+                    "micro_batches": plan.num_micro_batches,
+                    "measured_s": row.step_s,
+                    "measured_mfu": row.mfu,
+                    "error": _known(each.error),
+                    "scaled_error": each.scaled_error,
+                    "growth": row.step_s / series[0].step_s - 1,
+                    "shares": {name: seconds / estimate.step_s for name, seconds in estimate.parts().items()},
+                }
             )
+    return rows
+
+
+def _print_residuals(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows of `_residual_rows`."""
+    from netlayer.printing import print_table
+
+    lines = [
+        [
+            f"{row['family']} {row['release']}",
+            row["precision"],
+            str(row["gpus"]),
+            row["layout"],
+            str(row["micro_batches"]),
+            f"{row['measured_s']:.3f}",
+            f"{row['measured_mfu']:.1f}",
+            "-" if row["error"] is None else f"{row['error']:+.2f}",
+            "" if row["scaled_error"] is None else f"{row['scaled_error']:+.2f}",
+            f"{row['growth']:+.1%}",
+            *(f"{share:.1%}" for share in row["shares"].values()),
+        ]
+        for row in rows
+    ]
     columns = [
         "row",
         "precision",
@@ -563,7 +597,7 @@ def _print_residuals(predictions: Sequence[Any]) -> None:
         "grew",
     ]
     title = "residuals: errors in points of MFU, and shares of the predicted step by the numbers fitted to all rows"
-    print_table(title, [*columns, *names], lines)
+    print_table(title, [*columns, *(rows[0]["shares"] if rows else ())], lines)
 
 
 def _print_others(predictions: Mapping[str, Sequence[Any]], aside: Mapping[str, Sequence[Any]]) -> None:

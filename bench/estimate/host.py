@@ -26,10 +26,13 @@ _FORWARD = 1 / 3
 _PARTS, _DIRECT, _COLLECTIVES = 14, 80, 20
 DIRECT_S = 10e-6
 """A call that Python makes of the driver itself. Assumed: no record holds it."""
-# A linear in 8 bits, tensorwise (trainer/ops/fp8.py): to quantise is five launches (largest magnitude in two, two of
-# the scale, the cast), of input and weight forward, of gradient and weight backward, where three matrices are
-# transposed and the weight's gradient is added apart. A weight that travels in 8 bits is not quantised here.
-_QUANTISE, _SCALED_BACKWARD, _LINEARS = 5, 4, 2
+# A linear in 8 bits, tensorwise (trainer/ops/fp8.py, fp8_kernels.py, since 391176d): to quantise is three launches (a
+# scalar filled, the largest magnitude, the cast, which also transposes), of input and weight forward, of gradient and
+# weight backward, where the weight is transposed apart. A weight that travels in 8 bits is not quantised here. With
+# tensor parallelism each part of the rows is quantised as it comes, and input and gradient once more for the weight's
+# gradient; a column's input that travels in 8 bits has a scale of all ranks (largest 2, its NaN, all-reduce, scale 2,
+# cast), and is cast and transposed backward.
+_QUANTISE, _TRANSPOSE, _LINEARS, _SHARED_SCALE, _SENT_AGAIN = 3, 1, 2, 7, 2
 # Context parallelism (trainer/ops/context_attention.py), beyond the attention's own: the exchange of keys with its
 # copies, two calls for two halves of the heads backward; and of each other rank's part.
 _CONTEXT, _CONTEXT_PART = (3, 16), (2, 6)
@@ -76,10 +79,20 @@ class Host:
         forward, backward = _FORWARD * whole, (1 - _FORWARD) * whole
         model = job.model
         if model.fp8 != "off":
-            of_block = _LINEARS * max(0, model.layers - model.fp8_first - model.fp8_last) / model.layers * self.launch_s
-            factors = 1 if model.fp8_param_gather else 2
-            forward += of_block * factors * _QUANTISE
-            backward += of_block * (factors * _QUANTISE + _SCALED_BACKWARD)
+            share = max(0, model.layers - model.fp8_first - model.fp8_last) / model.layers
+            of_weight = 0 if model.fp8_param_gather else _QUANTISE
+            first = _LINEARS * (_QUANTISE + of_weight)
+            second = _LINEARS * (_QUANTISE + of_weight + _TRANSPOSE)
+            if job.parallel.tp > 1:
+                parts = job.parallel.tp if job.overlap.tp else 1
+                first += _LINEARS * _QUANTISE * (parts - 1)
+                second += _LINEARS * _QUANTISE * (parts - 1 + 2)
+                if model.fp8_tp_gather:
+                    first += _SHARED_SCALE - _QUANTISE * parts
+                    second += _SENT_AGAIN - _QUANTISE
+            forward, backward = (
+                each + share * more * self.launch_s for each, more in ((forward, first), (backward, second))
+            )
         if cp > 1 and not is_mlp:
             forward += (_CONTEXT[0] + _CONTEXT_PART[0] * (cp - 1)) * self.launch_s
             backward += (_CONTEXT[1] + _CONTEXT_PART[1] * (cp - 1)) * self.launch_s

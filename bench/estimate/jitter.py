@@ -1,9 +1,10 @@
 """`python -m bench.estimate.jitter`: how much passes of one rank differ from each other, from traces of real jobs.
 
-What a pass takes now more, now less, apart from what its data make of it: documents of other lengths lengthen the same
-micro-batch on all stages of its replica, so that a stage's departure from the mean of these is its own. A white process
-has a standard deviation of c sqrt(t) for passes of t seconds; c is `step.PASS_JITTER`. The standard deviation is that
-of the median deviation (1.4826 MAD), so that a few stalls of seconds do not decide it.
+The jitter of a pass is the part of its time that its data do not decide. Documents of other lengths lengthen the same
+micro-batch on all stages of its replica, so that a stage's departure from the mean of these is its own. White noise
+has a standard deviation of c sqrt(t) for passes of t seconds; c is `step.PASS_JITTER`. Whether it is white, the
+correlation with the next pass tells. The standard deviation is that of the median deviation (1.4826 MAD), so that a few
+stalls of seconds do not decide it.
 
 Traces are ByteDance's (`netlayer.observe.readers.bytedance`); a job whose documents are packed without regard to their
 lengths tells nothing, for stages of one replica then differ by that too.

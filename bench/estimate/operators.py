@@ -213,16 +213,41 @@ class Operators:
     def optimizer(self, elements: int) -> float:
         """Return seconds of AdamW's step over a rank's share: gradient, master and moments read, all but it written.
 
-        And of setting whole gradients to 0, and of Transformer Engine's copy of the weights in FP8.
+        And of setting whole gradients to 0, and of Transformer Engine's copy of the weights in FP8. Masters that travel
+        in 8 bits are not written in bfloat16: they are read for the largest magnitudes, and cast (4 bytes read, 1
+        written) once a step, or, gathered for each pass, in `copies`.
         """
         plan = self.plan
         share = elements / (1 if plan.zero == 0 else plan.group_size)
         whole = elements * (4.0 + 3.0 * plan.narrow_exchanges) if plan.zero < 3 else 0.0
-        return (share * (4 + 4 + 12 + 12 + 2) + whole) / self._bandwidth
+        narrow = self._narrow_gathers(elements) / elements if elements else 0.0
+        written = 2.0 * (1 - narrow) + (4.0 + (4.0 + 1.0) * (plan.zero < 3)) * narrow
+        return (share * (4 + 4 + 12 + 12 + written) + whole) / self._bandwidth
 
     def copies(self, elements: int) -> float:
-        """Return seconds a micro-batch of FSDP's copies out of two all-gathers and into a reduce-scatter."""
-        return elements * (2 * 4.0 + 6.0) / self._bandwidth if self.plan.zero == 3 else 0.0
+        """Return seconds a micro-batch of FSDP's copies out of two all-gathers and into a reduce-scatter.
+
+        This trainer's stage 3 gathers to where products read, and its products write where gradients leave from: what
+        is left are two casts of a rank's masters, to 2 bytes or 1.
+        """
+        if self.plan.zero != 3:
+            return 0.0
+        if self._is_own_stage_3:
+            wide = elements - self._narrow_gathers(elements)
+            return 2 * (5.0 * elements + wide) / self.plan.group_size / self._bandwidth
+        return elements * (2 * 4.0 + 6.0) / self._bandwidth
+
+    @property
+    def _is_own_stage_3(self) -> bool:
+        return self.plan.zero == 3 and self.plan.job.parallel.stage == 3
+
+    def _narrow_gathers(self, elements: int) -> float:
+        """Return how many of a stage's parameters this trainer gathers in 8 bits: those of its 8-bit blocks."""
+        plan = self.plan
+        model, parallel = plan.job.model, plan.job.parallel
+        if not model.fp8_param_gather or model.fp8 == "off" or plan.group_size == 1:
+            return 0.0
+        return min(elements, plan.narrow_share * model.layers / parallel.pp * block_elements(model, parallel.tp))
 
     def _keys_flops(self, window: int) -> float:
         """Forward FLOPs a token of causal attention."""
@@ -242,9 +267,8 @@ class Operators:
         """Return seconds of FP8's casts: of a linear's input, and of its output's gradient, each also transposed.
 
         A tensor is read and written twice in a byte an element, and with current scaling read once more before, for its
-        largest magnitude. This trainer transposes apart, in the backward pass, and quantises weights in every pass that
-        they have not travelled for in 8 bits ([Note: what is kept], `trainer.ops.fp8`; `blockwise` has more, which is
-        not counted).
+        largest magnitude. This trainer quantises weights too, in every pass that they have not travelled for in 8 bits
+        ([Note: what is kept], `trainer.ops.fp8`; `blockwise` has more, which is not counted).
         """
         plan = self.plan
         if plan.precision != "fp8":
@@ -254,24 +278,32 @@ class Operators:
         if plan.narrow_exchanges:
             num_bytes = 4 if plan.delayed_scaling else 6
             return num_bytes * plan.tokens * inputs * scale, num_bytes * plan.tokens * outputs * scale
-        quantise, transpose = 2 + 2 + 1, 1 + 1
-        of_weights = 0 if plan.job.model.fp8_param_gather else quantise * self._elements(is_mlp)
-        again = plan.tokens * (inputs + outputs) + self._elements(is_mlp)
+        # Bytes an element: read for the largest magnitude; read, and written in 8 bits (each way of the two, one more).
+        largest, cast, transpose = 2.0, 2.0 + 1.0, 1.0 + 1.0
+        model, tp = plan.job.model, plan.job.parallel.tp
+        of_weights = 0.0 if model.fp8_param_gather else (largest + cast) * self._elements(is_mlp)
+        if tp == 1:
+            first, second = (largest + cast + 1.0) * inputs, (largest + cast + 1.0) * outputs
+        else:
+            # Rows are quantised as they arrive, and for the weight's gradient once more over all of them.
+            first = (largest + cast) * inputs
+            second = (largest + cast) * (2 * outputs + inputs)
+            if model.fp8_tp_gather:  # its own rows before they travel, which they do in both passes
+                first += ((largest + cast) / tp - (largest + cast)) * model.hidden
+                second += (cast / tp + transpose - (largest + cast)) * model.hidden
         return (
-            scale * (quantise * plan.tokens * inputs + of_weights),
-            scale * (quantise * plan.tokens * outputs + transpose * again + of_weights),
+            scale * (plan.tokens * first + of_weights),
+            scale * (plan.tokens * second + of_weights + transpose * self._elements(is_mlp)),
         )
 
     def _weight_sums(self, is_mlp: bool) -> float:
-        """Return seconds in which a micro-batch's gradients of weights are added to the wide sums.
+        """Return seconds in which a micro-batch's gradients of weights are added to the wide sums, as a product ends.
 
-        A product adds to them as it ends; this trainer's in 8 bits is written, then added by another kernel.
+        FSDP's are written in bfloat16, this trainer's stage 3 in float32. Not counted: those that are reduced in
+        bfloat16, which 8-bit products have cast apart.
         """
         plan = self.plan
-        adds_up = plan.num_micro_batches > 1 and plan.zero < 3
-        num_bytes = 8.0 if adds_up else 2.0
-        if adds_up and plan.precision == "fp8" and not plan.narrow_exchanges:
-            num_bytes += 8.0 * plan.narrow_share
+        num_bytes = 8.0 if plan.num_micro_batches > 1 and plan.zero < 3 else 4.0 if self._is_own_stage_3 else 2.0
         return self._elements(is_mlp) * num_bytes / self._bandwidth
 
     def _elements(self, is_mlp: bool) -> float:

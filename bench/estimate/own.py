@@ -25,6 +25,8 @@ MEDIAN_BAR, WORST_BAR = 0.05, 0.10
 _LATER = (("overlap", "zero_bubble", False), ("parallel", "balance", False), ("model", "operators", "torch"))
 """Keys of techniques that are on by default and came after the first records: a record without the key ran without.
 Triton's operators came on 2026-11-23, the key with them: records of the day before are of torch's."""
+_FP8_PASSES = "2026-11-28T08:20"
+"""Time of 391176d, from which on 8-bit products have the passes and launches that are counted here."""
 OURS = "ours"
 _ROUNDS = 4
 
@@ -35,6 +37,7 @@ class OwnRow:
 
     Args:
         predicted_s: with the calibration's factor.
+        has_older_fp8: measured with 8-bit products that had other passes than those that are predicted.
     """
 
     case: str
@@ -42,6 +45,7 @@ class OwnRow:
     measured_s: float
     predicted_s: float
     is_calibrating: bool
+    has_older_fp8: bool = False
 
     @property
     def error(self) -> float:
@@ -96,7 +100,15 @@ def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
     if calibrating:
         estimates = {name: _step_s(plan, factor) for name, (plan, _) in cases.items()}
     return [
-        OwnRow(name, plan, seconds, estimates[name], name in calibrating) for name, (plan, seconds) in cases.items()
+        OwnRow(
+            name,
+            plan,
+            seconds,
+            estimates[name],
+            name in calibrating,
+            plan.precision == "fp8" and started[name] < _FP8_PASSES,
+        )
+        for name, (plan, seconds) in cases.items()
     ]
 
 

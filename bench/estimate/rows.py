@@ -12,17 +12,21 @@ import functools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 from bench.estimate.devices import device_of
 from bench.estimate.plan import Attention, Kernels, Plan, Precision
 from netlayer.config.model import RECOMPUTE_MODULES
 from netlayer.config.tree import ClusterConfig, JobConfig, ModelConfig
+from netlayer.errors import ConfigError
 from netlayer.workload.flops import step_flops, utilisation
 
 ROWS_FILE = Path(__file__).with_name("rows.csv")
 ASIDE_FILE = Path(__file__).with_name("rows_aside.csv")
 """Rows that no fit sees, by facts alone: read once the model stood, and never to choose by."""
+Scaling = Literal["delayed", "current", "unknown"]
+"""Scales of FP8: by maxima of earlier passes, reduced over ranks; by the tensor's own; or the source does not say, and
+then the row counts as current scaling, which adds no meeting of ranks that nobody has published."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Row:
         release: of the source.
         step_s: measured.
         note: what else the source says.
+        fp8_scaling: None in bfloat16.
     """
 
     family: str
@@ -42,6 +47,7 @@ class Row:
     plan: Plan
     step_s: float
     note: str = ""
+    fp8_scaling: Scaling | None = None
 
     @functools.cached_property
     def mfu(self) -> float:
@@ -60,13 +66,25 @@ def mfu_percent(plan: Plan, step_s: float) -> float:
 
 
 def load_rows(path: Path = ROWS_FILE) -> list[Row]:
-    """Read the rows."""
+    """Read the rows.
+
+    Raises:
+        ConfigError: a row in FP8 does not say how it scales.
+    """
     with path.open(encoding="utf-8", newline="") as file:
-        return [_row(each) for each in csv.DictReader(file)]
+        lines = csv.DictReader(file)
+        return [_row(each, f"{path.name}, line {lines.line_num}") for each in lines]
 
 
-def _row(cells: dict[str, Any]) -> Row:
+def _row(cells: dict[str, Any], place: str) -> Row:
     """Return the row of a line of the file; a row without seconds has tokens a second and GPU."""
+    scaling: Scaling | None = None
+    if cells["precision"] == "fp8":
+        scaling = cast(Scaling, cells.get("fp8_scaling") or "")
+        if scaling not in get_args(Scaling):
+            rule = f"must be one of {', '.join(get_args(Scaling))} in a row of fp8 ({cells['family']})"
+            remedy = "give unknown where the source does not say"
+            raise ConfigError(f"{place}: fp8_scaling", scaling or "(empty)", rule, remedy)
     numbers = {
         key: int(cells[key])
         for key in ["layers", "vocab", "gpus", "gbs", "seq", "tp", "pp", "vp", "cp", "mbs", "zero", "deferred_heads"]
@@ -100,11 +118,11 @@ def _row(cells: dict[str, Any]) -> Row:
         deferred_heads=numbers["deferred_heads"],
         recompute_share=0.5 if recompute == "half" else None,
         bucket_mb=float(cells.get("bucket_mb") or 0),
-        delayed_scaling=cells.get("fp8_scaling") == "delayed",
+        delayed_scaling=scaling == "delayed",
     )
     tokens = numbers["gbs"] * numbers["seq"]
     step_s = float(cells["step_s"] or tokens / numbers["gpus"] / float(cells["tokens_s_gpu"]))
-    return Row(cells["family"], cells["source"], cells["release"], plan, step_s, cells["note"])
+    return Row(cells["family"], cells["source"], cells["release"], plan, step_s, cells["note"], scaling)
 
 
 def plan_of(

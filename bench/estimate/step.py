@@ -1,7 +1,7 @@
 """The estimate of a step: the schedule's own actions with operator times, data-parallel exchange, and the slowest rank.
 
 [Note: jitter] Ranks differ in two ways. Some are slower than others for good (`Numbers.spread`): a step waits for the
-slowest once, however often ranks meet. And each pass takes now a little more, now less (`PASS_JITTER`): that averages
+slowest once, however often ranks meet. And the passes of one rank differ from each other (`PASS_JITTER`): that averages
 out over a step, unless ranks meet at every pass. They do where FP8's maxima are reduced over all ranks of a stage after
 each pass (`Plan.delayed_scaling`), and stages do where messages leave no slack (`pipeline_wait`).
 
@@ -36,11 +36,12 @@ JITTER = 0.005
 """Standard deviation of a step's time over steps, over its median: MLPerf's HPE row has p99 / median = 1.009, ours on
 two H100 1.019 (reports/trainer_2xh100_202611.md); 1.012 is that of a normal distribution with this one."""
 PASS_JITTER = 0.002
-"""Standard deviation of a pass of a second on one rank, in seconds; of t seconds it is this times sqrt(t), for it is
-nearly white. From two production traces that ByteDance published (StragglerAnalysis, trace-ST and trace-AR: passes of
-0.07 to 0.39 s on 8 and 15 ranks), what the data make of a pass taken out by its replica's other stages: 0.0011 to
-0.0023 by the median deviation (`python -m bench.estimate.jitter`). Steps of ours on two H200 give 0.0016, on H100 and
-one H200 0.003 to 0.005 with what all ranks share (reports/estimate_202611.md)."""
+"""Standard deviation of a pass of a second on one rank, in seconds. That of t seconds is assumed to be sqrt(t) times as
+much, as if moments were independent, which is not shown: a forward pass correlates with the rank's next one by 0.14 and
+0.18, a backward pass by 0.41 and 0.48. From two production traces that ByteDance published (StragglerAnalysis, trace-ST
+and trace-AR: passes of 0.07 to 0.39 s on 8 and 15 ranks), what the data make of a pass taken out by its replica's other
+stages: 0.0011 to 0.0023 by the median deviation (`python -m bench.estimate.jitter`). Steps of ours on two H200 give
+0.0016, on H100 and one H200 0.003 to 0.005 with what all ranks share (reports/estimate_202611.md)."""
 _PERIODS = 3
 """Rounds of p micro-batches that are run; the last two tell the period."""
 _NORMAL = NormalDist()

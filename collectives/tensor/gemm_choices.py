@@ -78,6 +78,12 @@ def choices_of(device: torch.device) -> GemmChoices:
 
 
 def _key(shape: cublaslt.Shape) -> str:
-    """Return the shape as a key, without the device: GPUs of a model are alike."""
-    _device, *rest = dataclasses.astuple(shape)
-    return str(rest)
+    """Return the shape as a key, without the device: GPUs of a model are alike.
+
+    What 16-bit products do not have is not in theirs, so that files from before 8-bit products serve on.
+    """
+    parts = {field.name: getattr(shape, field.name) for field in dataclasses.fields(shape)}
+    if shape.b_dtype == shape.dtype and not shape.fast:
+        del parts["b_dtype"], parts["fast"]
+    del parts["device"]
+    return str([dataclasses.astuple(part) if dataclasses.is_dataclass(part) else part for part in parts.values()])
