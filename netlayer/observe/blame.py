@@ -19,13 +19,12 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from netlayer.layout import describe_ranks
-from netlayer.observe.evidence import Evidence, Group, Launch, RankLog, family
+from netlayer.observe.evidence import TOGETHER, Evidence, Group, Launch, RankLog, family
 from netlayer.observe.majority import Mismatch, crossed_launches, find_mismatch, out_of_order
 
 Kind = Literal["mismatch", "dead", "hang", "order", "stalled", "error", "device", "behind"]
 _NO_TIME = 1 << 63
 _MOST_STEPS = 4
-_TOGETHER = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class _Case:
             if len(behind) + num_past < len(group.ranks) or len(behind) > num_past:
                 continue
             for rank, launch in behind.items():
-                if family(launch.kind) in _TOGETHER:
+                if family(launch.kind) in TOGETHER:
                     suspects.setdefault(rank, f"{launch.kind} #{launch.seq} of {group}")
         return [
             f"on rank {rank} {what} is not complete, on its peers it is: look at its GPU as well (Xid, ECC)"
@@ -348,6 +347,7 @@ class _Case:
         number = min(numbers)
         launches = {rank: of_rank[number] for rank, of_rank in aligned.items() if number in of_rank}
         mismatch = self._mismatches.get(key)
+        absent = [rank for rank in group.ranks if rank not in self._evidence.ranks]
         return {
             "group": group.name,
             "group_ranks": list(group.ranks),
@@ -356,7 +356,8 @@ class _Case:
             "complete": [rank for rank in aligned if rank in launches and launches[rank].done],
             "not_arrived": [rank for rank, of_rank in aligned.items() if max(of_rank, default=0) < number],
             "different": list(mismatch.culprits) if mismatch is not None else [],
-            "no_dump": [rank for rank in group.ranks if rank not in self._evidence.ranks],
+            "no_dump": [rank for rank in absent if rank not in self._evidence.damaged],
+            "unusable_dump": [rank for rank in absent if rank in self._evidence.damaged],
         }
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from netlayer.observe.blame import Blame
     from netlayer.observe.report import RunReport
 
-_TELLING = ("not_arrived", "different", "no_dump", "no_answer")
+_TELLING = ("not_arrived", "different", "no_dump", "unusable_dump", "no_answer")
 _COLUMNS = (*_TELLING, "waiting", "complete")
 _EVIDENCE = "give a run's folder, or files of evidence (`netlayer observe report --help` names their kinds)"
 _MOST_ROWS = 20
@@ -49,8 +49,8 @@ def blame(files: tuple[Path, ...], world_size: int | None, json_file: Path | Non
     running job ranks differ by a few launches anyway. Unusable files are skipped with a note; their ranks count as
     silent.
 
-    Two answers of ncclras, a minute apart, tell a hang from a running job: a hung rank launches nothing in between. One
-    alone accuses nobody for being behind.
+    Two answers of ncclras -f json, a minute apart, tell a hang from a running job: a hung rank launches nothing in
+    between. One alone accuses nobody for being behind, nor do two texts without a launch in between: they may be one.
 
     The first line names the culprits, or says that they cannot be told, and why.
 

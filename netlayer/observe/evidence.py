@@ -24,6 +24,8 @@ _FAMILIES = {
     "all_reduce_barrier": "barrier",
     "alltoall": "all_to_all",
 }
+TOGETHER = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")
+"""Families of collectives that end on no rank before all have launched them."""
 _UNEVEN = ("all_to_all", "_v")  # kinds whose sizes may legitimately differ between ranks
 _ONE_SIDED = {"scatter": "inputs", "gather": "outputs"}  # tensors that only the root has
 

@@ -1,8 +1,8 @@
 """Readers of the files of a hung job, recognised by content: Flight Recorder dumps, RAS output, watch reports.
 
-A file that is damaged, empty or of another kind is skipped with a note; if its name tells the rank, that rank counts as
-silent. It is an error only if no file can be used. No archive is unpacked, no pickle runs, and size is bounded before
-parsing: files by their bytes, JSON by its number of brackets and commas as well.
+A file that is damaged, empty or of another kind, and a dump of another run, is skipped with a note; if its name tells
+the rank, that rank counts as silent. It is an error only if no file can be used. No archive is unpacked, no pickle
+runs, and size is bounded before parsing: files by their bytes, JSON by its number of brackets and commas as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ _MAX_CONTAINERS = 2_000_000
 _MAX_VALUES = 8_000_000
 _PIPE_SECONDS = 30.0
 _MAX_NOTES = 5
-# Two answers of RAS are a minute apart, or they tell nothing.
-_TWO_ANSWERS_S = 10.0
 _PICKLE = b"\x80"
 _PACKED = {
     b"\x1f\x8b": "gzip",
@@ -69,7 +67,7 @@ class _Inputs:
         try:
             data = _read(path)
             parsed = _parse(path, data)
-            self._check_new(path, data, is_text=_is_text_of_ras(parsed))
+            self._check_new(path, data)
         except ValueError as exc:
             self.skipped.append((path, str(exc)))
             return
@@ -80,26 +78,14 @@ class _Inputs:
         else:
             self.reports += [(path, tree) for tree in parsed if isinstance(tree, dict)]
 
-    def _check_new(self, path: Path, data: bytes, *, is_text: bool) -> None:
-        """Raise ValueError for a file that was given before, under whatever name: it says nothing for a second time.
-
-        Args:
-            is_text: it is RAS's text, which has no time stamp: a hung job's two answers are equal to the byte, and so
-                are an answer and its copy. Written at one time they count once.
-        """
+    def _check_new(self, path: Path, data: bytes) -> None:
+        """Raise ValueError for a file that is there under another name: it says nothing for a second time."""
         other = self._seen.setdefault(hashlib.sha256(data).digest(), path)
         if other is path or _STDIN in (path, other):
             return
         with contextlib.suppress(OSError):  # a pipe, or gone meanwhile
             if other.samefile(path):
                 raise ValueError(f"is {other} under another name")
-            apart_s = abs(other.stat().st_mtime - path.stat().st_mtime)
-            if is_text and apart_s < _TWO_ANSWERS_S:
-                raise ValueError(f"is equal to {other}, and was written within {_TWO_ANSWERS_S:.0f} s of it: a copy")
-
-
-def _is_text_of_ras(parsed: Any) -> bool:
-    return isinstance(parsed, list) and any(isinstance(each, ras.Query) and not each.is_json for each in parsed)
 
 
 def read_files(paths: Sequence[Path], world_size: int | None = None) -> Blame:
@@ -118,10 +104,10 @@ def read_files(paths: Sequence[Path], world_size: int | None = None) -> Blame:
     parts: list[Blame] = []
     try:
         if inputs.dumps:
-            known, left_over = flight_recorder.select(inputs.dumps)
-            inputs.skipped += left_over
-            damaged = flight_recorder.damaged_ranks(known, inputs.skipped)
-            parts.append(diagnose(flight_recorder.join(known, world_size, damaged)))
+            known, unused, doubt = flight_recorder.select(inputs.dumps)
+            damaged = flight_recorder.damaged_ranks(known, inputs.skipped, unused)
+            inputs.skipped += unused
+            parts.append(_doubted(diagnose(flight_recorder.join(known, world_size, damaged)), doubt))
         if inputs.queries:
             parts.append(ras.judge(inputs.queries))
         if inputs.reports:
@@ -145,6 +131,14 @@ def parse_file(path: Path) -> flight_recorder.Dump | list[ras.Query] | list[dict
         ValueError: it is damaged or of no known kind; a phrase that continues the file's name ("is empty").
     """
     return _parse(path, _read(path))
+
+
+def _doubted(blame: Blame, doubt: str) -> Blame:
+    """Return the verdict without certainty if there is a doubt whether it is of the run in question."""
+    if not doubt:
+        return blame
+    findings = [replace(finding, certain=False, line=f"{finding.line}; {doubt}") for finding in blame.findings]
+    return replace(blame, findings=findings)
 
 
 def _nothing_usable(inputs: _Inputs) -> ConfigError:

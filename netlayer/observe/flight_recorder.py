@@ -20,14 +20,16 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from netlayer.layout import describe_ranks
-from netlayer.observe.evidence import Evidence, Group, Launch, RankLog
+from netlayer.observe.evidence import TOGETHER, Evidence, Group, Launch, RankLog, family
 
 _T = TypeVar("_T")
+_Family = tuple[Path, str, str]
+_GroupKey = tuple[str, str, tuple[int, ...]]
 _RANK = re.compile(r"(\d{1,7})(?:\.[A-Za-z]+)*$")
 _PAIR = re.compile(r"(?:send (?P<src>\d+)->(?P<dst>\d+)|recv (?P<to>\d+)<-(?P<of>\d+))$")
 _RANK_LIST = re.compile(r"\[(?:\d{1,7}(?:, ?\d{1,7})*)?\]")
@@ -73,18 +75,26 @@ class Dump:
     """Description and ranks of each group, by its name; empty under gloo."""
     entries: Sequence[_Entry]
 
-    @property
+    @functools.cached_property
     def first_ns(self) -> int:
         """Time of the first launch that it holds, by the host's clock; 0: of none it is known."""
         return min((entry.launch.created_ns for entry in self.entries if entry.launch.created_ns), default=0)
 
-    @property
+    @functools.cached_property
     def last_ns(self) -> int:
         """Time of its last launch, likewise."""
         return max((entry.launch.created_ns for entry in self.entries), default=0)
 
+    @functools.cached_property
+    def by_group(self) -> Mapping[_GroupKey, Sequence[_Entry]]:
+        """Entries by name, description and members of their group."""
+        by_name: dict[tuple[str, str], list[_Entry]] = defaultdict(list)
+        for entry in self.entries:
+            by_name[entry.group].append(entry)
+        return {(*name, self.members.get(name[0], ("", ()))[1]): entries for name, entries in by_name.items()}
+
     @property
-    def family(self) -> tuple[Path, str, str]:
+    def family(self) -> _Family:
         """Folder, and file name before and after the rank: equal for all dumps of one run."""
         return _split_name(Path(self.source)) or (Path(), "", "")
 
@@ -100,10 +110,9 @@ def parse(tree: Mapping[str, Any], path: Path) -> Dump:
     Raises:
         ValueError: it is damaged; a phrase that continues the file's name ("has Flight Recorder format ...").
     """
-    match = _RANK.search(path.name)
-    if match is None:
+    if _RANK.search(path.name) is None:
         raise ValueError("is a Flight Recorder dump whose file name ends in no rank (name it <prefix>_<rank>)")
-    rank = int(match[1])
+    rank = _rank_of(path)
     if rank >= _MOST_RANKS:
         raise ValueError(f"has rank {rank} by its name, which no job has (name it <prefix>_<rank>)")
     version = tree["version"]
@@ -116,75 +125,248 @@ def parse(tree: Mapping[str, Any], path: Path) -> Dump:
         raise ValueError(f"is a damaged Flight Recorder dump ({exc})") from exc
 
 
-def select(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
-    """Select the dumps of one run; return them, and path and reason of each one that is not used.
+class Selection(NamedTuple):
+    """Dumps of one run, one a rank."""
 
-    Two dumps of one rank, dumps that differ in the members of a group, and dumps that end minutes before others begin
-    are of two runs: the ones that agree with most others are used.
+    dumps: list[Dump]
+    skipped: list[tuple[Path, str]]
+    """Path and reason of each dump that is not used."""
+    doubt: str
+    """Reason why the run in question may be another one; empty if nothing speaks for it."""
+
+
+def select(dumps: Sequence[Dump]) -> Selection:
+    """Select the dumps of one run.
+
+    Not of one run are dumps that launched minutes apart what all launch together, two dumps of one rank, and dumps that
+    differ in the members of a group: the ones that agree with most others are used, and nothing is said of the rest.
 
     Raises:
-        ValueError: neither run has more dumps than the other, or the earlier one has.
+        ValueError: neither run has more than half of the dumps.
     """
-    skipped: list[tuple[Path, str]] = []
-    by_rank: dict[int, Dump] = {}
-    other_runs: dict[tuple[Path, str, str], str] = {}
-    sizes = Counter(dump.family for dump in dumps)
-    for dump in sorted(dumps, key=lambda dump: sizes[dump.family], reverse=True):
-        other = by_rank.setdefault(dump.rank, dump)
-        if other is dump:
-            continue
-        if sizes[other.family] == sizes[dump.family] and other.entries != dump.entries:
-            raise ValueError(f"{dump.source} and {other.source} are both of rank {dump.rank}")
-        skipped.append((Path(dump.source), f"is of rank {dump.rank}, as {other.source} is"))
-        if other.entries != dump.entries and other.family != dump.family:
-            other_runs[dump.family] = f"is of the run of {dump.source}, which is of rank {dump.rank} as {other.source}"
-    # What else lies beside a dump that is of another run is of that one, though its rank is there once.
-    skipped += [(Path(dump.source), why) for dump in by_rank.values() if (why := other_runs.get(dump.family))]
-    chosen = [dump for dump in by_rank.values() if dump.family not in other_runs]
-    chosen, earlier = _without_earlier_runs(chosen)
-    skipped += earlier
+    chosen, skipped, doubt = _of_one_time(dumps)
+    chosen, rivals = _one_a_rank(chosen)
+    skipped += rivals
     # First drop dumps that a majority contradicts: they may be the only ones to contradict a dump of a small group.
     for margin in (1, 0):
-        votes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
-        for dump in chosen:
-            for name, (_, ranks) in dump.members.items():
-                votes[name][ranks] += 1
+        votes = _votes(chosen)
         reasons = {dump.rank: _contradiction(dump, votes, margin) for dump in chosen}
         skipped += [(Path(dump.source), reasons[dump.rank]) for dump in chosen if reasons[dump.rank]]
         chosen = [dump for dump in chosen if not reasons[dump.rank]]
     if not chosen:
         raise ValueError(f"{skipped[-1][0]} {skipped[-1][1]}")
-    return sorted(chosen, key=lambda dump: dump.rank), skipped
+    return Selection(sorted(chosen, key=lambda dump: dump.rank), skipped, doubt)
 
 
-def _without_earlier_runs(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
-    """Return the dumps of the last run, of dumps of one a rank, and path and reason of those of an earlier one.
+def _votes(dumps: Iterable[Dump]) -> dict[str, Counter[tuple[int, ...]]]:
+    """Count the dumps that name each list of members, for each group."""
+    votes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for dump in dumps:
+        for name, (_, ranks) in dump.members.items():
+            votes[name][ranks] += 1
+    return votes
 
-    The ranks of a job start and stop together, so each launches something while any other does, but for clocks that
-    differ and a rank that is late at the start: one that ends minutes before others begin is of another run. A rank
-    that died and left no dump has then one of the run before in its place.
+
+class _Reach:
+    """Progress of dumps in one group: what tells whether others can be of the same run."""
+
+    def __init__(self) -> None:
+        self.least = _MAX_INT  # lowest of the last numbers of each dump
+        self.ended = 0  # highest number of a collective that ended, and so was launched by all
+        self.passed: set[int] = set()  # numbers after which a dump launched another
+        self.from_start = False  # a dump holds all its launches, from the first
+
+    def add(self, dump: Dump, launched: Sequence[_Entry]) -> None:
+        """Count in the launches of one dump in the group."""
+        self.from_start |= dump.whole
+        if not (numbers := {entry.seq for entry in launched if not entry.is_p2p}):
+            return
+        ended = [entry.seq for entry in launched if entry.launch.done and family(entry.launch.kind) in TOGETHER]
+        self.least, self.ended = min(self.least, max(numbers)), max([self.ended, *ended])
+        self.passed |= numbers - {max(numbers)}
+
+
+class _Part:
+    """Dumps of one span of time that launched something in a common group, directly or over others."""
+
+    def __init__(self, dumps: list[Dump], groups: set[_GroupKey]) -> None:
+        self.dumps, self.groups = dumps, groups
+
+    @functools.cached_property
+    def reach(self) -> Mapping[_GroupKey, _Reach]:
+        """Progress by group."""
+        reach: dict[_GroupKey, _Reach] = defaultdict(_Reach)
+        for dump in self.dumps:
+            for key, launched in dump.by_group.items():
+                reach[key].add(dump, launched)
+        return reach
+
+    def excludes(self, later: _Part) -> bool:
+        """Return True if this part, which ends minutes before the later one begins, is not of the same moment.
+
+        Ranks that launch nothing together may pause for minutes while others run: replicas, or those that make samples
+        for a training. And a rank that hangs ends before what the others' buffers still hold.
+        """
+        if not {dump.rank for dump in self.dumps}.isdisjoint(dump.rank for dump in later.dumps):
+            return True
+        for key in self.groups & later.groups:
+            one, other = self.reach[key], later.reach[key]
+            if other.from_start or one.ended > other.least or other.ended > one.least or one.passed & other.passed:
+                return True
+        return False
+
+
+def _of_one_time(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]], str]:
+    """Return the dumps of one time, path and reason of each other one, and the doubt if some of these are later.
+
+    A rank that died and left no dump has that of the run before in its place; and clocks of hosts may differ.
 
     Raises:
-        ValueError: the earlier run has as many dumps as the last one, or more.
+        ValueError: no more than half of the dumps are of one time.
     """
-    timed = sorted((dump for dump in dumps if dump.last_ns), key=lambda dump: dump.last_ns)
-    begun_ns = math.inf  # the first launch of all later ones
-    for position in range(len(timed) - 1, 0, -1):
-        begun_ns = min(begun_ns, timed[position].first_ns)
-        gap_ns = begun_ns - timed[position - 1].last_ns
-        if gap_ns <= _RUNS_APART_NS:
-            continue
-        earlier, later = timed[:position], timed[position:]
-        minutes = f"{gap_ns / 60e9:.0f} min"
-        if 2 * len(earlier) >= len(timed):
-            ranks = [describe_ranks(sorted(dump.rank for dump in part)) for part in (earlier, later)]
+    spans = sorted(_spans(dumps), key=len, reverse=True)
+    left: dict[int, str] = {}  # reasons by the dump's id
+    later: set[int] = set()
+    rule = ""
+    for larger, smaller in combinations(spans, 2):
+        early, late = sorted((larger, smaller), key=lambda span: span[0].first_ns)
+        minutes = f"{(late[0].first_ns - max(dump.last_ns for dump in early)) / 60e9:.0f} min"
+        sides = [(smaller, larger), (larger, smaller)][: 2 if len(larger) == len(smaller) else 1]
+        excluded = [
+            (one, span is late, other)
+            for span, other in sides
+            for one in _excluded(span, [dump for dump in other if id(dump) not in left], is_later=span is late)
+        ]
+        for one, is_later, other in excluded:
+            count = f"{len(other)} other{'s' * (len(other) > 1)}"
+            where = f"ends {minutes} before the dumps of {count} begin: of an earlier run"
+            if is_later:
+                where = f"begins {minutes} after the dumps of {count} end: of a later run"
+                later.add(one.rank)
+            left.setdefault(id(one), f"{where}, or of a host with another clock")
+        if excluded and not rule:
+            ranks = [describe_ranks(sorted({dump.rank for dump in span})) for span in (early, late)]
             rule = f"the dumps of {ranks[0]} end {minutes} before those of {ranks[1]} begin: they are of two runs"
-            raise ValueError(f"{rule}, or clocks differ")
-        count = f"{len(later)} other{'s' * (len(later) > 1)}"
-        reason = f"ends {minutes} before the dumps of {count} begin: of an earlier run, or of a host with another clock"
-        left = {dump.rank for dump in earlier}  # one dump a rank
-        return [dump for dump in dumps if dump.rank not in left], [(Path(dump.source), reason) for dump in earlier]
-    return list(dumps), []
+    num_timed = sum(map(len, spans))
+    if left and (2 * len(left) >= num_timed or (later and 2 * (num_timed - len(left)) <= len(dumps))):
+        raise ValueError(f"{rule}, or clocks differ")
+    doubt = f"unless the later dumps of {describe_ranks(sorted(later))} are of the run in question" if later else ""
+    skipped = [(Path(dump.source), left[id(dump)]) for dump in dumps if id(dump) in left]
+    return [dump for dump in dumps if id(dump) not in left], skipped, doubt
+
+
+def _spans(dumps: Iterable[Dump]) -> list[list[Dump]]:
+    """Return the dumps with times, split where none launched anything for minutes; in order of their first launches."""
+    spans: list[list[Dump]] = []
+    end_ns = -math.inf
+    for dump in sorted((dump for dump in dumps if dump.last_ns), key=lambda dump: dump.first_ns):
+        if dump.first_ns > end_ns + _RUNS_APART_NS:
+            spans.append([])
+        spans[-1].append(dump)
+        end_ns = max(end_ns, dump.last_ns)
+    return spans
+
+
+def _excluded(span: Iterable[Dump], other: Iterable[Dump], *, is_later: bool) -> list[Dump]:
+    """Return the dumps of one span of time that cannot be of the same moment as those of another one."""
+    others = _parts(other)
+    return [
+        dump
+        for part in _parts(span)
+        if any(one.excludes(part) if is_later else part.excludes(one) for one in others)
+        for dump in part.dumps
+    ]
+
+
+def _parts(dumps: Iterable[Dump]) -> list[_Part]:
+    """Split dumps into parts that launched nothing together."""
+    parts: list[tuple[list[Dump], set[_GroupKey]]] = []
+    for dump in dumps:
+        joined, groups = [dump], set(dump.by_group)
+        apart = []
+        for part in parts:
+            if part[1].isdisjoint(groups):
+                apart.append(part)
+            else:
+                joined, groups = [*part[0], *joined], part[1] | groups
+        parts = [*apart, (joined, groups)]
+    return [_Part(*part) for part in parts]
+
+
+def _one_a_rank(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str]]]:
+    """Return one dump a rank, and path and reason of each one that is not used.
+
+    Raises:
+        ValueError: of two dumps of one rank nothing tells which to use: see `_settle`.
+    """
+    sizes = Counter(dump.family for dump in dumps)
+    by_rank: dict[int, Dump] = {}
+    left: list[tuple[Dump, str]] = []
+    rivals: dict[tuple[_Family, _Family], list[tuple[Dump, Dump]]] = defaultdict(list)
+    for dump in sorted(dumps, key=lambda dump: sizes[dump.family], reverse=True):
+        other = by_rank.setdefault(dump.rank, dump)
+        if other is dump:
+            continue
+        left.append((dump, f"is of rank {dump.rank}, as {other.source} is"))
+        if other.entries != dump.entries:
+            rivals[other.family, dump.family].append((other, dump))
+    for (larger, smaller), pairs in rivals.items():
+        votes = _votes(dump for dump in dumps if dump.family != smaller)
+        alone = [dump for dump in by_rank.values() if dump.family == smaller]
+        left += _settle(pairs, alone, votes, sizes[larger], sizes[smaller])
+    reasons = {id(dump): (Path(dump.source), why) for dump, why in left}
+    return [dump for dump in by_rank.values() if id(dump) not in reasons], [*reasons.values()]
+
+
+def _settle(
+    pairs: Sequence[tuple[Dump, Dump]],
+    alone: Sequence[Dump],
+    votes: Mapping[str, Counter[tuple[int, ...]]],
+    num_larger: int,
+    num_smaller: int,
+) -> list[tuple[Dump, str]]:
+    """Return the dumps of two families that are not used, where they have two for a rank that differ.
+
+    That of the larger family is used if the other family is shown to be of another run, or of another moment of this
+    one. Else neither is.
+
+    Args:
+        pairs: dump of the larger and of the smaller family, by rank.
+        alone: dumps of the smaller family whose rank is there once.
+        votes: members of the groups by all other dumps.
+        num_larger, num_smaller: number of dumps of the families.
+
+    Raises:
+        ValueError: both families have as many dumps, or they differ in half of the ranks.
+    """
+    other, dump = pairs[0]
+    is_other_run = bool(alone) and all(_is_foreign(one) or _contradiction(one, votes, 1) for one in alone)
+    is_moment = any(not _launches(one).isdisjoint(_launches(another)) for one, another in pairs)
+    is_mostly_pairs = 2 * len(pairs) >= num_smaller
+    is_settled = is_other_run or (is_moment and is_mostly_pairs)
+    if num_larger == num_smaller or (not is_settled and 2 * len(pairs) >= num_larger):
+        raise ValueError(f"{dump.source} and {other.source} are both of rank {dump.rank}")
+    left = []
+    for pair in () if is_settled else pairs:
+        for one, another in (pair, pair[::-1]):
+            why = f"differs from {another.source}, and nothing tells which is rank {one.rank}'s in this run"
+            left.append((one, why))
+    # Folders of hosts may hold one strange dump each; another name in the same folder is another run's.
+    if is_other_run or is_mostly_pairs or dump.family[0] == other.family[0]:
+        why = f"is of the run of {dump.source}, which is of rank {dump.rank} as {other.source}"
+        left += [(one, why) for one in alone]
+    return left
+
+
+def _launches(dump: Dump) -> set[tuple[Any, ...]]:
+    """Return what is equal in two dumps of one run and rank, and in no others: launches with their times."""
+    timed = [entry for entry in dump.entries if entry.launch.created_ns]
+    return {(entry.group, entry.is_p2p, entry.seq, entry.launch.created_ns) for entry in timed}
+
+
+def _is_foreign(dump: Dump) -> bool:
+    """Return True if the rank of the file's name is in no group of the dump."""
+    return bool(dump.members) and all(dump.rank not in ranks for _, ranks in dump.members.values())
 
 
 def _contradiction(dump: Dump, votes: Mapping[str, Counter[tuple[int, ...]]], margin: int) -> str:
@@ -210,18 +392,29 @@ def _contradiction(dump: Dump, votes: Mapping[str, Counter[tuple[int, ...]]], ma
     return ""
 
 
-def damaged_ranks(dumps: Sequence[Dump], skipped: Iterable[tuple[Path, str]]) -> dict[int, str]:
-    """Return the ranks whose file is unusable, with the reason; only files named like the good dumps count."""
-    families = {dump.family for dump in dumps}
+def damaged_ranks(
+    dumps: Sequence[Dump], unreadable: Iterable[tuple[Path, str]], unused: Iterable[tuple[Path, str]] = ()
+) -> dict[int, str]:
+    """Return the ranks whose file cannot be used, with the reason: nobody knows whether they are well.
+
+    Args:
+        dumps: the dumps that are used.
+        unreadable: path and reason of files that may be none; only those named like the dumps count.
+        unused: path and reason of dumps that `select` left aside.
+    """
+    names = {dump.family[1:] for dump in dumps}
     ranks = {dump.rank for dump in dumps}
     known = {rank for dump in dumps for _, members in dump.members.values() for rank in members}
     damaged: dict[int, str] = {}
-    for path, reason in skipped:
-        match = _RANK.search(path.name)
-        if match is None or _split_name(path) not in families:
-            continue
-        rank = int(match[1])
-        if rank not in ranks and (not known or rank in known):
+    for path, reason in unreadable:
+        parts = _split_name(path)
+        rank = _rank_of(path)
+        if parts is not None and parts[1:] in names and rank not in ranks and (not known or rank in known):
+            damaged[rank] = f"{path} {reason}"
+    for path, reason in unused:
+        rank = _rank_of(path)
+        # A rank above all others is one of another job.
+        if rank not in ranks and (not known or rank <= max(known)):
             damaged[rank] = f"{path} {reason}"
     return damaged
 
@@ -376,6 +569,12 @@ def _split_name(path: Path) -> tuple[Path, str, str] | None:
     """Split a path in folder, name before the rank and name after it; None if the name has no rank."""
     match = _RANK.search(path.name)
     return (path.parent, path.name[: match.start(1)], path.name[match.end(1) :]) if match else None
+
+
+def _rank_of(path: Path) -> int:
+    """Return the rank in a file's name; -1 if it has none."""
+    match = _RANK.search(path.name)
+    return int(match[1]) if match else -1
 
 
 def _entry(raw: Any, order: int) -> _Entry:

@@ -1,12 +1,12 @@
 """Reader of NCCL RAS output: `ncclras` (text; better with -v), `-f json` (2.28.7 on), `-D` (2.31 on) and `-m`.
 
 RAS counts launches for each kind of operation and communicator (NCCL 2.24 and 2.25: over all kinds), and knows which
-processes answer. Ranks are those of the communicator; a process is identified across communicators by host, PID and
-GPU.
+processes answer. Ranks are those of the communicator; a process is known in all of them by host, PID and GPU.
 
 RAS does not know which operations are complete: a communicator whose ranks have all launched the same is "OK" there,
 whether they run or hang inside the operation. And ranks of a running job differ by one or two launches. So one query
-tells which ranks are behind, not whether the job hangs; two queries tell which ranks launched anything in between.
+tells which ranks are behind, not whether the job hangs; two queries tell which ranks launched anything in between. Text
+has no time stamp: two of its answers with equal counts may be one and its copy, so only JSON tells of them.
 
 Text output lists the ranks of a count or state only if they are few: at most a quarter and ten of them, with -v less
 than half. If all other ranks are listed, the unlisted ones follow. RCCL writes the same with other headings.
@@ -66,6 +66,10 @@ _MOST_LINES = 500_000
 _AGAIN = "ask again after a minute, and give both answers"
 _MAYBE = f"RAS does not consider it dead yet: {_AGAIN}"
 _DUMPS = "take Flight Recorder dumps, or the stacks of the processes"
+_TWICE = (
+    "no launch is seen between the texts of ncclras, which have no time stamp: they may be one answer and its copy: "
+    f"ask ncclras -f json twice, a minute apart (NCCL 2.28.7 on), or {_DUMPS}"
+)
 _SAME = (
     "every rank has launched the same in every communicator; a hang inside an operation looks alike in one query of "
     f"RAS: {_AGAIN}"
@@ -591,22 +595,25 @@ def _compare(first: Query, last: Query) -> Blame:
     Raises:
         ValueError: no communicator is in both.
     """
-    is_one_answer = first.is_json and last.is_json and first.time == last.time
-    state = _judge_state(last, None if is_one_answer else first)
+    both_json = first.is_json and last.is_json
     before = {comm.key: comm for comm in first.communicators}
     pairs = [(before[comm.key], comm) for comm in last.communicators if comm.key in before]
-    if first.is_json and last.is_json and first.communicators and last.communicators and not pairs:
+    if both_json and first.communicators and last.communicators and not pairs:
         raise ValueError("the answers of RAS have no communicator in common: they are of two jobs")
+    moved = {comm.key: _launched_between(old, comm) for old, comm in pairs}
+    any_moved = any(any(of_rank.values()) for of_rank in moved.values())
+    state = _judge_state(last, first if (first.time != last.time if both_json else any_moved) else None)
+    notes = [*state.notes, *([] if both_json or any_moved or not state.findings else [_TWICE])]
     other_findings = [finding for finding in state.findings if finding.kind != "behind"]
     if other_findings:
-        return Blame(other_findings, state.groups, state.notes)
-    moved = {comm.key: _launched_between(old, comm) for old, comm in pairs}
-    if is_one_answer and not any(map(any, (m.values() for m in moved.values()))):
-        return Blame(state.findings, state.groups, state.notes, f"both are one answer of RAS ({last.time}): {_AGAIN}")
+        return Blame(other_findings, state.groups, notes)
+    if both_json and first.time == last.time and not any_moved:
+        return Blame(state.findings, state.groups, notes, f"both are one answer of RAS ({last.time}): {_AGAIN}")
+    if not both_json and not any_moved and (pairs or not last.communicators):
+        return Blame(state.findings, state.groups, notes, _TWICE)
     if any(total < 0 for of_rank in moved.values() for total in of_rank.values()):
         raise ValueError("launches of a rank fall from one answer of RAS to the next: give the earlier one first")
     findings: list[Finding] = []
-    notes = list(state.notes)
     # A process that launched anything, or waits, in another communicator does not hold up this one.
     not_blamed = {rank.process for key in moved for rank, count in moved[key].items() if count} | _waiting_processes(
         last
@@ -664,14 +671,7 @@ def _no_culprit(first: Query, last: Query, moved: Mapping[str, Mapping[Rank, int
         return Blame((), (), [*state.notes, *notes])
     if state.findings and not moved:
         return Blame((), (), state.notes, "who was behind is not in both answers: the job moves")
-    if any(counts):
-        return Blame((), (), state.notes)
-    return Blame(
-        (),
-        (),
-        state.notes,
-        "text of RAS lists no counts where all ranks have launched the same: ask ncclras -f json twice",
-    )
+    return Blame((), (), state.notes, "" if any(counts) else "RAS lists no counts here: ask ncclras -f json twice")
 
 
 def _numbers(ranks: Iterable[Rank]) -> list[int]:

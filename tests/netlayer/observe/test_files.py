@@ -7,7 +7,7 @@ import gzip
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +374,151 @@ def test_dumps_that_lie_beside_one_of_another_run_are_of_that_one(tmp_path: Path
     both = read_files([tmp_path])
     assert both.findings == alone.findings
     assert sum("other_rank_" in note for note in both.notes) == 2
+
+
+_ALL = tuple(range(8))
+_MINUTE = 60.0
+
+
+def _dump(
+    folder: Path, rank: int, launches: dict[str, tuple[range, float]], num_done: int = 29, *, whole: bool = True
+) -> Path:
+    """Write a rank's dump: numbers of its all-reduces in each group, a second apart, and when the first was launched.
+
+    Args:
+        launches: by group, as "name:ranks".
+        num_done: number up to which all are complete.
+        whole: False if older launches were overwritten.
+    """
+    entries: list[dict[str, Any]] = []
+    config = {"0": {"desc": "default_pg", "ranks": str(list(_ALL))}}
+    for group, (numbers, begin_s) in launches.items():
+        name, _, ranks = group.partition(":")
+        config[name] = {"desc": "default_pg" if name == "0" else "dp", "ranks": ranks}
+        for at, number in enumerate(numbers):
+            entries.append(
+                {
+                    "record_id": len(entries) + (0 if whole else 1000),
+                    "process_group": (name, config[name]["desc"]),
+                    "collective_seq_id": number,
+                    "p2p_seq_id": 0,
+                    "op_id": number,
+                    "profiling_name": "nccl:all_reduce",
+                    "time_created_ns": int((1_795_000_000 + begin_s + at) * 1e9),
+                    "input_sizes": [[4]],
+                    "input_dtypes": ["Float"],
+                    "output_sizes": [[4]],
+                    "output_dtypes": ["Float"],
+                    "state": "completed" if number <= num_done else "scheduled",
+                    "retired": number <= num_done,
+                    "is_p2p": False,
+                    "frames": [],
+                }
+            )
+    folder.mkdir(exist_ok=True)
+    path = folder / f"nccl_trace_rank_{rank}"
+    path.write_text(json.dumps({"version": "2.10", "pg_config": config, "entries": entries}))
+    return path
+
+
+def _hung(folder: Path, ranks: Iterable[int] = _ALL, later_s: float = 0, culprit: int = 3) -> None:
+    """Write dumps of a job of 8 ranks in one group, of which one has not launched the 30th all-reduce."""
+    for rank in ranks:
+        _dump(folder, rank, {f"0:{list(_ALL)}": (range(1, 30 if rank == culprit else 31), later_s)})
+
+
+@pytest.mark.parametrize("minutes", [-20, -7, 7, 20])
+def test_nobody_on_a_host_with_another_clock_is_accused(minutes: float, tmp_path: Path) -> None:
+    """Its dumps lie in a folder of the host, and those of a run before would look alike."""
+    _hung(tmp_path / "node0", range(5))
+    _hung(tmp_path / "node1", range(5, 8), minutes * _MINUTE)
+    blame = read_files([tmp_path / "node0", tmp_path / "node1"])
+    assert blame.culprits == (3,)
+    # Who dumped later may be all that the last run has left.
+    assert [finding.certain for finding in blame.findings] == [minutes < 0]
+    assert ("unless the later dumps of ranks 5-7 are of the run in question" in blame.findings[0].line) == (minutes > 0)
+    assert sum("of a host with another clock: skipped" in note for note in blame.notes) == 3
+    assert not any("no dump of" in note for note in blame.notes)
+    assert [(row["no_dump"], row["unusable_dump"]) for row in blame.groups] == [([], [5, 6, 7])]
+
+
+@pytest.mark.parametrize("minutes", [-7, 7])
+def test_a_culprit_on_a_host_with_another_clock_cannot_be_told(minutes: float, tmp_path: Path) -> None:
+    _hung(tmp_path / "node0", range(5), culprit=6)
+    _hung(tmp_path / "node1", range(5, 8), minutes * _MINUTE, culprit=6)
+    blame = read_files([tmp_path / "node0", tmp_path / "node1"])
+    assert blame.findings
+    assert not any(finding.certain for finding in blame.findings)
+    assert all("whether rank" in finding.line for finding in blame.findings)
+
+
+def test_half_of_the_hosts_with_another_clock_are_two_runs(tmp_path: Path) -> None:
+    for minutes in (-7, 7):
+        _hung(tmp_path / "node0", range(4))
+        _hung(tmp_path / "node1", range(4, 8), minutes * _MINUTE)
+        with pytest.raises(ConfigError, match=r"end 7 min before those of ranks .* begin: they are of two runs"):
+            read_files([tmp_path / "node0", tmp_path / "node1"])
+
+
+@pytest.mark.parametrize("minutes", [-180, -2])
+def test_a_stale_dump_in_the_folder_of_a_host_costs_the_others_nothing(minutes: float, tmp_path: Path) -> None:
+    """Rank 0 was on node 1 in the run before: the larger folder has the older dump."""
+    node0, node1 = tmp_path / "node0", tmp_path / "node1"
+    _hung(node0, range(4))
+    _hung(node1, range(4, 8))
+    expected = read_files([node0, node1])
+    assert (expected.culprits, expected.findings[0].certain) == ((3,), True)
+    _hung(node1, [0], minutes * _MINUTE, culprit=0)
+    blame = read_files([node0, node1])
+    assert (blame.culprits, blame.findings[0].certain) == ((3,), True)
+    assert not any("no dump of" in note for note in blame.notes)
+    # Two minutes apart nothing tells which of the two is this run's: if it is the culprit, that is not certain.
+    _hung(node0, range(4), culprit=0)
+    _hung(node1, range(4, 8), culprit=0)
+    _hung(node1, [0], minutes * _MINUTE, culprit=1)
+    blame = read_files([node0, node1])
+    assert (blame.culprits, blame.findings[0].certain) == ((0,), minutes == -180)
+
+
+def test_another_runs_dumps_fill_no_gap(tmp_path: Path) -> None:
+    """Rank 3 died and left no dump; two minutes before, a run with another prefix left one."""
+    _hung(tmp_path, [0, 1, 2, 4, 5, 6, 7])
+    _hung(tmp_path / "before", [0, 3], -2 * _MINUTE, culprit=0)
+    for rank in (0, 3):
+        (tmp_path / "before" / f"nccl_trace_rank_{rank}").rename(tmp_path / f"old_rank_{rank}")
+    (tmp_path / "before").rmdir()
+    blame = read_files([tmp_path])
+    assert [(finding.ranks, finding.certain) for finding in blame.findings] == [((0,), False), ((3,), False)]
+
+
+def test_replicas_that_launch_nothing_together_are_not_told_apart_by_time(tmp_path: Path) -> None:
+    one, other = "1:[0, 1, 2, 3]", "2:[4, 5, 6, 7]"
+    for rank in range(4):
+        _dump(tmp_path, rank, {one: (range(1, 31), 0)})
+    for rank in range(4, 8):  # this one stands since half an hour, and rank 5 is to blame
+        _dump(tmp_path, rank, {other: (range(1, 30 if rank == 5 else 31), -30 * _MINUTE)})
+    blame = read_files([tmp_path])
+    assert not any("skipped" in note for note in blame.notes)
+    by_ranks = {finding.ranks: (finding.kind, finding.certain) for finding in blame.findings}
+    assert by_ranks == {(5,): ("hang", True)}
+
+
+def test_a_rank_that_hung_while_others_went_on_for_long_is_no_earlier_run(tmp_path: Path) -> None:
+    """Local SGD: the ranks meet rarely, and the others' buffers do not reach back to the culprit's last launch."""
+    everyone = f"0:{list(_ALL)}"
+    for rank in range(7):
+        launches = {f"{rank + 1}:[{rank}]": (range(5_000, 5_200), 20 * _MINUTE)}
+        launches[everyone] = (range(5_200, 5_201), 20 * _MINUTE + 200)
+        _dump(tmp_path, rank, launches, 5_199, whole=False)
+    _dump(tmp_path, 7, {everyone: (range(5_190, 5_200), 0)}, 5_199, whole=False)
+    blame = read_files([tmp_path])
+    assert (blame.culprits, blame.findings[0].certain, blame.notes) == ((7,), True, [])
+    # It has not, where the others have completed what it has not launched: then its dump is of another moment.
+    for rank in range(7):
+        _dump(tmp_path, rank, {everyone: (range(5_195, 5_202), 20 * _MINUTE)}, 5_200, whole=False)
+    blame = read_files([tmp_path])
+    assert (blame.culprits, blame.findings[0].certain) == ((7,), False)
+    assert any("of an earlier run, or of a host with another clock: skipped" in note for note in blame.notes)
 
 
 def _fields(tree: Any) -> Iterator[tuple[Any, Any]]:

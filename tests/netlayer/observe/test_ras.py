@@ -145,8 +145,11 @@ def test_a_rank_that_does_not_answer_once_is_not_dead_yet(tmp_path: Path) -> Non
     once = _blame(tmp_path, _text(errors=missing))
     assert not once.findings[0].certain
     assert "RAS does not consider it dead yet" in once.findings[0].line
-    twice = _blame(tmp_path, _text(errors=missing), _text(errors=missing))
-    assert (twice.culprits, twice.findings[0].certain) == ((5,), True)
+    gone = {**_rank(2, 0), "status": {"unresponsive": True, "considered_dead": False}}
+    asked = [_json([_rank(0, 7), _rank(1, 7)], f"10:0{minute}", size=3, missing_ranks=[gone]) for minute in range(2)]
+    assert [finding.certain for finding in _blame(tmp_path, asked[0]).findings] == [False]
+    twice = _blame(tmp_path, *asked)
+    assert (twice.culprits, twice.findings[0].certain) == ((2,), True)
 
 
 def test_states_are_no_counts(tmp_path: Path) -> None:
@@ -277,11 +280,11 @@ def test_two_answers_of_text(tmp_path: Path) -> None:
   Rank 5 has launched up to operation {own} -- GPU 1 managed by process 505 on node 10.1.0.2
 """
     before = _text(late.format(most=650, own=649))
-    stands = _blame(tmp_path, before, before)
-    assert stands.culprits == (5,)
-    assert "in both queries" in stands.findings[0].line
     assert not _blame(tmp_path, before, _text(late.format(most=800, own=799))).findings
     assert "ask ncclras -f json twice" in _blame(tmp_path, _text(), _text()).no_verdict
+    # Only the others have launched: two answers, and a rank that stands still.
+    fell_back = _blame(tmp_path, before, _text(late.format(most=651, own=649)))
+    assert (fell_back.culprits, fell_back.findings[0].certain) == ((5,), True)
 
 
 def test_one_answer_that_is_given_twice_is_one(tmp_path: Path) -> None:
@@ -296,18 +299,41 @@ def test_one_answer_that_is_given_twice_is_one(tmp_path: Path) -> None:
   Rank 5 -- GPU 1 managed by process 505 on node 10.1.0.2
 """
     for text in (_text(late), _text(errors=busy)):
-        file = tmp_path / "once"
+        file, other = tmp_path / "once", tmp_path / "other"
         file.write_text(text)
         alone = read_files([file])
         assert not any(finding.certain for finding in alone.findings)
-        (tmp_path / "copy").write_bytes(file.read_bytes())
+        copies = {
+            "copy of long after": text,
+            "with the line ends of Windows": text.replace("\n", "\r\n"),
+            "with a warning above": f"warning: locale cannot be set\n{text}",
+            "cut off after what counts": text.rstrip("\n"),
+        }
+        for name, copy in copies.items():
+            other.write_bytes(copy.encode())
+            os.utime(other, (60, 60))
+            for both in (read_files([file, other]), read_files([other, file]), _given_on_stdin(text, [other])):
+                assert (both.findings, both.no_verdict) == (alone.findings, ""), name
+                assert any("ask ncclras -f json twice" in note for note in both.notes)
+        file.write_text(text + text)  # cat once once
+        assert read_files([file]).findings == alone.findings
+        assert _given_on_stdin(text + text, []).findings == alone.findings
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(file)
-        for other in (tmp_path / "copy", tmp_path / "link", tmp_path / "." / "sub" / ".." / "once"):
-            (tmp_path / "sub").mkdir(exist_ok=True)
-            both = read_files([file, other])
-            assert (both.findings, both.no_verdict) == (alone.findings, alone.no_verdict), other
-            assert any("skipped" in note for note in both.notes)
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        for same in (tmp_path / "link", tmp_path / "sub" / ".." / "once"):
+            assert any("under another name: skipped" in note for note in read_files([file, same]).notes)
+
+
+def _given_on_stdin(text: str, files: list[Path]) -> Blame:
+    """The verdict on files and a text that comes through a pipe."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, text.encode())
+        os.close(writer)
+        return read_files([Path(f"/dev/fd/{reader}"), *files])
+    finally:
+        os.close(reader)
 
 
 def test_answers_of_two_jobs_are_refused(tmp_path: Path) -> None:
