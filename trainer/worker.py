@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -97,7 +98,12 @@ def _watched(context: RankContext, job: JobConfig, monitor: Monitor | None) -> I
         yield None
         return
 
+    failed = threading.Event()
+
     def fail(error: NetlayerError) -> None:
+        if failed.is_set():  # a process that outlives this goes on watching until its main thread has left
+            return
+        failed.set()
         if monitor is not None:  # the process ends at once: what it has recorded would be lost
             monitor.mark("failure", str(error))
             monitor.flush(_LAST_EVENTS_S)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.small.path import Calls, Kind, Path, Plain
+from collectives.transport.symmetric import meet
 from collectives.transport.windows import ALIGNMENT_BYTES, Windows
 
 _TORCH_ONE_SHOT_BYTES = 128 * 1024  # torch's one-shot kernel is the faster one up to here
@@ -91,7 +92,7 @@ class TorchSymmetric(Path):
 
         self._name, self._num_ranks, self._max_bytes = group.group_name, dist.get_world_size(group), max_bytes
         self._memory = symm_mem.empty(max_bytes, dtype=torch.uint8, device=device)
-        symm_mem.rendezvous(self._memory, group)
+        meet(self._memory, group)
         self.calls: Calls = {"all_reduce": self._all_reduce}
         if self._unrolled:
             self.calls = {**self.calls, "reduce_scatter": self._reduce_scatter}

@@ -4,6 +4,10 @@
 peer: Python's garbage collector would do it in the midst of a step. So what a collected object leaves is kept until a
 quiet point: the next window that is opened, any `close`, a state that the host waits for (`state_dict`), or a call of
 `release_left` between steps. Whoever knows that it is done calls `close`, which gives back at once.
+
+[Note: rendezvous] Each rendezvous of torch's symmetric memory goes by keys in the store, which torch numbers by a
+counter of the process, whatever the group. Ranks whose counters differ wait for each other's keys until the timeout: a
+process that has had such windows cannot open any with one that has just been started. So they are counted here.
 """
 
 from __future__ import annotations
@@ -12,6 +16,18 @@ import weakref
 from collections.abc import Callable
 
 _left: list[Callable[[], object]] = []
+_num_rendezvous = 0
+
+
+def count_rendezvous() -> None:
+    """Count a rendezvous of torch's symmetric memory that comes next: [Note: rendezvous]."""
+    global _num_rendezvous
+    _num_rendezvous += 1
+
+
+def num_rendezvous() -> int:
+    """Number of rendezvous of torch's symmetric memory that this process has begun, those that failed too."""
+    return _num_rendezvous
 
 
 class Leftover:

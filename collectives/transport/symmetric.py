@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.transport.current_stream import current_stream
-from collectives.transport.leftovers import Leftover, release_left
+from collectives.transport.leftovers import Leftover, count_rendezvous, release_left
 from collectives.transport.nodes import host_id
 from netlayer.workload.buckets import MOST_COPYING_RANKS
 
@@ -111,6 +111,17 @@ def compile_kernels(num_ranks: int) -> Any:
     return cupy.RawModule(code=code, options=("-std=c++17", f"-DRANKS={num_ranks}"))
 
 
+def meet(memory: Tensor, group: dist.ProcessGroup) -> Any:
+    """Map the symmetric allocations of a group's ranks into each, and return torch's handle; every rank calls it.
+
+    The process cannot outlive its training afterwards: [Note: rendezvous] in `collectives.transport.leftovers`.
+    """
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    count_rendezvous()
+    return symm_mem.rendezvous(memory, group)
+
+
 class Window:
     """A symmetric allocation of a group, zeroed, and the kernels that work on it.
 
@@ -134,7 +145,7 @@ class Window:
         self.memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
         self.memory.zero_()
         torch.cuda.synchronize(device)
-        self._handle = symm_mem.rendezvous(self.memory, group)
+        self._handle = meet(self.memory, group)
         self._leftover = Leftover(self, [self.memory, self._handle].clear)
         if kernels:
             self._module = compile_kernels(self.num_ranks)

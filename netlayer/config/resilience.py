@@ -90,7 +90,8 @@ class ResilienceConfig(Section):
     survivors: Literal["restart", "keep"] = Field(
         "restart",
         description="processes of nodes that are not to blame for a fault: restart: they are ended and started anew; "
-        "keep: they leave the training and go on in the same process, with its imports, CUDA context and kernels",
+        "keep: they leave the training and go on in the same process, with its imports, CUDA context and kernels; "
+        "all of a node or none, and none that has had windows in the memory of its peers (GPUs of one host)",
     )
     survivors_s: float = Field(
         10.0,

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from collectives.transport import leftovers
 from collectives.transport.leftovers import Leftover, release_left
-from collectives.transport.symmetric import PeerRounds, Window
+from collectives.transport.symmetric import PeerRounds, Window, meet
 from collectives.transport.windows import Windows, _Registration
 
 CUDA = torch.device("cuda", 0)
@@ -55,6 +55,20 @@ def test_release_is_at_once_and_once_and_takes_what_others_left() -> None:
     release_left()
     give_back.assert_called_once_with()
     other.assert_called_once_with()
+
+
+def test_a_rendezvous_counts_before_it_has_come_about() -> None:
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    before, memory, group = leftovers.num_rendezvous(), mock.Mock(), mock.Mock()
+    with (
+        mock.patch.object(leftovers, "_num_rendezvous", before),
+        mock.patch.object(symm_mem, "rendezvous", side_effect=RuntimeError("a peer is gone")) as rendezvous,
+    ):
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            meet(memory, group)
+        rendezvous.assert_called_once_with(memory, group)
+        assert leftovers.num_rendezvous() == before + 1
 
 
 class Nccl:

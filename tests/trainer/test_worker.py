@@ -44,6 +44,18 @@ def test_meeting_and_collectives_have_timeouts_of_their_own(monkeypatch: pytest.
     assert build_config({"job": {}}).job.parallel.distributed_timeout_s == 600
 
 
+def test_the_first_verdict_of_the_watch_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, monitor, fail = mock.Mock(), mock.Mock(), mock.Mock()
+    monkeypatch.setattr(worker, "Watch", watch)
+    context = RankContext(RankEnv(rank=1, world_size=2), fail=fail)
+    error = CheckFailed("a peer is gone")
+    with worker._watched(context, build_config({"job": {}}).job, monitor):
+        for _ in range(2):  # the watch looks on while the main thread leaves
+            watch.call_args.kwargs["on_failure"](error)
+    monitor.mark.assert_called_once_with("failure", "a peer is gone")
+    fail.assert_called_once_with(error)
+
+
 def test_who_has_waited_in_vain_hears_which_key_lets_it_wait_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = RanksMissing("waiting for rank 0: 1 of 2 have come", (0,))
     monkeypatch.setattr(worker, "open_world", mock.Mock(side_effect=missing))

@@ -6,7 +6,9 @@ so in its progress, and waits for a line with the environment of the next start;
 its imports, its CUDA context, and kernels that are compiled.
 
 What it cannot give back, or not in time, is the executor's to end: a process that is started afresh has no past. So has
-one whose device fails, that was refused as wrong in itself (exit code 2), or whose pipe ends.
+one whose device fails, that was refused as wrong in itself (exit code 2), or whose pipe ends. And so has one that has
+had windows in the memory of its peers, which ends at once: it could open none with a fresh process
+(`collectives.transport.leftovers`, [Note: rendezvous]), and kernels that wait for a peer there wait without a limit.
 
 [Note: leaving] The main thread may be in a collective that its peers will never enter. So a thread reads the pipe; it
 raises `Leave` in the main one, which acts on it when it is back in Python, and breaks its wait: it aborts all groups,
@@ -27,11 +29,10 @@ import socket
 import stat
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from netlayer.errors import EXIT_USAGE, NetlayerError
 from trainer.resilience.progress import ProgressFile
@@ -45,6 +46,7 @@ LOG = "NETLAYER_RUN_LOG"
 _EXIT_LEFT = 143  # as of a process that SIGTERM has ended
 
 _FAILS_S = 8.0  # for a main thread to leave after a verdict of the watch, before the process ends
+_PEER_MEMORY = "it has had windows in the memory of its peers"
 
 _cleanups: list[Callable[[], None]] = []
 active: list[_Orders] = []
@@ -66,19 +68,29 @@ def on_failure(cleanup: Callable[[], None]) -> None:
 def failing(otherwise: Callable[[NetlayerError], None]) -> Callable[[NetlayerError], None]:
     """Return what a rank does, from any thread, about an error that no exception can bring to its main thread.
 
-    It leaves the training where the process goes on, and the line of the error is in its log. Else, and where it cannot
-    leave, it does what is given, which ends the process.
+    Where the process goes on, it leaves the training, and the line of the error is in its log; it waits for nothing,
+    for the main thread may wait for the thread that calls it. A process that has not left within seconds ends. Where it
+    does not go on, it does what is given, which ends it.
     """
     if not active:
         return otherwise
 
     def fail(error: NetlayerError) -> None:
-        sys.stderr.write(f"error: {error}\n")
-        sys.stderr.flush()
-        if not active[0].leave(error.exit_code, _FAILS_S):
-            os._exit(error.exit_code)
+        if has_peer_memory():
+            _note_end(error.exit_code, _PEER_MEMORY)
+            otherwise(error)
+        else:
+            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.flush()
+            active[0].leave(error.exit_code, _FAILS_S)
 
     return fail
+
+
+def has_peer_memory() -> bool:
+    """Whether this process has had windows in the memory of its peers, and so cannot outlive its training."""
+    leftovers = sys.modules.get("collectives.transport.leftovers")
+    return leftovers is not None and leftovers.num_rendezvous() > 0
 
 
 class _Orders:
@@ -88,7 +100,8 @@ class _Orders:
         self._descriptor = descriptor
         self._main = threading.main_thread().ident
         self._lock = threading.Lock()
-        self._is_training = False
+        self._is_training = self._is_leaving = False
+        self._is_due = False  # to leave the training that begins next
         self._num_trainings = 0
         self.code = _EXIT_LEFT
         """Exit code of a training that was left."""
@@ -97,9 +110,17 @@ class _Orders:
         threading.Thread(target=self._read, name="orders", daemon=True).start()
 
     def begin(self) -> None:
-        """Let an order to leave raise `Leave` in the main thread, until `end`."""
+        """Let an order to leave raise `Leave` in the main thread, once, until `end`.
+
+        Raises:
+            Leave: the order has come already, since this start.
+        """
         with self._lock:
-            self._is_training, self.code = True, _EXIT_LEFT
+            self.code = _EXIT_LEFT
+            if self._is_due:
+                self._is_due = False
+                raise Leave
+            self._is_training, self._is_leaving = True, False
             self._num_trainings += 1
 
     def end(self) -> None:
@@ -119,36 +140,42 @@ class _Orders:
         with os.fdopen(self._descriptor, "r", encoding="utf-8") as lines:
             for line in lines:
                 if line.strip() == LEAVE:
+                    with self._lock:
+                        self._is_due = not self._is_training
                     self.leave(_EXIT_LEFT)
                 else:
+                    with self._lock:
+                        self._is_due = False  # it was about the start before, which had ended by itself
                     self._next = json.loads(line)
                     self._has_next.set()
         with self._lock:
             if not self._is_training:  # nobody will start it again; in training the executor's keeper decides
                 os._exit(_EXIT_LEFT)
 
-    def leave(self, code: int, limit_s: float = 0.0) -> bool:
-        """Have the main thread leave the training.
+    def leave(self, code: int, limit_s: float = 0.0) -> None:
+        """Have the main thread leave the training, from any thread; where it does so already, nothing.
 
         Args:
             code: exit code that it is to have.
-            limit_s: for which this waits for it.
-
-        Returns:
-            Whether it has left it by then.
+            limit_s: after which the process ends where it has not left; 0: none.
         """
         with self._lock:
-            if not self._is_training:
-                return True
-            self.code, number = code, self._num_trainings
+            if not self._is_training or self._is_leaving:  # a second exception would interrupt the cleanup
+                return
+            self._is_leaving, self.code, number = True, code, self._num_trainings
+            if has_peer_memory():
+                _end(code, _PEER_MEMORY)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._main or 0), ctypes.py_object(Leave))
+
+        def end_if_it_stays() -> None:
+            if self._is_training and number == self._num_trainings:
+                _end(code, f"it has not left the training within {limit_s:g} s")
+
+        if limit_s:
+            timer = threading.Timer(limit_s, end_if_it_stays)
+            timer.daemon = True
+            timer.start()
         _abort_groups()
-        until_s = time.monotonic() + limit_s
-        while self._is_training and number == self._num_trainings:
-            if time.monotonic() > until_s:
-                return False
-            time.sleep(0.02)
-        return True
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -164,11 +191,13 @@ def main(arguments: Sequence[str]) -> int:
             return code
         # First, for the time of it says which of several ranks has failed first.
         progress.leave(code)
+        if has_peer_memory():  # to give back is to wait for the device, and that for peers that may be gone
+            _end(code, _PEER_MEMORY)
         try:
             _give_back()
-        except Exception:
-            logger.warning("what the training held could not be given back: the process ends", exc_info=True)
-            return code
+        except (Exception, Leave):
+            logger.warning("what the training held could not be given back", exc_info=True)
+            _end(code, "what the training held could not be given back")
         progress.wait()
         environ = orders.next_start()
         os.environ.clear()
@@ -179,16 +208,30 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], orders: _Orders) -> int:
-    """Run a module as `python -m` does, and return its exit code."""
+    """Run a module as `python -m` does, and return its exit code; no order raises afterwards."""
     sys.argv = list(arguments)
     try:
-        orders.begin()
         try:
-            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+            orders.begin()
+            code = _run_module(arguments[0])
         finally:
             orders.end()
-    except Leave:
+    except Leave:  # anywhere in there; it comes once, so nothing interrupts the end again
+        orders.end()
         return orders.code
+    return code
+
+
+def _run_module(name: str) -> int:
+    """Run a module, and return the exit code that an interpreter would end with.
+
+    Raises:
+        Leave: the training was left.
+    """
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except Leave:
+        raise
     except SystemExit as exc:
         if isinstance(exc.code, str):
             sys.stderr.write(f"{exc.code}\n")
@@ -214,6 +257,8 @@ def _give_back() -> None:
         rendezvous.forget_meetings()
     gc.unfreeze()
     gc.collect()
+    if leftovers := sys.modules.get("collectives.transport.leftovers"):
+        leftovers.release_left()  # what was collected just now has left memory registered with NCCL
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return
@@ -223,6 +268,23 @@ def _give_back() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def _end(code: int, why: str) -> NoReturn:
+    """End the process at once, from any thread, and say why it does not wait for the next start."""
+    _note_end(code, why)
+    os._exit(code)
+
+
+def _note_end(code: int, why: str) -> None:
+    """Say in the log and in the progress why the process ends, and does not wait for the next start."""
+    with contextlib.suppress(OSError):  # a full disk, say: it ends all the same
+        sys.stderr.write(f"process {os.getpid()} does not wait for the next start: {why}\n")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    with contextlib.suppress(OSError):
+        if progress := ProgressFile.of(os.environ, goes_on=True):
+            progress.leave(code, why)
 
 
 def _abort_groups() -> None:

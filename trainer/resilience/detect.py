@@ -203,10 +203,7 @@ class View:
         self._rates_of_s = 0.0
         self._moved: set[str] = set()  # nodes whose traffic has been told since `_rates` were computed
         self._typical = (0, 0.0)  # number of steps told of, and their median
-        self._silent_since: tuple[list[str], float] = (
-            [],
-            -math.inf,
-        )  # of these members none has been silent for longer
+        self._silent_since: tuple[list[str], float] = [], -math.inf  # of these members none has been silent for longer
         self._heartbeat_s = heartbeat_s
 
     def take(self, heartbeat: Heartbeat, now_s: float) -> bool:
@@ -327,16 +324,10 @@ class View:
         """The rank of an incarnation that has told of the last step; None: there is none."""
         told_of, step, node = self._furthest
         view = self.nodes.get(node) if told_of == incarnation and node in members else None
-        if (
-            view is not None
-            and view.newest is not None
-            and (view.heartbeat.incarnation, view.newest.step)
-            == (
-                incarnation,
-                step,
-            )
-        ):
-            return view.newest  # nobody has told of a later one: thousands need not be looked at
+        if view is not None and view.heartbeat.incarnation == incarnation:
+            furthest = view.newest
+            if furthest is not None and furthest.step == step:
+                return furthest  # nobody has told of a later one: thousands need not be looked at
         newest: RankStatus | None = None
         for name in members:
             view = self.nodes.get(name)

@@ -350,7 +350,7 @@ class Driver:
         for name, text in unclear.items():
             self._say(f"{name} trains unchecked: its self-check could not be made: {plain(text, 300)}")
         evidence = {"incarnation": facts.incarnation, "skipped": skipped, "unclear": unclear}
-        return Event.CHECKS_PASSED, evidence | {"kept": self.roster.keeping()}
+        return Event.CHECKS_PASSED, evidence | self.roster.kept()
 
     def _train(self, now_s: float) -> Outcome:
         """START, RUN and DRAIN: look for faults, the first step, and the end."""

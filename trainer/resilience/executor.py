@@ -453,6 +453,7 @@ class Executor:
                 tx_bytes=tx_bytes,
                 rx_bytes=rx_bytes,
                 code=self._code if self._processes else "",
+                not_kept=plain(self._processes.why_fresh, 255) if self._processes else "",
             )
             try:
                 return seal(heartbeat, self._token)

@@ -131,6 +131,7 @@ class Heartbeat(_Message):
         checks: results of the last self-check, which was asked for under `checks_of`.
         tx_bytes, rx_bytes: of the node's network interfaces, since they came up.
         code: digest of our packages' files that the incarnation's processes have loaded; empty: not known.
+        not_kept: reason why none of its processes waits for the next start, though they were to; empty: there is none.
     """
 
     kind: Literal["heartbeat"] = "heartbeat"
@@ -161,6 +162,7 @@ class Heartbeat(_Message):
     tx_bytes: _Ordinal = 0
     rx_bytes: _Ordinal = 0
     code: Annotated[str, Field(max_length=64)] = ""
+    not_kept: _Text = ""
 
 
 class Assignment(_Message):

@@ -1,9 +1,9 @@
 """Training processes of one node: started, looked at, read, and ended, with all that they started.
 
 Each has a session of its own and a log of its own; where the run keeps survivors it may outlive an incarnation
-(`trainer.inprocess`), else it is one's. It is a fork of a process that has torch and the trainer imported,
-where there is one (`Warm`). What a rank started dies with it, daemons too, by a mark in the environment; where the
-executor itself is killed, the keeper of `netlayer.launch` ends them.
+(`trainer.inprocess`), with all of its node or with none, else it is one's. It is a fork of a process that has torch and
+the trainer imported, where there is one (`Warm`). What a rank started dies with it, daemons too, by a mark in the
+environment; where the executor itself is killed, the keeper of `netlayer.launch` ends them.
 """
 
 from __future__ import annotations
@@ -255,6 +255,8 @@ class TrainingProcesses:
         self.incarnation = incarnation
         self.readers: list[LogReader] = []
         self.is_draining = self.is_killed = self.is_suspended = False
+        self.why_fresh = ""
+        """Reason why none of them goes on, though they were asked to; empty: they do, or were not asked."""
         self._command: Sequence[str] = ()
         self._environ: Mapping[str, str] = {}
         self._keeps = False
@@ -282,9 +284,10 @@ class TrainingProcesses:
             self._processes.append(self._begin(local, rank))
 
     def suspend(self, limit_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Have them leave the training and wait for the next start; twice is once.
+        """Have them leave the training and wait for the next start, and kill what they have left; twice is once.
 
-        Those that do not within the limit are killed, and so is what ended ones have left.
+        Where one of them has ended, or does not wait within the limit, all are killed, and `why_fresh` is set: a node
+        whose processes have different pasts might not agree in what torch counts in each.
 
         Args:
             meanwhile: called again and again while that takes its time.
@@ -300,51 +303,67 @@ class TrainingProcesses:
                 process.was_signalled = True
                 _send(process, f"{inprocess.LEAVE}\n")
         until_s = time.monotonic() + limit_s
-
-        def are_through() -> bool:
-            return all(self._waits(each) or each.popen.poll() is not None for each in self._processes)
-
-        while not are_through() and time.monotonic() < until_s:
+        while self._are_awaited() and time.monotonic() < until_s:
             meanwhile()
             time.sleep(0.02)
-        for process in self._processes:
-            if not self._waits(process):
-                self._kill(process)
-        wait_until(
-            lambda: all(self._waits(each) or each.popen.poll() is not None for each in self._processes), meanwhile
-        )
         self._poll()
-        kept = [each.popen.pid for each in self._processes if self._waits(each)]
-        kill_strays(self._mark, [*self._warm.pids, *kept])
-        self.is_suspended = True
+        if all(self._waits(each) for each in self._processes):
+            kill_strays(self._mark, [*self._warm.pids, *(each.popen.pid for each in self._processes)])
+            self.is_suspended = True
+            return
+        reasons = [reason for each in self._processes if (reason := self._why_not_kept(each, limit_s))]
+        self.why_fresh = "; ".join(reasons[:2])
+        logger.info("none of the processes is kept: %s", self.why_fresh)
+        self.kill(meanwhile)
+
+    def _are_awaited(self) -> bool:
+        """Whether one may yet come to wait for the next start, and none has ended, which decides for all."""
+        self._poll()
+        if any(each.popen.poll() is not None for each in self._processes):
+            return False
+        return not all(self._waits(each) for each in self._processes)
+
+    def _why_not_kept(self, process: _Process, limit_s: float) -> str:
+        """Return why a process cannot go on; empty: it waits, or is only not so far because another one has ended."""
+        latest, code = progress.read(process.progress), process.popen.poll()
+        if latest is not None and latest.why_ends:
+            return f"rank {process.rank}: {latest.why_ends}"
+        if code is not None:
+            return f"rank {process.rank} has ended with exit code {code}"
+        is_late = not self._waits(process) and all(each.popen.poll() is None for each in self._processes)
+        return f"rank {process.rank} does not wait after {limit_s:g} s" if is_late else ""
 
     def go_on(self, incarnation: int, ranks: Sequence[int], environ: Mapping[str, str]) -> None:
-        """Start the next incarnation: in the processes that wait for it, and in fresh ones for the others."""
-        waiting = {local: each for local, each in enumerate(self._processes) if self._waits(each)}
-        logger.info("kept in incarnation %d: %s", incarnation, [each.popen.pid for each in waiting.values()] or "none")
+        """Start the next incarnation: in the processes that wait for it, or where one does not, in fresh ones alone."""
+        are_kept = all(self._waits(each) for each in self._processes)
+        pids = [each.popen.pid for each in self._processes]
+        logger.info(
+            "kept in incarnation %d: %s", incarnation, pids if are_kept else "none, for one has ended meanwhile"
+        )
+        if not are_kept:
+            self.kill()
         self.incarnation, self._environ = incarnation, environ
-        self.is_draining = self.is_suspended = False
-        for process in self._processes:
-            if process not in waiting.values():
-                _close_orders(process)
+        self.is_draining = self.is_suspended = self.is_killed = False
+        before, processes = self._keeper, self._processes
         self.readers, self._processes = [], []
-        before = self._keeper
         self._start_keeper()
         if before is not None:  # only now: one of them has each process at any time
             before.kill()
             before.communicate()
         for local, rank in enumerate(ranks):
-            kept = waiting.get(local)
-            self._processes.append(self._tell_to_go_on(kept, local, rank) if kept else self._begin(local, rank))
+            start = self._tell_to_go_on(processes[local], local, rank) if are_kept else self._begin(local, rank)
+            self._processes.append(start)
 
     def replace_silent(self, limit_s: float) -> None:
-        """Start those afresh that were told to go on, and have ended or not begun within the limit."""
+        """Start those afresh that were told to go on, and have ended or not begun within the limit.
+
+        The others have begun, and peers may have met them: they stay. None of them has had windows in the memory of
+        peers, so that a fresh one agrees with them in what torch counts.
+        """
         for local, process in enumerate(self._processes):
-            if process.told_s is None:
+            if process.told_s is None or process.progress.exists():
                 continue
-            if process.progress.exists():
-                process.told_s = None
-            elif process.popen.poll() is not None or time.monotonic() - process.told_s > limit_s:
+            if process.popen.poll() is not None or time.monotonic() - process.told_s > limit_s:
                 logger.warning("process %d does not go on: rank %d is started afresh", process.popen.pid, process.rank)
                 self._kill(process)
                 wait_until(lambda popen=process.popen: popen.poll() is not None, lambda: None)  # type: ignore[misc]
@@ -486,6 +505,8 @@ class TrainingProcesses:
         for process in self._processes:
             if process.exit_code is not None:
                 continue
+            if process.told_s is not None and process.progress.exists():
+                process.told_s = None  # it has begun
             code = process.popen.poll()
             if code is None and self._keeps and process.told_s is None:  # one that goes on has ended as well
                 latest = progress.read(process.progress)

@@ -30,6 +30,7 @@ class Progress:
     Args:
         left: exit code with which the training has ended, in a process that has not.
         waits: that process has given back what the training held, and waits for the next start.
+        why_ends: reason why it ends, and does not wait.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class Progress:
     at_ns: int = 0
     left: int | None = None
     waits: bool = False
+    why_ends: str = ""
 
 
 class ProgressFile:
@@ -75,9 +77,13 @@ class ProgressFile:
         self._phases.append("ends")
         self._write()
 
-    def leave(self, code: int) -> None:
-        """Tell that the training has ended, and the process has not."""
-        self._progress.left = code
+    def leave(self, code: int, why_ends: str = "") -> None:
+        """Tell that the training has ended, and the process has not.
+
+        Args:
+            why_ends: the process will end, too, for this reason (128 characters at most).
+        """
+        self._progress.left, self._progress.why_ends = code, why_ends[:128]
         self._write()
 
     def wait(self) -> None:

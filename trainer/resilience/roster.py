@@ -219,6 +219,12 @@ class Roster:
             return []
         return [name for name in facts.members if name not in decision["nodes"] and name not in facts.evicted]
 
+    def kept(self) -> dict[str, Any]:
+        """Return, for the journal, which nodes' processes go on, and of the others that could have, why not."""
+        known = {name: self._view.nodes[name].heartbeat for name in self.keeping() if name in self._view.nodes}
+        not_kept = {name: beat.not_kept for name, beat in known.items() if beat.not_kept}
+        return {"kept": [name for name in known if name not in not_kept], "not_kept": not_kept}
+
     # ---- self-checks ----
 
     @property

@@ -94,7 +94,7 @@ class FakeNode:
         self.beacon_ns = self.ended_ns = 0
         self.matches: list[LogMatch] = []
         self.exposed = 0.5
-        self.code = "0123456789abcdef"
+        self.code, self.not_kept = "0123456789abcdef", ""
         self.told_s = -1e9
         self.told: object = None
 
@@ -198,6 +198,7 @@ class FakeNode:
             checks_of=self.checks_of,
             checks=(check,) if self.checks_of else (),
             code=self.code if self.incarnation else "",
+            not_kept=self.not_kept,
         )
         return seal(message, self.fleet.token)
 

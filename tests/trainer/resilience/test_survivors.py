@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from netlayer.errors import NetlayerError
 from netlayer.store.redis_server import find_redis_binary
 from trainer.resilience.machine import State
 from trainer.resilience.processes import TrainingProcesses
@@ -54,18 +57,15 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made.processes.kill()
 
 
-def test_a_process_goes_on_where_its_peer_was_killed(node: Node) -> None:
-    first, second = node.pids(1)
-    os.kill(second, signal.SIGKILL)
-    until(lambda: node.processes.statuses()[1].state == "ended", "the killed one")
+def test_processes_go_on_in_the_next_start(node: Node) -> None:
+    pids = node.pids(1)
     node.processes.suspend(_LIMIT_S)
     statuses = [(each.state, each.exit_code, each.was_ended, each.step) for each in node.processes.statuses()]
-    assert statuses == [("ended", 143, True, 5), ("ended", -9, False, 5)]
+    assert statuses == [("ended", 143, True, 5)] * 2
     assert (node.folder / "given-back-1-0").exists()
+    assert (node.folder / "released-1-0").exists()  # of an object that only the garbage collector frees
     node.processes.go_on(2, (0, 1), node.environ(2))
-    again = node.pids(2)
-    assert again[0] == first
-    assert again[1] not in (first, second)
+    assert node.pids(2) == pids
     node.processes.replace_silent(_LIMIT_S)
     assert [each.state for each in node.processes.statuses()] == ["running", "running"]
     assert "start 2 of rank 0" in (node.folder / "node" / "rank00000.0002.log").read_text()
@@ -85,16 +85,136 @@ def test_a_process_that_has_failed_says_so_before_it_waits(node: Node) -> None:
     assert node.pids(2) == pids
 
 
-def test_a_process_that_does_not_leave_in_time_is_killed_and_replaced(node: Node) -> None:
-    first, second = node.pids(1)
+def test_no_process_of_a_node_goes_on_where_one_was_killed(node: Node) -> None:
+    pids = node.pids(1)
+    os.kill(pids[1], signal.SIGKILL)
+    until(lambda: node.processes.statuses()[1].state == "ended", "the killed one")
+    node.processes.suspend(_LIMIT_S)
+    assert (node.processes.is_suspended, node.processes.is_killed) == (False, True)
+    assert node.processes.why_fresh == "rank 1 has ended with exit code -9"
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_no_process_of_a_node_goes_on_where_one_does_not_leave_in_time(node: Node) -> None:
+    pids = node.pids(1)
     (node.folder / "hang-1").touch()
     time.sleep(0.2)
     node.processes.suspend(3.0)
-    (node.folder / "hang-1").unlink()
     assert [each.exit_code for each in node.processes.statuses()] == [143, -9]
+    assert node.processes.why_fresh == "rank 1 does not wait after 3 s"
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_no_process_of_a_node_goes_on_where_one_that_waited_has_ended(node: Node) -> None:
+    pids = node.pids(1)
+    node.processes.suspend(_LIMIT_S)
+    os.kill(pids[1], signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{pids[1]}").exists() or not node.processes._waits(node.processes._processes[1]), "")
     node.processes.go_on(2, (0, 1), node.environ(2))
-    again = node.pids(2)
-    assert (again[0], again[1] == second) == (first, False)
+    assert not set(node.pids(2)) & set(pids)
+    assert [each.state for each in node.processes.statuses()] == ["running", "running"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_has_had_windows_ends_instead_of_waiting(tmp_path: Path, fails: bool) -> None:
+    for name in ("window-0", "window-1", *(["fail-0"] if fails else [])):
+        (tmp_path / name).touch()
+    made = Node(tmp_path)
+    try:
+        if fails:
+            until(lambda: made.processes.statuses()[0].exit_code == 1, "the failed one")
+        else:
+            made.pids(1)
+        made.processes.suspend(_LIMIT_S)
+        assert "rank 0: it has had windows in the memory of its peers" in made.processes.why_fresh
+        assert made.processes.statuses()[0].exit_code == (1 if fails else 143)
+        assert not list(tmp_path.glob("given-back-*"))  # which would wait for peers
+        log = (tmp_path / "node" / "rank00000.0001.log").read_text()
+        assert "does not wait for the next start: it has had windows in the memory of its peers" in log
+    finally:
+        made.processes.kill()
+
+
+def test_an_order_to_leave_that_comes_before_the_training_is_followed(node: Node) -> None:
+    pids = node.pids(1)
+    node.processes.suspend(_LIMIT_S)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    node.processes.go_on(2, (0, 1), node.environ(2))
+
+    def wake() -> None:  # only now, so that both lines are there before one of them is read
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+    node.processes.suspend(10.0, wake)
+    assert node.processes.is_suspended, node.processes.why_fresh
+    node.processes.go_on(3, (0, 1), node.environ(3))
+    assert node.pids(3) == pids
+
+
+def test_a_verdict_does_not_wait_for_the_thread_that_waits_for_it(node: Node) -> None:
+    pids = node.pids(1)
+    (node.folder / "blame-1").touch()
+    until(lambda: node.processes.statuses()[1].state == "ended", "the blaming one")
+    assert node.processes.statuses()[1].exit_code == NetlayerError.exit_code
+    (node.folder / "blame-1").unlink()
+    node.processes.suspend(_LIMIT_S)
+    node.processes.go_on(2, (0, 1), node.environ(2))
+    assert node.pids(2) == pids
+
+
+def test_an_order_in_the_midst_of_giving_back_ends_the_process(tmp_path: Path) -> None:
+    (tmp_path / "leave-again-0").touch()
+    made = Node(tmp_path)
+    try:
+        made.pids(1)
+        made.processes.suspend(_LIMIT_S)
+        assert made.processes.why_fresh == "rank 0: what the training held could not be given back"
+        assert made.processes.statuses()[0].exit_code == 143
+    finally:
+        made.processes.kill()
+
+
+_PROGRAM = """
+import os, time
+from trainer.inprocess.process import Leave, _Orders, _run
+
+theirs, ours = os.pipe()
+orders = _Orders(theirs)
+begin, end = orders.begin, orders.end
+ends = [Leave]
+
+
+def late_begin():
+    begin()
+    raise Leave
+
+
+def early_end():
+    if ends:
+        raise ends.pop()
+    end()
+
+
+orders.begin = late_begin
+print(_run(["colorsys"], orders), orders._is_training)
+orders.begin, orders.end = begin, early_end
+print(_run(["colorsys"], orders), orders._is_training)
+begin()
+try:
+    orders.leave(1)
+    time.sleep(60)
+except Leave:
+    orders.leave(2)
+    print(orders.code)
+os._exit(0)
+"""
+
+
+def test_an_order_at_the_edge_of_a_training_leaves_it_once_and_for_all() -> None:
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env=environ, check=False)
+    assert (done.stdout.splitlines(), done.stderr) == (["143 False", "143 False", "1"], "")
 
 
 def test_a_kept_process_that_does_not_begin_is_replaced(node: Node) -> None:
@@ -127,6 +247,19 @@ def test_nodes_that_are_not_to_blame_keep_their_processes(tmp_path: Path, surviv
     fleet.until_state(State.RUN)
     assert {name for name, each in fleet.nodes.items() if each.assignment.keeps} == kept
     assert fleet.finish() is State.COMPLETED
+
+
+def test_the_journal_says_why_a_node_that_could_be_kept_is_not(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, survivors="keep")
+    fleet.until(lambda: fleet.driver.facts.state is State.RUN and fleet.nodes["node-0"].step > 10)
+    fleet.nodes["node-2"].not_kept = "rank 2: it has had windows in the memory of its peers"
+    fleet.nodes["node-1"].die(-9)
+    fleet.until_state(State.SUSPEND)
+    fleet.until_state(State.RUN)
+    lines = map(json.loads, fleet.folder.journal.read_text().splitlines())
+    last = [entry["evidence"] for entry in lines if "kept" in entry["evidence"]][-1]
+    assert last["kept"] == ["node-0", "node-3"]
+    assert last["not_kept"] == {"node-2": fleet.nodes["node-2"].not_kept}
 
 
 def test_nobody_is_kept_where_nobody_is_to_blame(tmp_path: Path) -> None:
