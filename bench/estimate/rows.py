@@ -80,11 +80,12 @@ def _row(cells: dict[str, Any], place: str) -> Row:
     """Return the row of a line of the file; a row without seconds has tokens a second and GPU."""
     scaling: Scaling | None = None
     if cells["precision"] == "fp8":
-        scaling = cast(Scaling, cells.get("fp8_scaling") or "")
-        if scaling not in get_args(Scaling):
+        text = cells.get("fp8_scaling") or ""
+        if text not in get_args(Scaling):
             rule = f"must be one of {', '.join(get_args(Scaling))} in a row of fp8 ({cells['family']})"
             remedy = "give unknown where the source does not say"
-            raise ConfigError(f"{place}: fp8_scaling", scaling or "(empty)", rule, remedy)
+            raise ConfigError(f"{place}: fp8_scaling", text or "(empty)", rule, remedy)
+        scaling = cast(Scaling, text)
     numbers = {
         key: int(cells[key])
         for key in ["layers", "vocab", "gpus", "gbs", "seq", "tp", "pp", "vp", "cp", "mbs", "zero", "deferred_heads"]

@@ -86,4 +86,4 @@ def _key(shape: cublaslt.Shape) -> str:
     if shape.b_dtype == shape.dtype and not shape.fast:
         del parts["b_dtype"], parts["fast"]
     del parts["device"]
-    return str([dataclasses.astuple(part) if dataclasses.is_dataclass(part) else part for part in parts.values()])
+    return str([dataclasses.astuple(part) if isinstance(part, cublaslt.Operand) else part for part in parts.values()])
