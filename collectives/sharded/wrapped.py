@@ -275,7 +275,7 @@ class ReshardHooks:
             before_wait: launches the reductions of later buckets than the one that it is given.
         """
         if self._gather.in_backward:
-            self._gather.end_backward(before_wait)
+            self._gather.abandon_backward(before_wait)
         else:
             self._gather.pass_nothing(before_wait)
 
