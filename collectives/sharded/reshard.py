@@ -23,8 +23,10 @@ whose pass has raised may lack reads of the others. So after each step all ranks
 bucket that reshards: whether this rank holds a view of it. What any rank holds they gather together, for the view to
 show the new values. On CUDA the host waits for the answer only where it may tell of a view: on ranks that have read
 something themselves since nobody held a view, or that have taken part in a pass of the others without its computation.
-Any other rank has read what all have read: nothing. Not covered: a read that gathers a bucket anew in the pass that
-raised (after its unit, say), which the rank that raised does not take part in.
+Any other rank has read what all have read: nothing. Gradients of what is read before the units run come last of all; so
+a rank that takes part without its computation then waits for no reduction while gathers are to be launched. Not
+covered: a read that gathers a bucket anew in the pass that raised (after its unit, say), which the rank that raised
+does not take part in; and such late gradients of more buckets than are in flight, where it has never read so itself.
 """
 
 from __future__ import annotations
@@ -82,6 +84,8 @@ class ReshardingGather(ParameterGather):
         """Whether the other ranks may have read what this one has not: a pass has raised since the shards changed."""
         self._needed: set[int] = set()
         """Buckets that a backward pass may read without a hook before: their memory stays until the shards change."""
+        self.has_been_needed = False
+        """Whether any ever was."""
         self._viewed: set[int] = set()
         """Buckets whose memory has stayed when they were freed: needed, or the program here held a view."""
         self._exchange: tuple[Work, Tensor, Tensor] | None = None
@@ -107,6 +111,7 @@ class ReshardingGather(ParameterGather):
             # Read without gradients in a pass that records them, it is current, and read again unnoticed.
             if torch.is_grad_enabled() or (self._in_forward and self._with_gradients):
                 self._needed.add(index)
+                self.has_been_needed = True
 
     def wait_all(self) -> None:
         """Make every parameter ready to be read, with the values of the last `unshard`."""

@@ -568,7 +568,7 @@ def an_exception_before_a_read_costs_one_step_in_stage_3(rank: int, world_size: 
         model = model.to(torch.get_default_device(), torch.float64)
         plain = copy.deepcopy(model)
         plain.reads = measure if reads is hold else reads
-        sharded = stage3(model, in_flight=100, prefetch=1 + is_first)
+        sharded = stage3(model, in_flight=100 if is_first else 1, prefetch=1 + is_first)
         gather: Any = sharded._gather
         optimizer, theirs = sharded.optimizer(adamw), adamw(plain.parameters())
         for step, tokens in enumerate(batches(4, world_size)):
