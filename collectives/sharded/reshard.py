@@ -140,7 +140,7 @@ class ReshardingGather(ParameterGather):
 
     @property
     def _may_be_viewed(self) -> bool:
-        """Whether some rank may hold a view, as far as this one can tell: [Note: what a pass that raised...]."""
+        """Whether some rank may hold a view, as far as this one can tell: the second note above."""
         return bool(self._handed_out) or self._lacks_reads or self._in_forward
 
     def _share_views(self) -> list[int]:
