@@ -306,7 +306,7 @@ class ShardedDataParallel(StandIn):
 
     def _after_forward(self) -> None:
         # Whatever modules this rank's forward has called: every rank must have launched the same gathers.
-        self._gather.launch_all()
+        self._gather.end_forward()
         self._wrapped.learn_order()
 
     def start_step(self, step: int | None = None) -> None:

@@ -318,6 +318,10 @@ class ParameterGather:
     def begin_forward(self, *, with_gradients: bool) -> None:
         """Begin a forward pass; here all its gathers are launched or queued already."""
 
+    def end_forward(self) -> None:
+        """End a forward pass: every rank has launched the same, whatever its own has used."""
+        self.launch_all()
+
     def check_unchanged(self) -> None:
         """Raise RuntimeError if shards were changed that nothing will unshard."""
         if self.needs_unshard:

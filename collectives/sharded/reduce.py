@@ -631,9 +631,9 @@ class GradientReduce:
         self._next = len(self.buckets) - 1
 
     def _launch_down_to(self, index: int) -> None:
-        """Launch the reductions of all buckets after this one."""
+        """Launch the reductions of all buckets after this one, for ranks that may need gathers to fill theirs."""
         while self._next > index:
-            self._launch_next()
+            self._launch_next(waits=self.reshard is None or not self.reshard.gradients_come_late)
 
     def _launch_while_ready(self) -> None:
         while self._next >= 0 and self._missing[self._next] == 0:
@@ -652,7 +652,7 @@ class GradientReduce:
         self.state = GradientState.STEPPED if is_stepping else GradientState.REDUCED
         self._num_reductions += 1
 
-    def _launch_next(self) -> None:
+    def _launch_next(self, waits: bool = True) -> None:
         """Launch the reduction of the next bucket, and let a step inside the backward pass follow it."""
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
@@ -668,7 +668,8 @@ class GradientReduce:
         if self.state is GradientState.STEPPING and self.post_reduce_hook is not None:
             self.post_reduce_hook.reduced(index, work)
         # Last: the next bucket may be filled while as many as allowed are in flight.
-        self.reduce_scatters.wait_for_room()
+        if waits:
+            self.reduce_scatters.wait_for_room()
 
     def _adds(self, index: int) -> bool:
         """Whether a reduction of this bucket adds to one of the same step, or to what the user has left there."""

@@ -13,11 +13,20 @@ it was freed is gathered once more, where the program does so on every rank. Buc
 [Note: views] A program may hold a tensor over a bucket's memory (`.data`, `.detach()`, a value of a state_dict), and so
 may one rank alone. Whether one lives is known on its own rank only, so it decides nothing that ranks do together: the
 bucket counts as freed and is gathered as on the other ranks, but its memory stays under the view, and the next gather
-lands there. It goes with the pass or the step that finds the view gone. Which parameters were read past the hooks is
-known on all ranks, for a read is a collective. So where some were, ranks exchange after each step which of these
-anybody holds a view of, and gather them together, for the view to show the new values; the exchanges end when nobody
-does. Not covered: a view that is made inside the forward pass of the unit itself, whose parameters need no gather then:
-autograd saves such views too, and nothing tells them apart.
+lands there. It goes with the pass or the step that finds the view gone. What was read while gradients are recorded, or
+in a forward pass that records them, stays likewise until the shards change: the backward pass may read it without a
+hook before. Not covered: a view that is made inside the forward pass of the unit itself, whose parameters need no
+gather then: autograd saves such views too, and nothing tells them apart.
+
+[Note: what a pass that raised has not read] Nor does what was read past the hooks decide about collectives, for a rank
+whose pass has raised may lack reads of the others. So after each step all ranks launch an all-reduce of one byte a
+bucket that reshards: whether this rank holds a view of it. What any rank holds they gather together, for the view to
+show the new values. On CUDA the host waits for the answer only where it may tell of a view: on ranks that have read
+something themselves since nobody held a view, or that have taken part in a pass of the others without its computation.
+Any other rank has read what all have read: nothing. Gradients of what is read before the units run come last of all; so
+a rank that takes part without its computation then waits for no reduction while gathers are to be launched. Not
+covered: a read that gathers a bucket anew in the pass that raised (after its unit, say), which the rank that raised
+does not take part in; and such late gradients of more buckets than are in flight, where it has never read so itself.
 """
 
 from __future__ import annotations
@@ -26,10 +35,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.collectives import AllGather
 from collectives.sharded.gather import ParameterGather, mark_pending
+from collectives.transport.communicator import Work
 
 
 class ReshardingGather(ParameterGather):
@@ -63,17 +74,25 @@ class ReshardingGather(ParameterGather):
         """Number of the unit that a bucket which reshards is of."""
         self.last_unit: frozenset[int] = frozenset()
         """Buckets that stay between a forward pass and its backward pass."""
-        # The same on every rank, as reads are: [Note: views].
+        # Of this rank alone, for the others may lack the reads of a pass that has raised there: these decide about its
+        # own memory and when it waits, and about nothing that ranks do together.
         self._read: set[int] = set()
         """Buckets that somebody has read or written past the hooks since they were freed."""
         self._handed_out: set[int] = set()
         """Buckets that were so, and of which some rank may still hold a view."""
-        # Of this rank alone: it decides about its own memory, and about nothing else.
+        self._lacks_reads = False
+        """Whether the other ranks may have read what this one has not: a pass has raised since the shards changed."""
+        self._needed: set[int] = set()
+        """Buckets that a backward pass may read without a hook before: their memory stays until the shards change."""
+        self.has_been_needed = False
+        """Whether any ever was."""
         self._viewed: set[int] = set()
-        """Buckets of which the program here held a view when they were freed: their memory has stayed."""
+        """Buckets whose memory has stayed when they were freed: needed, or the program here held a view."""
+        self._exchange: tuple[Work, Tensor, Tensor] | None = None
+        """The last exchange of views, and what is read until it has landed."""
         self._direction = 1
         """In which the pass goes through the buckets: 1 forwards, -1 backwards."""
-        self._in_forward = False
+        self._in_forward = self._with_gradients = False
         self._num_forwards = 0
         """Passes that no backward pass has followed yet."""
         self._staying: frozenset[int] = frozenset()
@@ -89,8 +108,10 @@ class ReshardingGather(ParameterGather):
         if index in self.reshards and index not in self._float8:
             self._read.add(index)
             self._handed_out.add(index)
-            if torch.is_grad_enabled():  # a backward pass may read it again, without a hook before
-                self._kept.add(index)
+            # Read without gradients in a pass that records them, it is current, and read again unnoticed.
+            if torch.is_grad_enabled() or (self._in_forward and self._with_gradients):
+                self._needed.add(index)
+                self.has_been_needed = True
 
     def wait_all(self) -> None:
         """Make every parameter ready to be read, with the values of the last `unshard`."""
@@ -117,18 +138,39 @@ class ReshardingGather(ParameterGather):
             if self.buckets[index].has_aliases():
                 self._wait_launched(index)
 
+    @property
+    def _may_be_viewed(self) -> bool:
+        """Whether some rank may hold a view, as far as this one can tell: the second note above."""
+        return bool(self._handed_out) or self._lacks_reads or self._in_forward
+
     def _share_views(self) -> list[int]:
-        """Return the freed buckets that a program on any rank holds a view of, in one order: [Note: views]."""
-        self._free_unviewed()
-        may_be_viewed = sorted(self._handed_out)
+        """Return the freed buckets that a program on any rank holds a view of, in one order: [Note: views].
+
+        Empty where no rank can hold one.
+        """
         # A capture cannot wait for an answer: what is held then shows the new values after the next pass.
-        if not may_be_viewed or self.comm.is_capturing:
+        if self.comm.is_capturing:
             return []
-        flags = self.comm.all_gather_ints([index in self._viewed for index in may_be_viewed], "views of parameters")
-        self._handed_out = {
-            index for index, ranks in zip(may_be_viewed, zip(*flags, strict=True), strict=True) if any(ranks)
-        }
-        return sorted(self._handed_out)
+        order, viewed = sorted(self.reshards), self._viewed
+        if self.comm.world_size > 1 and not self.comm.muted:
+            if self._exchange is not None:
+                self._exchange[0].wait()  # it has landed long ago
+            on_cuda = self.comm.device.type == "cuda"
+            # Pinned: a copy from other memory would make the host wait for what the device has to do by now.
+            own = torch.tensor(
+                [index in viewed for index in order], dtype=torch.uint8, device="cpu", pin_memory=on_cuda
+            )
+            shared = own.to(self.comm.device, non_blocking=True) if on_cuda else own
+            # Launched by every rank, and waited for by those that cannot tell; on the CPU nothing comes by itself.
+            work = self.comm.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
+            self._exchange = work, shared, own
+            viewed = set()
+            if self._may_be_viewed or not on_cuda:
+                work.wait()
+                viewed = {index for index, is_viewed in zip(order, shared.tolist(), strict=True) if is_viewed}
+                self._exchange = None
+        self._handed_out, self._lacks_reads = set(viewed), False
+        return sorted(viewed)
 
     def _launch_up_to(self, index: int) -> None:
         # Buckets that stay are never queued in a backward pass: launching up to one would gather every unit at once.
@@ -156,7 +198,14 @@ class ReshardingGather(ParameterGather):
     def launch_all(self) -> None:
         if self._direction > 0:
             self._launch_rest()
+            self._lacks_reads |= self._in_forward  # it has not come to its end
             self._in_forward = False
+
+    def end_forward(self) -> None:
+        # Inside a backward pass it is a recomputation, whose parameters are of use still.
+        if self._direction > 0 and self._in_forward:
+            self._in_forward = False
+            self._complete_forward()
 
     def _launch_rest(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
         """Launch what is left of a pass; see `end_backward`."""
@@ -180,19 +229,20 @@ class ReshardingGather(ParameterGather):
         """Begin a forward pass: what is freed is gathered in the order of the buckets."""
         # Of a pass that raised, the other ranks wait for the rest.
         if self._direction < 0:
-            self.end_backward()
+            self.abandon_backward()
         elif self._in_forward:
             self._complete_forward()
         self.free(self._read)
         self._free_unviewed()
         self._to_launch = deque(sorted(self._freed.union(self._to_launch), key=self._position.__getitem__))
-        self._in_forward, self._staying = True, self.last_unit if with_gradients else frozenset()
+        self._in_forward, self._with_gradients = True, with_gradients
+        self._staying = self.last_unit if with_gradients else frozenset()
         self._num_forwards += with_gradients
 
     def begin_backward(self) -> None:
         """Begin a backward pass through units: what is freed is gathered in the reverse order."""
         if self._direction < 0:
-            self.end_backward()  # of one that raised
+            self.abandon_backward()
         # What the graph has saved is of the shards before: autograd shall notice, as where parameters stay.
         if self.needs_unshard and self.shards_have_changed:
             self._start_step()
@@ -212,8 +262,14 @@ class ReshardingGather(ParameterGather):
             self._direction = 1
             self.free(self.reshards)
 
+    def abandon_backward(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
+        """End a backward pass that has raised here, as `end_backward` does."""
+        self._lacks_reads = True
+        self.end_backward(before_wait)
+
     def pass_nothing(self, before_wait: Callable[[int], None]) -> None:
         """Take part in a forward and a backward pass of the other ranks, or in the backward pass alone."""
+        self._lacks_reads = True
         if not self._num_forwards:
             self.begin_forward(with_gradients=True)
         self._complete_forward()
@@ -221,7 +277,7 @@ class ReshardingGather(ParameterGather):
         self.end_backward(before_wait)
 
     def _complete_forward(self) -> None:
-        """Leave things as a forward pass does that did not raise."""
+        """End a forward pass, whatever of it has run here: it leaves all ranks with the same buckets."""
         self.launch_all()
         self.free(self.reshards - self._staying)
 
@@ -239,7 +295,7 @@ class ReshardingGather(ParameterGather):
     def free(self, indices: Iterable[int]) -> None:
         """Have those of the buckets that reshard gathered again before their next use, unless somebody keeps them.
 
-        Their memory is freed, but for that under a view: [Note: views].
+        Their memory is freed, but for that under a view or of use to a backward pass: [Note: views].
         """
         for index in sorted(self.reshards.intersection(indices) - self._freed - self._kept):
             bucket = self.buckets[index]
@@ -252,7 +308,7 @@ class ReshardingGather(ParameterGather):
             else:
                 if may_be_viewed or self._is_written(index):
                     self._take_over(index)
-                if may_be_viewed and bucket.has_aliases():
+                if may_be_viewed and (index in self._needed or bucket.has_aliases()):
                     self._viewed.add(index)
                 else:
                     self._viewed.discard(index)
@@ -263,7 +319,7 @@ class ReshardingGather(ParameterGather):
 
     def _free_unviewed(self) -> None:
         """Free the memory that has stayed under views which are gone."""
-        for index in self._viewed & self._freed:
+        for index in (self._viewed & self._freed) - self._needed:
             if not self.buckets[index].has_aliases():
                 self._take_over(index)
                 self._viewed.discard(index)
@@ -282,12 +338,16 @@ class ReshardingGather(ParameterGather):
         What the masters hold then is what the next pass computes with.
         """
         if self._direction < 0:
-            self.end_backward()
+            self.abandon_backward()
         self._launch_rest()
         self.wait_for(tuple(self._works))
         self._kept.clear()
+        self._needed.clear()
         self.free(self.reshards)
+        self._free_unviewed()
 
     def note_masters_loaded(self, differ: bool) -> None:
-        # What stays under a view, on any rank, holds the values of before.
-        super().note_masters_loaded(differ or bool(self._handed_out or self.reshards - self._freed))
+        # What stays under a view, on any rank, holds the values of before. Asked of all: see `_lacks_reads`.
+        is_stale = differ or bool(self._handed_out or self.reshards - self._freed)
+        flags = self.comm.all_gather_ints([is_stale], "views of parameters")
+        super().note_masters_loaded(any(flag for [flag] in flags))

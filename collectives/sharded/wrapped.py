@@ -268,6 +268,11 @@ class ReshardHooks:
         """Free a bucket in the backward pass: all that led to its gradients has run."""
         self._gather.free((index,))
 
+    @property
+    def gradients_come_late(self) -> bool:
+        """Whether a unit's gradients may be complete only after gathers of other units: it is read past its hooks."""
+        return self._gather.has_been_needed
+
     def take_part(self, before_wait: Callable[[int], None]) -> None:
         """Complete, for the other ranks' sake, a backward pass that raised here, or that this rank had none of.
 
@@ -275,7 +280,7 @@ class ReshardHooks:
             before_wait: launches the reductions of later buckets than the one that it is given.
         """
         if self._gather.in_backward:
-            self._gather.end_backward(before_wait)
+            self._gather.abandon_backward(before_wait)
         else:
             self._gather.pass_nothing(before_wait)
 

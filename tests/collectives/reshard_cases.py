@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -522,3 +523,75 @@ def a_view_that_one_rank_alone_holds_survives_what_raises_in_stage_3(rank: int, 
         values = [each.clone() for each in plain.parameters()]  # every rank reads them
         assert all(torch.equal(*both) for both in zip(shown, values, strict=bool(views)))
     assert_same(*(sharded.full_state_dict() for sharded in pair))
+
+
+class Reading(Net):
+    """Reads parameters past their units in each forward pass; or is interrupted before that."""
+
+    is_interrupted = False
+
+    def __init__(self, reads: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.is_interrupted:
+            _interrupt()
+        penalty = self.reads(self.blocks[2].up.weight) + self.reads(self.blocks[0].down.weight)
+        return super().forward(tokens) + penalty
+
+
+@case
+def an_exception_before_a_read_costs_one_step_in_stage_3(rank: int, world_size: int) -> None:
+    """Of a norm, of a view that is kept, and of penalties; in the very first pass and in a later one."""
+    views = list[Tensor]()
+
+    def measure(weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            return weight.norm() * 0
+
+    def hold(weight: Tensor) -> Tensor:
+        views.append(weight.detach())
+        return views[-1].sum() * 0
+
+    def penalise(weight: Tensor) -> Tensor:
+        return 0.1 * weight.square().sum()
+
+    def penalise_later(weight: Tensor) -> Tensor:
+        return measure(weight) + penalise(weight)  # current by then: nothing notices the second read
+
+    for reads, is_first in itertools.product((measure, hold, penalise, penalise_later), (True, False)):
+        views.clear()
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            model = Reading(reads)
+        model = model.to(torch.get_default_device(), torch.float64)
+        plain = copy.deepcopy(model)
+        plain.reads = measure if reads is hold else reads
+        sharded = stage3(model, in_flight=100 if is_first else 1, prefetch=1 + is_first)
+        gather: Any = sharded._gather
+        optimizer, theirs = sharded.optimizer(adamw), adamw(plain.parameters())
+        for step, tokens in enumerate(batches(4, world_size)):
+            is_bad = step == (0 if is_first else 2)
+            model.is_interrupted = is_bad and rank == world_size - 1
+            if model.is_interrupted:
+                assert_raises(ZeroDivisionError, "interrupted", functools.partial(sharded, tokens))
+            else:
+                sharded(tokens[rank::world_size]).backward()
+            # On GPUs those alone wait for the others' answer that have reason to.
+            may_be_viewed = gather._may_be_viewed
+            optimizer.step()
+            optimizer.zero_grad()
+            assert may_be_viewed or not gather._handed_out
+            assert bool(gather._handed_out) == (reads is hold)
+            shown = [view.clone() for view in views]  # before the next gathers
+            # What raises on one rank leaves it no gradients: the mean is over all ranks all the same.
+            losses = [plain(tokens[other::world_size]) for other in range(world_size - is_bad)]
+            (sum(losses) / world_size).backward()
+            theirs.step()
+            theirs.zero_grad()
+            current = [plain.blocks[2].up.weight, plain.blocks[0].down.weight] * (len(shown) // 2)
+            torch.testing.assert_close(shown, [each.detach() for each in current], rtol=1e-9, atol=1e-11)
+        state = sharded.full_state_dict()
+        assert_alike_on_ranks(state, world_size)
+        assert_close(state, dict(plain.state_dict()), rtol=1e-9, atol=1e-11)
