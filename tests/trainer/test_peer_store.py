@@ -302,7 +302,10 @@ def test_all_stores_together_are_one_file_system(tmp_path: Path, monkeypatch: py
         assert [(path / name).read_bytes() for name in ("__b_0.distcp", "__c_0.distcp")] == [b"of b", b"of c"]
         with pytest.raises(OSError, match="the store of c is gone"), storage.write("step-000002", "__c_0.distcp"):
             pass
-        storage.discard("step-000001")
+        storage.discard("step-000001")  # it is published: nobody takes it for one in the making
+        root.fs.invalidate_cache()
+        assert (path / "meta.json").exists()
+        storage._remove("step-000001")
         root.fs.invalidate_cache()
         assert list(root.iterdir()) == []
 
