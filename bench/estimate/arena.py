@@ -292,19 +292,19 @@ class Repeats:
         num_rows, scaled_rows: rows in groups.
         apart, scaled_apart: mean distance of a row from the mean of its group's others: what one who has measured
             the same recipe before is off by.
-        least, scaled_least: mean distance of a row from its group's median, which is the least that one answer a
-            recipe can be off by.
-        ours, scaled_ours: mean absolute error of an estimator on the same rows.
+        lower_bound, scaled_lower_bound: mean distance of a row from its group's median, which is the least that one
+            answer a recipe can be off by.
+        error, scaled_error: mean absolute error of an estimator on the same rows.
     """
 
     num_rows: int
     apart: float
-    least: float
-    ours: float
+    lower_bound: float
+    error: float
     scaled_rows: int
     scaled_apart: float
-    scaled_least: float
-    scaled_ours: float
+    scaled_lower_bound: float
+    scaled_error: float
 
 
 def repeats(predictions: Sequence[Prediction]) -> Repeats | None:
@@ -325,8 +325,10 @@ def repeats(predictions: Sequence[Prediction]) -> Repeats | None:
         return None
     nothing = [(math.nan,) * 3]
     means = [[float(np.mean(column)) for column in zip(*table, strict=True)] for table in (absolute, scaled or nothing)]
-    (apart, least, ours), (scaled_apart, scaled_least, scaled_ours) = means
-    return Repeats(len(absolute), apart, least, ours, len(scaled), scaled_apart, scaled_least, scaled_ours)
+    (apart, lower_bound, error), (scaled_apart, scaled_lower_bound, scaled_error) = means
+    return Repeats(
+        len(absolute), apart, lower_bound, error, len(scaled), scaled_apart, scaled_lower_bound, scaled_error
+    )
 
 
 def _distances(

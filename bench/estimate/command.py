@@ -523,8 +523,8 @@ def _print_repeats(repeats: Any) -> None:
     lines = [
         ["rows", str(repeats.num_rows), str(repeats.scaled_rows)],
         ["the mean of the other releases", f"{repeats.apart:.2f}", f"{repeats.scaled_apart:.2f}"],
-        ["ours", f"{repeats.ours:.2f}", f"{repeats.scaled_ours:.2f}"],
-        ["least of any one answer a recipe", f"{repeats.least:.2f}", f"{repeats.scaled_least:.2f}"],
+        ["ours", f"{repeats.error:.2f}", f"{repeats.scaled_error:.2f}"],
+        ["least of any one answer a recipe", f"{repeats.lower_bound:.2f}", f"{repeats.scaled_lower_bound:.2f}"],
     ]
     title = "rows of recipes that several releases measured, mean absolute error, points of MFU"
     print_table(title, ["answer", "MFU", "from the smallest row"], lines)

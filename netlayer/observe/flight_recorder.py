@@ -225,7 +225,7 @@ def _of_one_time(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, st
         ValueError: no more than half of the dumps are of one time.
     """
     spans = sorted(_spans(dumps), key=len, reverse=True)
-    left: dict[int, str] = {}  # reasons by the dump's id
+    reasons: dict[int, str] = {}  # by the dump's id
     later: set[int] = set()
     rule = ""
     for larger, smaller in combinations(spans, 2):
@@ -235,7 +235,7 @@ def _of_one_time(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, st
         excluded = [
             (one, span is late, other)
             for span, other in sides
-            for one in _excluded(span, [dump for dump in other if id(dump) not in left], is_later=span is late)
+            for one in _excluded(span, [dump for dump in other if id(dump) not in reasons], is_later=span is late)
         ]
         for one, is_later, other in excluded:
             count = f"{len(other)} other{'s' * (len(other) > 1)}"
@@ -243,16 +243,16 @@ def _of_one_time(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, st
             if is_later:
                 where = f"begins {minutes} after the dumps of {count} end: of a later run"
                 later.add(one.rank)
-            left.setdefault(id(one), f"{where}, or of a host with another clock")
+            reasons.setdefault(id(one), f"{where}, or of a host with another clock")
         if excluded and not rule:
             ranks = [describe_ranks(sorted({dump.rank for dump in span})) for span in (early, late)]
             rule = f"the dumps of {ranks[0]} end {minutes} before those of {ranks[1]} begin: they are of two runs"
     num_timed = sum(map(len, spans))
-    if left and (2 * len(left) >= num_timed or (later and 2 * (num_timed - len(left)) <= len(dumps))):
+    if reasons and (2 * len(reasons) >= num_timed or (later and 2 * (num_timed - len(reasons)) <= len(dumps))):
         raise ValueError(f"{rule}, or clocks differ")
     doubt = f"unless the later dumps of {describe_ranks(sorted(later))} are of the run in question" if later else ""
-    skipped = [(Path(dump.source), left[id(dump)]) for dump in dumps if id(dump) in left]
-    return [dump for dump in dumps if id(dump) not in left], skipped, doubt
+    skipped = [(Path(dump.source), reasons[id(dump)]) for dump in dumps if id(dump) in reasons]
+    return [dump for dump in dumps if id(dump) not in reasons], skipped, doubt
 
 
 def _spans(dumps: Iterable[Dump]) -> list[list[Dump]]:
@@ -301,20 +301,20 @@ def _one_a_rank(dumps: Sequence[Dump]) -> tuple[list[Dump], list[tuple[Path, str
     """
     sizes = Counter(dump.family for dump in dumps)
     by_rank: dict[int, Dump] = {}
-    left: list[tuple[Dump, str]] = []
+    unused: list[tuple[Dump, str]] = []
     rivals: dict[tuple[_Family, _Family], list[tuple[Dump, Dump]]] = defaultdict(list)
     for dump in sorted(dumps, key=lambda dump: sizes[dump.family], reverse=True):
         other = by_rank.setdefault(dump.rank, dump)
         if other is dump:
             continue
-        left.append((dump, f"is of rank {dump.rank}, as {other.source} is"))
+        unused.append((dump, f"is of rank {dump.rank}, as {other.source} is"))
         if other.entries != dump.entries:
             rivals[other.family, dump.family].append((other, dump))
     for (larger, smaller), pairs in rivals.items():
         votes = _votes(dump for dump in dumps if dump.family != smaller)
         alone = [dump for dump in by_rank.values() if dump.family == smaller]
-        left += _settle(pairs, alone, votes, sizes[larger], sizes[smaller])
-    reasons = {id(dump): (Path(dump.source), why) for dump, why in left}
+        unused += _settle(pairs, alone, votes, sizes[larger], sizes[smaller])
+    reasons = {id(dump): (Path(dump.source), why) for dump, why in unused}
     return [dump for dump in by_rank.values() if id(dump) not in reasons], [*reasons.values()]
 
 

@@ -496,7 +496,7 @@ def test_rows_of_one_recipe_tell_how_far_any_answer_is_off(rows: list[Row]) -> N
     assert repeats is not None
     assert (repeats.num_rows, repeats.scaled_rows) == (2, 0)
     assert repeats.apart == pytest.approx(2)
-    assert repeats.least == repeats.ours == pytest.approx(1)
+    assert repeats.lower_bound == repeats.error == pytest.approx(1)
     assert arena.repeats(told[1:]) is None
 
 

@@ -139,7 +139,7 @@ def _tensorwise(
     """Return the matrix by one scale, and its transpose, each where it is wanted."""
     dtype = E5M2 if kind == "gradient" else E4M3
     if uses_triton(operators, x_RC):
-        data_RC, data_CR, scale = quantise_rows_and_columns(x_RC, dtype, rows=rows, columns=columns)
+        data_RC, data_CR, scale = quantise_rows_and_columns(x_RC, dtype, _TINY, rows=rows, columns=columns)
     else:
         scale = scale_of(x_RC.abs().amax().float(), dtype, "tensorwise")
         data_RC = cast_plain(x_RC.float() / scale, dtype)
@@ -363,7 +363,7 @@ class _ScaledLinear(torch.autograd.Function):
         if any(needs[count:]):
             dy, dy_NM = quantise_both_ways(dy_MN, "gradient", recipe, operators)
         else:
-            dy, dy_NM = quantise(dy_MN, "gradient", recipe, operators), None
+            dy = dy_NM = quantise(dy_MN, "gradient", recipe, operators)  # over rows nobody reads it
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []
@@ -376,17 +376,12 @@ class _ScaledLinear(torch.autograd.Function):
             dinputs.append(dx)
             dweight = None
             if needs[count + index]:
-                assert dy_NM is not None
                 x_KM = functools.partial(kept_over_rows, Scaled(kept_data, scale), recipe, operators)
                 # Not the gradient itself, which would stay as long as a product that is postponed.
-                gradient = ScaledWeightGradient(functools.partial(_same, dy_NM), x_KM, lambda: dtype, tuned)
+                gradient = ScaledWeightGradient(lambda: dy_NM, x_KM, lambda: dtype, tuned)
                 dweight = gradient.into(source, accumulators[index])
             dweights.append(dweight)
         return *[None] * 8, dbias_N, *dinputs, *dweights
-
-
-def _same(scaled: Scaled) -> Scaled:
-    return scaled
 
 
 def kept_over_rows(kept: Scaled, recipe: Recipe, operators: Operators = "auto") -> Scaled:

@@ -16,8 +16,6 @@ from trainer.ops.backend import as_rows, num_programs
 _BLOCK, _TILE = 4096, 64
 _TILE_ROWS, _TILE_COLUMNS = 128, 64
 """Of a cast that also transposes: 128 bytes of a row are read, and 128 of a column written."""
-_TINY = 2.0**-100
-"""Least magnitude that is scaled to the largest number of 8 bits: a tensor of zeros has a scale too."""
 _TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _WIDE_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -33,13 +31,14 @@ def largest_magnitude(x_RC: Tensor) -> Tensor:
 
 
 def quantise_rows_and_columns(
-    x_RC: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
+    x_RC: Tensor, dtype: torch.dtype, tiny: float, *, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Return the matrix in `dtype`, [R, C], its transpose, [C, R], and their one scale, in two passes over it.
 
     The scale is the largest magnitude times the reciprocal of the largest number, as in `trainer.ops.fp8.scale_of`.
 
     Args:
+        tiny: least magnitude that is scaled to the largest number.
         rows, columns: whether the matrix is wanted, and its transpose; None else.
     """
     x_RC = as_rows(x_RC)
@@ -55,7 +54,7 @@ def quantise_rows_and_columns(
         out_CR,
         largest,
         scale,
-        _TINY,
+        tiny,
         1.0 / limit,
         limit,
         num_rows,
