@@ -186,6 +186,37 @@ def test_a_second_backward_pass_is_scaled_by_its_own_gradients() -> None:
     assert all(same(one, two) for one, two in zip(gradients(model), expected[1:], strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with CUDA")
+def test_a_graph_of_a_step_is_scaled_by_what_each_replay_has() -> None:
+    """Gradients of one replay are a thousandth of those before: what was largest then counts no more."""
+    model, tokens = model_of(), torch.zeros(2, 2, 8, dtype=torch.int64, device=DEVICE)
+    factor = torch.ones((), device=DEVICE)
+
+    def step() -> None:
+        (model(*tokens) * factor).backward()
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model.zero_grad()
+            step()
+    torch.cuda.synchronize()
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    static = [parameter.grad for parameter in model.parameters()]
+    for seed, size in enumerate((1000.0, 1.0)):
+        tokens.copy_(torch.randint(32, (2, 2, 8), generator=torch.Generator().manual_seed(seed)))
+        factor.fill_(size)
+        graph.replay()
+        replayed = [each.clone() for each in static if each is not None]
+        model.zero_grad(set_to_none=True)
+        step()
+        assert all(same(one, two) for one, two in zip(replayed, gradients(model), strict=True))
+
+
 @pytest.mark.parametrize(
     "changes", [{"fp8": "off"}, {"fp8": "blockwise", "hidden": 128, "ffn_hidden": 128, "seq_len": 64}]
 )
