@@ -127,7 +127,7 @@ def rotary(sizes: Sizes, random: Random) -> Iterator[Case]:
         both["triton, epilogue"] = lambda x, weight: rotary_gemm.product_turned(x, weight, angles, num_turned)
     inputs, once = [x, weight], ("forward",)
     yield Case("rotary left out", inputs, alone, F.linear, flops=flops, directions=once)
-    yield Case("rotary of qkv", inputs, both, _then(F.linear, plain_turned), flops=flops, directions=once)
+    yield Case("rotary applied", inputs, both, _then(F.linear, plain_turned), flops=flops, directions=once)
 
     a, b = quantise(x, "input", "tensorwise"), quantise(weight, "weight", "tensorwise")
     alone = _ways_in_8_bits(sizes.dtype, True, by_triton, has_nvmath=False)
@@ -139,7 +139,7 @@ def rotary(sizes: Sizes, random: Random) -> Iterator[Case]:
         )
     inputs = [a.data, a.scale, b.data, b.scale]
     yield _of_8_bits(Case("rotary left out, 8 bits", inputs, alone, _scaled, flops=flops), "forward")
-    case = Case("rotary of qkv, 8 bits", inputs, both, _then(_scaled, plain_turned), flops=flops)
+    case = Case("rotary applied, 8 bits", inputs, both, _then(_scaled, plain_turned), flops=flops)
     yield _of_8_bits(case, "forward")
 
     moved = 2 * sizes.rows * num_turned * sizes.head_width * sizes.dtype.itemsize
