@@ -56,7 +56,7 @@ class Sizes:
 
 
 TINY = Sizes(
-    batch=2, positions=24, hidden=32, ffn=40, heads=2, kv_heads=2, vocab=70, window=5, shard=999, dtype=torch.float32
+    batch=2, positions=24, hidden=32, ffn=40, heads=2, kv_heads=1, vocab=70, window=5, shard=999, dtype=torch.float32
 )
 """For CPUs: shows that it works, not how fast it is."""
 
