@@ -115,12 +115,15 @@ def rotary(sizes: Sizes, random: Random) -> Iterator[Case]:
     angles = narrow_angles(sizes.positions, sizes.head_width, _ROTARY_BASE, None, x.device, (0, 1))
     turned = functools.partial(_turned, sizes, rotate_in_place)
     plain_turned = functools.partial(_turned, sizes, functools.partial(rotate, operators="torch"))
-    by_triton = HAS_TRITON and x.is_cuda
+    by_triton = HAS_TRITON and rotary_gemm.runs_on(x.device)
 
     def multiplied(tuned: bool) -> Way:
         return lambda x, weight: multiply(x, weight.t(), tuned=tuned)
 
-    alone = {"torch": multiplied(False), **({"measured algorithm": multiplied(True)} if by_triton else {})}
+    alone = {
+        "torch": multiplied(False),
+        **({"measured algorithm": multiplied(True)} if can_tune(x, weight.t()) else {}),
+    }
     both = {f"{name}, then a kernel": _then(way, turned) for name, way in alone.items()}
     if by_triton:
         alone["triton"] = rotary_gemm.product
@@ -130,7 +133,7 @@ def rotary(sizes: Sizes, random: Random) -> Iterator[Case]:
     yield Case("rotary applied", inputs, both, _then(F.linear, plain_turned), flops=flops, directions=once)
 
     a, b = quantise(x, "input", "tensorwise"), quantise(weight, "weight", "tensorwise")
-    alone = _ways_in_8_bits(sizes.dtype, True, by_triton, has_nvmath=False)
+    alone = _ways_in_8_bits(sizes.dtype, True, can_tune(a.data, b.data.t()), has_nvmath=False)
     both = {f"{name}, then a kernel": _then(way, turned) for name, way in alone.items()}
     if by_triton:
         alone["triton"] = lambda x, scale_x, weight, scale: rotary_gemm.product(x, weight, (scale_x, scale))

@@ -63,6 +63,11 @@ TILES = (
 )
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether a device has what fetches tiles (TMA): Hopper or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def product(
     x_MD: Tensor,
     weight_ND: Tensor,

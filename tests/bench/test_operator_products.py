@@ -20,7 +20,7 @@ from collectives.triton_support import HAS_TRITON
 from trainer.ops.rotary import narrow_angles, rotate
 
 if HAS_TRITON:
-    from bench.operators.rotary_gemm import TILES, Tile, product, product_turned
+    from bench.operators.rotary_gemm import TILES, Tile, product, product_turned, runs_on
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,7 @@ def test_triton_product_of_8_bits_is_scaled_before_it_turns() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_TRITON, reason="no Triton")
+@pytest.mark.skipif(not HAS_TRITON or not runs_on(DEVICE), reason="needs Triton and a GPU that has TMA")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("num_turned", [0, 5])
 @pytest.mark.parametrize("num_sequences", [1, 2])
@@ -87,6 +87,7 @@ def test_every_tile_on_a_gpu(num_sequences: int, num_turned: int, dtype: torch.d
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_nvmath_multiplies_as_torch_does() -> None:
     pytest.importorskip("nvmath")
     nvmath = products._Nvmath.load()
