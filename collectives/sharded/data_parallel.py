@@ -53,8 +53,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan
-from collectives.sharded.collectives import AllGather, Reduction, open_reduce_scatter
-from collectives.sharded.gather import ParameterGather
+from collectives.sharded.collectives import Reduction, open_reduce_scatter
+from collectives.sharded.gather import AllGather, ParameterGather, inside_backward
 from collectives.sharded.gradient import clip_pieces
 from collectives.sharded.optimizer_state import named_state
 from collectives.sharded.optimizer_steps import OptimizerSteps, Options, ScalerCheck, build_optimizer, drop_gradients
@@ -83,7 +83,7 @@ from collectives.sharded.prepare import (
     usual_bytes,
     wire_dtype,
 )
-from collectives.sharded.reduce import GradientReduce, GradientState, inside_backward
+from collectives.sharded.reduce import GradientReduce, GradientState
 from collectives.sharded.reshard import ReshardingGather
 from collectives.sharded.slot import DeferredWeightGrads
 from collectives.sharded.state import (

@@ -39,11 +39,51 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from collectives.sharded.bucket import Bucket
-from collectives.sharded.collectives import AllGather
+from collectives.sharded.bucket import Bucket, BucketPlan
 from collectives.sharded.float8 import Float8Bucket, share_scales
-from collectives.transport.communicator import Work
+from collectives.transport.communicator import Communicator, Work
 from collectives.transport.current_stream import current_stream
+from collectives.transport.windows import Windows
+
+
+class AllGather:
+    """All-gathers of buckets' parameters, in place: on gloo or NCCL, or from NCCL's windows.
+
+    From windows NCCL's copy engines gather, where the group was made for that.
+
+    Args:
+        comm: which nothing else uses but calls from the same place in every rank's program.
+        plans: of the buckets whose parameters shall lie in windows; none: they lie in memory as any other.
+    """
+
+    def __init__(self, comm: Communicator, plans: Sequence[BucketPlan] = ()) -> None:
+        self.comm, self._windows = comm, None
+        # One rank alone exchanges nothing: windows would only cost memory.
+        if plans and comm.group is not None:
+            room = sum(Windows.room(plan.padded_numel, _dtype_of(plan)) for plan in plans)
+            self._windows = Windows(comm.group, comm.device, room)
+
+    def allocate(self, plan: BucketPlan) -> Tensor | None:
+        """Return the memory for a bucket's unsharded parameters, [N], as they travel; None: any memory will do."""
+        return None if self._windows is None else self._windows.take(plan.padded_numel, _dtype_of(plan))
+
+    def __call__(
+        self,
+        unsharded_N: Tensor,
+        prepare: Callable[[], None] | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> Work:
+        """Gather every rank's own slice on all ranks; arguments as in `Communicator.all_gather`."""
+        return self.comm.all_gather(unsharded_N, prepare, after)
+
+    def close(self) -> None:
+        """Give the windows back, once the device has come here. Every rank does so at the same point; twice is once."""
+        if self._windows is not None:
+            self._windows.close()
+
+
+def _dtype_of(plan: BucketPlan) -> torch.dtype:
+    return torch.uint8 if plan.is_float8 else plan.dtype
 
 
 class ParameterGather:
@@ -425,6 +465,11 @@ class ParameterGather:
         if not self.overlap:
             work.wait()
             self._note_current(index)
+
+
+def inside_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread right now."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # [Note: parameters that others read]

@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.collectives import ReduceScatter, StepCheck, StepState, announced_step
+from collectives.sharded.gather import ParameterGather, inside_backward
 from collectives.sharded.gradient import ReducedPieces
 from collectives.sharded.slot import DeferredWeightGrads, GradientSlot, Promise, SlotSource, Write, set_slot_source
 from collectives.transport.communicator import Work
 from collectives.transport.current_stream import current_stream
 
 if TYPE_CHECKING:
-    from collectives.sharded.gather import ParameterGather
     from collectives.sharded.optimizer_steps import BackwardStep
     from collectives.sharded.wrapped import ReshardHooks
 
@@ -693,8 +693,3 @@ class GradientReduce:
         if self._num_reductions > 1 and self.stage == 1 and not self._advised:
             self._advised = True
             logger.info("gradients are reduced once per backward pass; put all but a step's last one under no_sync()")
-
-
-def inside_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread right now."""
-    return torch._C._current_graph_task_id() != -1

@@ -38,8 +38,7 @@ import torch
 from torch import Tensor
 
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.collectives import AllGather
-from collectives.sharded.gather import ParameterGather, mark_pending
+from collectives.sharded.gather import AllGather, ParameterGather, mark_pending
 from collectives.transport.communicator import Work
 
 
