@@ -452,8 +452,8 @@ class ParameterGather:
         while self._to_launch and self._to_launch[0] - index <= self._depth:
             self._launch(self._to_launch.popleft())
 
-    def _launch(self, index: int) -> None:
-        """Launch the all-gather of one bucket; without overlap, wait for it."""
+    def _launch(self, index: int, waits: bool = True) -> None:
+        """Launch the all-gather of one bucket; without overlap, wait for it, unless `waits` is False."""
         bucket = self.buckets[index]
         prepare = None if index in self._in_place else bucket.copy_in_shard
         after = self._after.pop(index, None)
@@ -462,9 +462,8 @@ class ParameterGather:
         # The version that travels: a later one was changed too late, see `check_unchanged`.
         self._versions[index] = bucket.master_S._version
         self._works[index] = work
-        if not self.overlap:
-            work.wait()
-            self._note_current(index)
+        if waits and not self.overlap:
+            self._wait_launched(index)
 
 
 def inside_backward() -> bool:

@@ -180,7 +180,7 @@ class ReshardingGather(ParameterGather):
         if index in self._freed:  # used again, or past the passes
             self._launch(index)
 
-    def _launch(self, index: int) -> None:
+    def _launch(self, index: int, waits: bool = True) -> None:
         if index in self.reshards:
             # The computation so far may still read what lay in this memory.
             self._after.pop(index, None)
@@ -189,7 +189,11 @@ class ReshardingGather(ParameterGather):
                 self._take_over(index)
             self.buckets[index].allocate()
             self._freed.discard(index)
-        super()._launch(index)
+        # What is gathered on the way to another bucket stays marked, as with overlap: a read of it has to be noted.
+        super()._launch(index, waits and index not in self.reshards)
+        if waits and not self.overlap and index in self._works:
+            self._works[index].wait()
+            self._wait_at_home()
 
     def _is_there(self, index: int) -> bool:
         return super()._is_there(index) or index in self._viewed
@@ -215,10 +219,13 @@ class ReshardingGather(ParameterGather):
             unit = self.unit_of.get(self._to_launch[0])
             indices = {index for index in self._to_launch if unit is not None and self.unit_of.get(index) == unit}
             indices = indices or {self._to_launch[0]}
+            # Without overlap too, none is waited for yet: the other ranks come to it by way of the reductions.
             for index in [each for each in self._to_launch if each in indices]:
-                self._launch(index)
+                self._launch(index, waits=False)
             self._to_launch = deque(index for index in self._to_launch if index not in indices)
             before_wait(max(indices))
+            for index in indices if not self.overlap else ():
+                self._wait_launched(index)
             # Nobody here has asked for it: it is freed at once, for all of them together may not fit.
             self.free(indices - self._staying)
         # Prefetched, and not used in this pass.
