@@ -255,8 +255,8 @@ class ShardedDataParallel(StandIn):
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
         frozen = same_start(module, [*replicas, self.reduce_comm], param_dtype)
-        gathers = self.buckets, self._all_gather, overlap.prefetch, overlap.enabled, self.start_step
-        resharding = ReshardingGather(*gathers, reshards) if reshards else None
+        gathers = self.buckets, self._all_gather, overlap.prefetch, overlap.enabled, self.start_step, reshards
+        resharding = ReshardingGather(*gathers) if reshards else None
         self._gather = resharding or ParameterGather(*gathers)
         self._gather.compares_each_step = data_writes != "ignore"
         travels = self._reduce_scatter, in_flight, overlap.enabled, stage, self._gather

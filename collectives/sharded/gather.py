@@ -95,7 +95,7 @@ class ParameterGather:
         prefetch: all-gathers launched ahead of the one that is waited for; None: all.
         overlap: False: each is waited for at once, all of them in `unshard`.
         start_step: unshards shards that have changed, where somebody reads a parameter before that; None: `unshard`.
-        reshards: indices of the buckets that are freed now: for `collectives.sharded.reshard`.
+        reshards: indices of the buckets that are freed after use, and are freed now: for `ReshardingGather`.
     """
 
     def __init__(
@@ -134,12 +134,18 @@ class ParameterGather:
         """Buckets that are freed after use."""
         self._freed = set(self.reshards)
         """Buckets to gather before their next use, the same on every rank between passes."""
+        self._viewed: set[int] = set()
+        """Buckets that were freed and whose memory has stayed: see [Note: views] of `collectives.sharded.reshard`."""
         self._float8 = {index: bucket for index, bucket in enumerate(buckets) if isinstance(bucket, Float8Bucket)}
         for index, bucket in enumerate(buckets):
             watch_access(bucket.parameters, self, index)
             if index in self._freed or not bucket.is_readable:
                 mark_pending(bucket.parameters)
+        self._prepare()
         self._start_float8()
+
+    def _prepare(self) -> None:
+        """Set what a subclass holds besides, before the first gather is launched."""
 
     def _start_float8(self) -> None:
         """Gather what travels in 8 bits and stays: their parameters have no values yet."""
@@ -395,7 +401,7 @@ class ParameterGather:
 
     def _is_there(self, index: int) -> bool:
         """Whether there are values of a bucket's parameters that somebody may have written."""
-        return index in self._float8 or index not in self._freed
+        return index in self._float8 or index not in self._freed or index in self._viewed
 
     def _sync_masters(self, index: int) -> None:
         bucket = self.buckets[index]

@@ -32,36 +32,22 @@ does not take part in; and such late gradients of more buckets than are in fligh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from collectives.sharded.bucket import Bucket
-from collectives.sharded.gather import AllGather, ParameterGather, mark_pending
+from collectives.sharded.gather import ParameterGather, mark_pending
 from collectives.transport.communicator import Work
 
 
 class ReshardingGather(ParameterGather):
-    """Publishes shards as a `ParameterGather` does, and frees what it has gathered.
+    """Publishes shards as a `ParameterGather` does, and frees what it has gathered; `prefetch` None: one."""
 
-    Args:
-        buckets, all_gather, overlap, start_step: as there.
-        prefetch: all-gathers launched ahead of the one that is waited for; None: one.
-        reshards: indices of the buckets that are freed after use, and are freed now.
-    """
-
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        all_gather: AllGather,
-        prefetch: int | None,
-        overlap: bool,
-        start_step: Callable[[], None] | None = None,
-        reshards: Collection[int] = (),
-    ) -> None:
+    def _prepare(self) -> None:
+        """Set what it knows of passes, reads and views."""
         # All that stays first: a pass waits for it before it calls a unit.
-        order = sorted(range(len(buckets)), key=lambda index: (index in reshards, index))
+        order = sorted(range(len(self.buckets)), key=lambda index: (index in self.reshards, index))
         self._position = {index: position for position, index in enumerate(order)}
         """Of a bucket in the order of a forward pass's gathers."""
         self._kept: set[int] = set()
@@ -85,8 +71,6 @@ class ReshardingGather(ParameterGather):
         """Buckets that a backward pass may read without a hook before: their memory stays until the shards change."""
         self.has_been_needed = False
         """Whether any ever was."""
-        self._viewed: set[int] = set()
-        """Buckets whose memory has stayed when they were freed: needed, or the program here held a view."""
         self._exchange: tuple[Work, Tensor, Tensor] | None = None
         """The last exchange of views, and what is read until it has landed."""
         self._direction = 1
@@ -96,7 +80,6 @@ class ReshardingGather(ParameterGather):
         """Passes that no backward pass has followed yet."""
         self._staying: frozenset[int] = frozenset()
         """`last_unit` in a forward pass with gradients."""
-        super().__init__(buckets, all_gather, prefetch, overlap, start_step, reshards)
 
     @property
     def _depth(self) -> int:
@@ -160,6 +143,9 @@ class ReshardingGather(ParameterGather):
                 [index in viewed for index in order], dtype=torch.uint8, device="cpu", pin_memory=on_cuda
             )
             shared = own.to(self.comm.device, non_blocking=True) if on_cuda else own
+            # In each step, also of a program that never reads so. To leave it out all ranks would have to know that
+            # none has read: a rank whose pass has raised does not, and may be alone in that. What else travels each
+            # step would tell it too late (a rank may read until here), or the host would have to wait for that.
             # Launched by every rank, and waited for by those that cannot tell; on the CPU nothing comes by itself.
             work = self.comm.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
             self._exchange = work, shared, own
@@ -194,9 +180,6 @@ class ReshardingGather(ParameterGather):
         if waits and not self.overlap and index in self._works:
             self._works[index].wait()
             self._wait_at_home()
-
-    def _is_there(self, index: int) -> bool:
-        return super()._is_there(index) or index in self._viewed
 
     def launch_all(self) -> None:
         if self._direction > 0:
