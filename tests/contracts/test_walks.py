@@ -55,6 +55,8 @@ _FIELDS = {"netlayer.config.tree", "congestion.simulation.settings"}
 # Both compile the simulator's kernels, for minutes, in a process of their own.
 _COMPILED = ("packet", "flow")
 _SLOW = {name: [pytest.mark.slow(minutes=4)] for name in _COMPILED}
+
+
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, walks.Outcome]:
     return walks.follow_all(walks.OF_RANKS, tmp_path_factory.mktemp("walks"))
