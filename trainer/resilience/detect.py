@@ -25,8 +25,9 @@ import heapq
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from netlayer.config.resilience import ResilienceConfig
@@ -431,8 +432,11 @@ def find(
     """
     findings = [*_lost(view, members, settings.missed, now_s, now_ns)]
     unclean = [name for name in members if name in view.unclean] if view.unclean else []
-    tables = view.tables(members, incarnation) if unclean else ()
-    by_rank = {rank: node for node, table in tables for rank in table.rank}
+
+    @cache  # most lines name no rank
+    def by_rank() -> dict[int, str]:
+        return {rank: node for node, table in view.tables(members, incarnation) for rank in table.rank}
+
     blocked = [name for name in unclean if view.nodes[name].is_blocked]
     is_shared = len(blocked) > 1 and len(blocked) > _MOST_LOST * len(members)  # [Note: silence]
     # A line that is but noted stays in a node's heartbeats for hours: its ranks need not be looked at for that.
@@ -536,21 +540,21 @@ def _of_rank(
 
 
 def _of_line(
-    node: str, match: LogMatch, by_rank: dict[int, str], clocks: NodeClocks, heartbeat: Heartbeat
+    node: str, match: LogMatch, by_rank: Callable[[], dict[int, str]], clocks: NodeClocks, heartbeat: Heartbeat
 ) -> Iterable[Finding]:
     text = f"{match.rule}: {match.line}"
     weight: Weight = "cause" if match.rank is None and match.means == "hardware" else "evidence"
     if match.means in ("named", "corrupt"):
         kind: Kind = "named" if match.means == "named" else "corrupt"
         for named in match.names:
-            if named in by_rank:
-                yield Finding(kind, weight, by_rank[named], named, text, match.at_ns)
+            if named in by_rank():
+                yield Finding(kind, weight, by_rank()[named], named, text, match.at_ns)
         if kind == "corrupt" and not match.names:  # of two replicas nobody can tell which is right
             yield Finding(kind, weight, "", None, text, match.at_ns)
     elif match.means == "nan":
         # One rank among many has a fault; where all have lost their numbers, none is to blame.
         rank = match.names[0] if len(match.names) == 1 else None
-        yield Finding("nan", weight, "" if rank is None else by_rank.get(rank, ""), rank, text, match.at_ns)
+        yield Finding("nan", weight, "" if rank is None else by_rank().get(rank, ""), rank, text, match.at_ns)
     elif match.means == "process":
         when = clocks.moment(heartbeat, match.since_ns or match.at_ns, match.at_ns)
         yield Finding("exited", weight, node, match.rank, text, match.at_ns, when)

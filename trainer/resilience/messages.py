@@ -262,6 +262,7 @@ M = TypeVar("M", Heartbeat, Assignment, Beacon)
 _KINDS: dict[type[_Message], str] = {
     kind: kind.model_fields["kind"].default for kind in (Heartbeat, Assignment, Beacon)
 }
+_CHECKS, _AFTER_CHECKS = b',"checks":[', b'],"tx_bytes":'
 _CLAIM = re.compile(rb'"node":"([A-Za-z0-9][A-Za-z0-9._-]{0,62})"')
 
 
@@ -313,29 +314,22 @@ class HeartbeatReader:
             Refused: as `unseal`.
         """
         node, body = _opened(data, self._token, Heartbeat, self._run, None)
-        begin, end = _place_of_checks(body)
-        part, (known, checks) = body[begin:end], self._checks.get(node, (b"", ()))
-        if part and part == known:
+        part, checks = self._checks.get(node, (b"", ()))
+        end = body.rfind(_AFTER_CHECKS) + 1
+        begin = end - len(part)
+        if part and begin >= 0 and body[begin:end] == part:
             text = body[:begin] + body[end:]
             heartbeat = _decoded(text, Heartbeat, self._run, node)
             if not heartbeat.checks:
                 object.__setattr__(heartbeat, "checks", checks)  # nobody else has it yet
                 return heartbeat, text
         heartbeat = _decoded(body, Heartbeat, self._run, node)
-        self._checks[node] = part, heartbeat.checks
+        # Neither text can stand in a string: a quote within one has a backslash before it, and after the quote that
+        # ends one comes one of `,:]}`, which no key begins with. So both are keys.
+        begin = body.find(_CHECKS)
+        has_part = begin >= 0 and body.find(_AFTER_CHECKS, begin) + 1 == end  # else other fields follow the results
+        self._checks[node] = body[begin:end] if has_part else b"", heartbeat.checks
         return heartbeat, body
-
-
-def _place_of_checks(body: bytes) -> tuple[int, int]:
-    """Return begin and end of a heartbeat's results of the self-check with their key; no place where it has none.
-
-    Neither text can stand in a string: a quote within one has a backslash before it, and after the quote that ends one
-    comes one of `,:]}`, which no key begins with. So both are keys. Where other fields follow the results, they have no
-    place either.
-    """
-    begin = body.find(b',"checks":[')
-    end = body.find(b'],"tx_bytes":', begin) if begin >= 0 else -1
-    return (begin, end + 1) if end >= 0 else (0, 0)
 
 
 def _opened(data: bytes, token: bytes, kind: type[M], run: str, node: str | None) -> tuple[str, bytes]:
