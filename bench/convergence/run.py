@@ -285,7 +285,7 @@ def _job(settings: Settings, kind: str, lr: float, tokens: int) -> JobConfig:
     name = "lamb" if is_lamb else "adamw"
     optimizer_keys = {"name": name, "steps": steps, "lr": lr, "warmup_steps": warmup_steps}
     blocks: dict[str, object] = {"parallel_block": is_parallel, "attention_window": window}
-    if kind == "fp8" and not model.fp8:  # else as the user sets it
+    if kind == "fp8" and model.fp8 == "off":  # else as the user sets it
         blocks["fp8"] = "tensorwise"
     tree = {
         **sections,
