@@ -31,6 +31,7 @@ if HAS_TRITON:
 Kernel = Literal["cudnn", "flash", "cpu", "plain"]
 _aten = torch.ops.aten
 
+
 def attend(
     q_BHqK: Tensor, k_BGkK: Tensor, v_BGkK: Tensor, *, causal: bool, left: int | None = None
 ) -> tuple[Tensor, Tensor]:
