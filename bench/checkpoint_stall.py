@@ -9,7 +9,7 @@ pieces as tensors of their own, for they cannot stage shards of our optimiser. B
 save while the call waits, so its rows of turn 0 stand apart. Not covered: restores.
 
 `sustained` and `third` save as ours do, several times without a pause: at the interval that the storage sustains, which
-the `ours` before them has shown, and at a third of it. A save that is due while the one before is being written is left
+the `ours` before them has shown, and at a third of it. A save that is due while the one before is being written is
 out, as with `job.checkpoint.when_busy = "skip"`, and counted in `skipped`.
 
 `--ways parts` tells what of ours the steps feel. Four ways switch parts off: `none` saves nothing, which says how far
@@ -393,7 +393,7 @@ def _measure_save(
 def _measure_interval(
     training: Training, way: str, turn: int, save_s: float, say: Callable[[str], None]
 ) -> list[SaveRow]:
-    """Save again and again at an interval; a save that is due while one is being written is left out.
+    """Save again and again at an interval; a save that is due while one is being written is skipped.
 
     Args:
         save_s: that one save took, the same on all ranks.

@@ -98,7 +98,7 @@ class BetweenSteps:
         return False
 
     def _may_skip(self, step: int) -> bool:
-        """Whether the save of `step` is left out where storage is busy: not one that is to stay for ever."""
+        """Whether the save of `step` is skipped where storage is busy: not one that is to stay for ever."""
         config = self._trainer.job.checkpoint
         return config.when_busy == "skip" and not (config.keep_every_steps and step % config.keep_every_steps == 0)
 

@@ -60,7 +60,7 @@ _COUNTERS = {
     "tokens": "tokens trained on since this start",
     "restarts": "times that the run resumed in its folder",
     "checkpoint_failures": "checkpoints for which there was no room, since this start",
-    "checkpoints_skipped": "checkpoints that were due while storage was busy, and left out, since this start",
+    "checkpoints_skipped": "checkpoints that were due while storage was busy, and skipped, since this start",
     "checkpoint_seconds": "time in which training waited for checkpoints, since this start",
     "checkpoint_stall_seconds": "time that checkpoints have cost the training, those beside it too, since this start",
     "checkpoint_save_seconds": "time that checkpoints beside the training took, since this start",
