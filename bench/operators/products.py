@@ -129,7 +129,7 @@ def rotary(sizes: Sizes, random: Random) -> Iterator[Case]:
         alone["triton"] = rotary_gemm.product
         both["triton, epilogue"] = lambda x, weight: rotary_gemm.product_turned(x, weight, angles, num_turned)
     inputs, once = [x, weight], ("forward",)
-    yield Case("rotary left out", inputs, alone, F.linear, flops=flops, directions=once)
+    yield Case("rotary omitted", inputs, alone, F.linear, flops=flops, directions=once)
     yield Case("rotary applied", inputs, both, _then(F.linear, plain_turned), flops=flops, directions=once)
 
     a, b = quantise(x, "input", "tensorwise"), quantise(weight, "weight", "tensorwise")
@@ -141,7 +141,7 @@ def rotary(sizes: Sizes, random: Random) -> Iterator[Case]:
             x, weight, angles, num_turned, (scale_x, scale)
         )
     inputs = [a.data, a.scale, b.data, b.scale]
-    yield _of_8_bits(Case("rotary left out, 8 bits", inputs, alone, _scaled, flops=flops), "forward")
+    yield _of_8_bits(Case("rotary omitted, 8 bits", inputs, alone, _scaled, flops=flops), "forward")
     case = Case("rotary applied, 8 bits", inputs, both, _then(_scaled, plain_turned), flops=flops)
     yield _of_8_bits(case, "forward")
 
@@ -256,7 +256,9 @@ class _Nvmath:
         more: dict[str, Any] = {}
         if scales is not None:
             more["quantization_scales"] = {"a": scales[1].view(1), "b": scales[0].view(1)}
-        options = {"inplace": True, "fast_accumulation": self._fast}
+        quiet = logging.getLogger("nvmath")  # by default the root logger is told of every call
+        quiet.setLevel(logging.WARNING)
+        options = {"inplace": True, "fast_accumulation": self._fast, "logger": quiet}
         planned = self._advanced.Matmul(b_KN.t(), a_MK.t(), c=out_MN.t(), beta=0.0, options=options, **more)
         if bias_N is None:
             planned.plan()

@@ -2,7 +2,7 @@
 
 A trial of rotary positions inside the QKV product, by Triton: a persistent kernel whose tiles come by TMA, and whose
 sums are turned in float32 while they lie in registers, so that nothing is rounded in between. Only `bench.operators`
-runs it: a step has cuBLAS's product and `trainer.ops.rotary_kernels`, whose comment says why.
+runs it: a step has cublasLt's product and `trainer.ops.rotary_kernels`, whose note says why.
 
 Shapes: M = T * B rows, row t B + b of position t; D features; H heads of W values, first those that are turned, in a
 row of N = H W.
@@ -31,7 +31,7 @@ Scales = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program computes at a time, and how it is compiled.
+    """Shape of what a program computes at a time, and how it is compiled.
 
     Args:
         rows, columns, depth: of a tile; columns are whole heads. Depth of 16-bit factors, doubled for 8-bit ones.
@@ -151,6 +151,7 @@ def _launch(
     angles: Angles | None,
     scales: Scales | None,
 ) -> None:
+    """Launch as many programs as run at once; each takes every so-many-th tile."""
     (num_rows, depth), num_columns = x_MD.shape, weight_ND.shape[0]
     block_depth = tile.depth * 2 // x_MD.dtype.itemsize
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)

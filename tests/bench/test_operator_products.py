@@ -128,7 +128,7 @@ def test_nvmath_is_asked_for_the_transposed_product() -> None:
     torch.testing.assert_close(nvmath.multiply(dy.t(), x, x.dtype, None, scales), 8 * dy.t() @ x)
 
 
-def test_without_nvmath_its_rows_are_left_out_with_one_line(
+def test_without_nvmath_its_rows_are_omitted_with_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "nvmath", None)

@@ -15,7 +15,7 @@ from bench.operators.case import Case
 from bench.operators.command import OperatorRow, _figures, _line, check, command, measure
 from netlayer.errors import CheckFailed
 
-TURNED = {"rotary left out", "rotary applied", "rotary alone"}
+TURNED = {"rotary omitted", "rotary applied", "rotary alone"}
 
 
 def run(tmp_path: Path, *arguments: str) -> Any:
