@@ -862,6 +862,19 @@ def test_bad_input_is_one_line_with_a_remedy(words: tuple[str, ...], says: str) 
     assert "\n" not in str(result.exception)
 
 
+@pytest.mark.parametrize("words", [("--tokens", "nan"), ("--tokens", "inf"), ("--launch-us", "nan")])
+def test_no_number_is_refused(words: tuple[str, str]) -> None:
+    result = run("step", *SMALL, *words)
+    assert result.exit_code == 2
+    assert words[0] in result.output
+
+
+def test_step_that_does_not_fit_says_what_would() -> None:
+    result = run("step", *SMALL, "--set", "job.model.layers=4096")
+    assert result.exit_code == 0
+    assert "(does not fit: netlayer estimate search ranks layouts that do)" in result.output
+
+
 def test_zero_3_with_interleaved_stages_is_refused() -> None:
     with pytest.raises(ConfigError, match="gathers parameters for every micro-batch"):
         check_plan(plan(pp=4, vpp=2, dp=2, zero=3))
