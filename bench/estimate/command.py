@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from bench.estimate.step import StepEstimate
 
 _PATH = click.Path(path_type=Path)
-_DEVICE = click.option("--device", default="H100", show_default=True, metavar="NAME", help="A100, H100, H200, ...")
+_DEVICE = click.option(
+    "--device",
+    default="H100",
+    show_default=True,
+    metavar="NAME",
+    help="A100, H100, H200, H100-500W, or FILE.toml: a card of yours (docs/benchmarks.md).",
+)
 _PRECISION = click.option(
     "--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True, help="Of the blocks' GEMMs."
 )

@@ -30,7 +30,13 @@ def tune() -> None:
 
 
 @tune.command()
-@click.option("--device", default="H100", show_default=True, metavar="NAME", help="A100, H100, H200, or none.")
+@click.option(
+    "--device",
+    default="H100",
+    show_default=True,
+    metavar="NAME",
+    help="A100, H100, H200, FILE.toml (docs/benchmarks.md), or none.",
+)
 @click.option("--nccl", help="Release of NCCL that will run [default: the one beside torch, else the newest known].")
 @click.option(
     "--measured",
