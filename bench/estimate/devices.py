@@ -76,8 +76,8 @@ class Device:
 
     def peak(self, precision: str) -> float | None:
         """Dense peak FLOP/s in `bf16` or `fp8` by the data sheet; None where the card lacks that."""
-        if given := self.bf16_flops if precision == "bf16" else self.fp8_flops:
-            return given
+        if flops := self.bf16_flops if precision == "bf16" else self.fp8_flops:
+            return flops
         return peak_flops(self.driver_name, {"bf16": "bfloat16", "fp8": "float8"}[precision])
 
     @property
@@ -169,24 +169,24 @@ def read_device(path: Path) -> Device:
         raise ConfigError("--device", path, f"cannot be read ({exc})", "give a readable TOML file in UTF-8") from exc
     except ValueError as exc:  # tomllib's error is one
         raise ConfigError("--device", path, f"is not TOML ({exc})", "fix that line") from exc
-    given = build_section(DeviceFile, tree, f"{path.name}: ")
-    base = next((device for key, device in DEVICES.items() if key.lower() == given.like.lower()), None)
+    card = build_section(DeviceFile, tree, f"{path.name}: ")
+    base = next((device for key, device in DEVICES.items() if key.lower() == card.like.lower()), None)
     if base is None:
-        raise ConfigError(f"{path.name}: like", given.like, "is not known", f"give one of {', '.join(DEVICES)}")
+        raise ConfigError(f"{path.name}: like", card.like, "is not known", f"give one of {', '.join(DEVICES)}")
     fp8 = base.peak("fp8") or 0.0
-    if given.bf16_tflops and fp8:
-        fp8 = 2e12 * given.bf16_tflops
-    shares = {field.name: getattr(given, field.name) for field in dataclasses.fields(Numbers)}
+    if card.bf16_tflops and fp8:
+        fp8 = 2e12 * card.bf16_tflops
+    shares = {field.name: getattr(card, field.name) for field in dataclasses.fields(Numbers)}
     own = {key: value for key, value in shares.items() if value is not None}
     return dataclasses.replace(
         base,
         name=path.stem,
-        driver_name=given.driver_name or path.stem,
-        memory_bytes=round(given.memory_gib * _GIB) if given.memory_gib else base.memory_bytes,
-        memory_bps=1e9 * given.memory_gbps if given.memory_gbps else base.bandwidth,
-        nvlink_bps=round(1e9 * given.nvlink_gbps) if given.nvlink_gbps else base.nvlink_bps,
-        multiprocessors=given.multiprocessors or base.multiprocessors,
-        bf16_flops=1e12 * given.bf16_tflops if given.bf16_tflops else base.peak("bf16") or 0.0,
-        fp8_flops=1e12 * given.fp8_tflops if given.fp8_tflops else fp8,
+        driver_name=card.driver_name or path.stem,
+        memory_bytes=round(card.memory_gib * _GIB) if card.memory_gib else base.memory_bytes,
+        memory_bps=1e9 * card.memory_gbps if card.memory_gbps else base.bandwidth,
+        nvlink_bps=round(1e9 * card.nvlink_gbps) if card.nvlink_gbps else base.nvlink_bps,
+        multiprocessors=card.multiprocessors or base.multiprocessors,
+        bf16_flops=1e12 * card.bf16_tflops if card.bf16_tflops else base.peak("bf16") or 0.0,
+        fp8_flops=1e12 * card.fp8_tflops if card.fp8_tflops else fp8,
         own_numbers=dataclasses.replace(base.numbers, **own) if own else None,
     )
