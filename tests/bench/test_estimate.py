@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -860,6 +861,55 @@ def test_bad_input_is_one_line_with_a_remedy(words: tuple[str, ...], says: str) 
     assert says in str(result.exception)
     assert ";" in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize("words", [("--tokens", "nan"), ("--tokens", "inf"), ("--launch-us", "nan")])
+def test_no_number_is_refused(words: tuple[str, str]) -> None:
+    result = run("step", *SMALL, *words)
+    assert result.exit_code == 2
+    assert words[0] in result.output
+
+
+def test_step_that_does_not_fit_says_what_would() -> None:
+    result = run("step", *SMALL, "--set", "job.model.layers=4096")
+    assert result.exit_code == 0
+    assert "(does not fit: netlayer estimate search ranks layouts that do)" in result.output
+
+
+def test_a_card_of_a_file_is_a_known_one_with_what_differs(tmp_path: Path) -> None:
+    file = tmp_path / "h100-pcie.toml"
+    file.write_text('like = "h100"\nmemory_gbps = 2000\nmultiprocessors = 114\nbf16_tflops = 756.5\ngemm = 0.6\n')
+    card, known = device_of(str(file)), device_of("H100")
+    assert (card.name, card.bandwidth, card.memory_bytes) == ("h100-pcie", 2e12, known.memory_bytes)
+    assert (card.peak("bf16"), card.peak("fp8")) == (756.5e12, 1513e12)
+    assert card.numbers == dataclasses.replace(known.numbers, gemm=0.6)
+    assert card.driver_name != known.driver_name  # whose records say nothing of this card
+    slower = estimate_step(dataclasses.replace(plan(dp=8), device=card))
+    products_s = estimate_step(plan(dp=8)).gemm_s
+    assert slower.gemm_s == pytest.approx(products_s * 989.5 / 756.5 * known.numbers.gemm / 0.6, rel=0.05)
+    file.write_text('like = "A100"\n')
+    assert device_of(str(file)).peak("fp8") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('like = "B9"', "like = B9: is not known; give one of A100"),
+        ('like = "H100"\ngem = 0.4', "gem: unknown key; did you mean gemm"),
+        ('like = "H100"\ngemm = 1.4', "gemm = 1.4: must be at most 1"),
+        ('like = "H100"\nmemory_gbps = nan', "memory_gbps = nan: must be finite"),
+        ("memory_gbps = 2000", "like: is needed"),
+        ("like = ", "is not TOML"),
+        (None, "there is no such file"),
+    ],
+)
+def test_a_file_of_no_card_is_refused_in_one_line(tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "card.toml"
+    if text is not None:
+        file.write_text(text + "\n")
+    with pytest.raises(ConfigError, match=re.escape(says)) as refused:
+        device_of(str(file))
+    assert "\n" not in str(refused.value)
 
 
 def test_zero_3_with_interleaved_stages_is_refused() -> None:
