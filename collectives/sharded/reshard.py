@@ -18,10 +18,10 @@ in a forward pass that records them, stays likewise until the shards change: the
 hook before. Not covered: a view that is made inside the forward pass of the unit itself, whose parameters need no
 gather then: autograd saves such views too, and nothing tells them apart.
 
-[Note: units that a pass does not use] Ranks may use different units of the module, in any order: each gathers those
-that it has left out at the end of its pass, and reduces zeros for them. Not covered: more units in a row than
-reductions are in flight, the last of the module, which one rank uses and another does not: each then waits for the
-other, until their timeout.
+[Note: units that a pass does not use] Ranks may use different units of the module, in any order: each gathers the
+others at the end of its pass, and reduces zeros for them. Not covered: more of the module's last units in a row than
+reductions are in flight, all of which one rank uses and another does not: each then waits for the other, until their
+timeout.
 
 [Note: what a pass that raised has not read] Nor does what was read past the hooks decide about collectives, for a rank
 whose pass has raised may lack reads of the others. So after each step all ranks launch an all-reduce of one byte a
