@@ -19,9 +19,10 @@ hook before. Not covered: a view that is made inside the forward pass of the uni
 gather then: autograd saves such views too, and nothing tells them apart.
 
 [Note: units that a pass does not use] Ranks may use different units of the module, in any order: each gathers the
-others at the end of its pass, and reduces zeros for them. Not covered: more of the module's last units in a row than
-reductions are in flight, all of which one rank uses and another does not: each then waits for the other, until their
-timeout.
+others at the end of its pass, and reduces zeros for them. Not covered, for each rank then waits for the other until
+their timeout: more of the module's last units in a row than reductions are in flight (without overlap, one), all of
+which one rank uses and another does not; and a backward pass through no unit at all, but through parts outside the
+units, beside one through some.
 
 [Note: what a pass that raised has not read] Nor does what was read past the hooks decide about collectives, for a rank
 whose pass has raised may lack reads of the others. So after each step all ranks launch an all-reduce of one byte a
