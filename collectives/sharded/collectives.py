@@ -442,9 +442,15 @@ class StepCheck:
         self._num_reductions = 0
         self._coming: tuple[Tensor, torch.cuda.Event, object] | None = None
         """Numbers of an earlier round on their way to the host, the event after that, and what is read until then."""
+        self._launched: tuple[Work, Tensor] | None = None
+        """The gather of this round, and its numbers, where `end_round` waits for it."""
 
-    def begin_round(self) -> None:
+    def begin_round(self, waits: bool = True) -> None:
         """Compare the places of all ranks; every rank calls it before the first reduction of a round.
+
+        Args:
+            waits: where the host has to. False: `end_round` does, for the other ranks may come here only after other
+                collectives, which this one has yet to launch.
 
         Raises:
             CheckFailed: ranks are at different steps.
@@ -465,10 +471,11 @@ class StepCheck:
             numbers.chunk(comm.world_size)[comm.rank].copy_(own, non_blocking=True)
 
         work = comm.all_gather(numbers, prepare, is_recorded=False)
-        # On the CPU nothing comes by itself; and the first round must be judged before what may hang is launched.
+        # On the CPU nothing comes by itself; and the first round is to be judged before what may hang is launched.
         if comm.stream is None or self._num_reductions == 1:
-            work.wait()
-            self._judge(numbers)
+            self._launched = work, numbers
+            if waits:
+                self.end_round()
             return
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
 
@@ -479,6 +486,13 @@ class StepCheck:
         assert work.done_event is not None
         # Both are read on the device until the event: they must not be freed, and used again, before.
         self._coming = on_host, work.done_event, (numbers, own)
+
+    def end_round(self) -> None:
+        """Wait for what `begin_round` has left; errors as there."""
+        if self._launched is not None:
+            (work, numbers), self._launched = self._launched, None
+            work.wait()
+            self._judge(numbers)
 
     def _look_at_earlier(self) -> None:
         if self._coming is not None and not self._comm.is_capturing:

@@ -538,8 +538,13 @@ class GradientReduce:
             promise()
         self._promises.clear()
         if self.state in _IN_ROUND:
+            # The other ranks may wait for gathers of units that this pass has not used, before their next reduction.
+            if self.reshard is not None:
+                self.reshard.end_backward()
             self._end_reduction()
-            self._advise()
+            if self._num_reductions > 1 and self.stage == 1 and not self._advised:
+                self._advised = True
+                logger.info("gradients are reduced each backward pass; put all but a step's last one under no_sync()")
             self._show_reduced()
         else:
             # Complete buckets were folded as they came; of the others some parameters got no gradient in this pass.
@@ -628,7 +633,8 @@ class GradientReduce:
         # Gathers are launched and steps compared before any reduction: one order of collectives on all ranks.
         if self._gather is not None:
             self._gather.launch_all()
-            self._step_check.begin_round()
+            # In stage 3 a rank may come here after gathers that this one launches later: of units it does not use.
+            self._step_check.begin_round(waits=self.reshard is None)
         self._next = len(self.buckets) - 1
 
     def _launch_down_to(self, index: int) -> None:
@@ -645,6 +651,7 @@ class GradientReduce:
 
     def _end_reduction(self) -> None:
         """Launch the reductions that are left, and complete the optimiser's step where it is in the backward pass."""
+        self._step_check.end_round()
         while self._next >= 0:
             self._launch_next()
         self.reduce_scatters.launch_rest()
@@ -657,8 +664,7 @@ class GradientReduce:
         self._num_reductions += 1
 
     def _launch_next(self, most: int | None = None) -> None:
-        """Launch the reduction of the next bucket, and let a step inside the backward pass follow it; see
-        `wait_for_room`."""
+        """Launch the reduction of the next bucket; a step inside the backward pass follows it. See `wait_for_room`."""
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
         self._join_writers()
@@ -692,8 +698,3 @@ class GradientReduce:
             # A whole number, for these travel as int64.
             gather_in_backward=0 if hook is None else round(hook.share * 1e6),
         )
-
-    def _advise(self) -> None:
-        if self._num_reductions > 1 and self.stage == 1 and not self._advised:
-            self._advised = True
-            logger.info("gradients are reduced once per backward pass; put all but a step's last one under no_sync()")

@@ -18,6 +18,12 @@ in a forward pass that records them, stays likewise until the shards change: the
 hook before. Not covered: a view that is made inside the forward pass of the unit itself, whose parameters need no
 gather then: autograd saves such views too, and nothing tells them apart.
 
+[Note: units that a pass does not use] Ranks may use different units of the module, in any order: each gathers the
+others at the end of its pass, and reduces zeros for them. Not covered, for each rank then waits for the other until
+their timeout: more of the module's last units in a row than reductions are in flight (without overlap, one), all of
+which one rank uses and another does not; and a backward pass through no unit at all, but through parts outside the
+units, beside one through some.
+
 [Note: what a pass that raised has not read] Nor does what was read past the hooks decide about collectives, for a rank
 whose pass has raised may lack reads of the others. So after each step all ranks launch an all-reduce of one byte a
 bucket that reshards: whether this rank holds a view of it. What any rank holds they gather together, for the view to
@@ -69,8 +75,8 @@ class ReshardingGather(ParameterGather):
         """Whether the other ranks may have read what this one has not: a pass has raised since the shards changed."""
         self._needed: set[int] = set()
         """Buckets that a backward pass may read without a hook before: their memory stays until the shards change."""
-        self.has_been_needed = False
-        """Whether any ever was."""
+        self.gradients_come_late = False
+        """Whether gradients may be complete only after later gathers: a bucket was needed, or not used by a pass."""
         self._exchange: tuple[Work, Tensor, Tensor] | None = None
         """The last exchange of views, and what is read until it has landed."""
         self._direction = 1
@@ -93,7 +99,7 @@ class ReshardingGather(ParameterGather):
             # Read without gradients in a pass that records them, it is current, and read again unnoticed.
             if torch.is_grad_enabled() or (self._in_forward and self._with_gradients):
                 self._needed.add(index)
-                self.has_been_needed = True
+                self.gradients_come_late = True
 
     def wait_all(self) -> None:
         """Make every parameter ready to be read, with the values of the last `unshard`."""
@@ -238,6 +244,10 @@ class ReshardingGather(ParameterGather):
         self.launch_all()
         self._direction, self._staying, self._num_forwards = -1, frozenset(), 0
         self._to_launch = deque(sorted(self._freed, reverse=True))
+
+    def note_unused(self) -> None:
+        """Note that a backward pass through units has come to its end here: what is left of it goes unused."""
+        self.gradients_come_late |= self._direction < 0 and bool(self._to_launch)
 
     def end_backward(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
         """End the pass: launch what is left of it, and free all that reshards.

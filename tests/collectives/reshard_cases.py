@@ -6,9 +6,10 @@ They are added to the cases of `tests.collectives.cases`.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +45,9 @@ from tests.collectives.cases import (
 from tests.collectives.settings import shard
 
 
-def stage3(model: Net, how: Callable[..., ShardedDataParallel] = wrap64, **settings: Any) -> ShardedDataParallel:
+def stage3(
+    model: Net | Chained, how: Callable[..., ShardedDataParallel] = wrap64, **settings: Any
+) -> ShardedDataParallel:
     return how(model, units=model.blocks, stage=3, **settings)
 
 
@@ -427,6 +430,102 @@ def what_units_hand_out_stays_in_stage_3(rank: int, world_size: int) -> None:
     del loss
     alone = made.blocks[0].kept
     assert_raises(RuntimeError, "version", alone.backward)
+
+
+@dataclasses.dataclass
+class Hidden:
+    x: Tensor
+    whole: object = None
+
+
+class Chained(nn.Module):
+    """Layers whose outputs are dataclasses, or views that are changed in place; each may be skipped."""
+
+    def __init__(self, boxes: bool, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(boxes) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index not in skipped:
+                before = x
+                hidden = block(x)
+                x = hidden.x if isinstance(hidden, Hidden) else hidden
+                x += before
+        y: Tensor = self.head(x)
+        return y.square().mean()
+
+
+class Layer(nn.Module):
+    def __init__(self, boxes: bool) -> None:
+        super().__init__()
+        self.linear, self.boxes = nn.Linear(WIDTH, WIDTH), boxes
+
+    def forward(self, x: Tensor) -> Tensor | Hidden:
+        y: Tensor = self.linear(x.tanh().unsqueeze(0)).squeeze(0)
+        if not self.boxes:
+            return y
+        inner = Hidden(y.clone())
+        inner.whole = inner  # one that holds itself
+        return inner
+
+
+def chained(boxes: bool = False) -> Chained:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(0)
+        return Chained(boxes).to(torch.get_default_device(), torch.float64)
+
+
+def rows(num: int, world_size: int) -> Iterator[Tensor]:
+    generator = torch.Generator("cpu").manual_seed(7)
+    for _ in range(num):
+        x = torch.randn(2 * world_size, WIDTH, generator=generator, dtype=torch.float64, device="cpu")
+        yield x.to(torch.get_default_device())
+
+
+@case
+def any_outputs_of_units_begin_their_backward_pass(rank: int, world_size: int) -> None:
+    """Dataclasses, views that are changed in place; and gradients that are differentiated themselves."""
+    for boxes, penalises in ((True, False), (False, False), (False, True)):
+        plain = chained(boxes)
+        sharded = stage3(copy.deepcopy(plain))
+        pairs = [(sharded, sharded.optimizer(adamw)), (plain, adamw(plain.parameters()))]
+        for x in rows(3, world_size):
+            for model, optimizer in pairs:
+                # As one process does that has all ranks' rows.
+                parts = (
+                    [x[rank::world_size]] if model is sharded else [x[each::world_size] for each in range(world_size)]
+                )
+                for part in parts:
+                    part = part.clone().requires_grad_(penalises)
+                    loss = model(part.clone())
+                    if penalises:
+                        [slope] = torch.autograd.grad(loss, part, create_graph=True)
+                        loss = loss + slope.square().sum()
+                    (loss / len(parts)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_close(sharded.full_state_dict(), dict(plain.state_dict()), rtol=1e-9, atol=1e-11)
+        assert sum(held_bytes(sharded)) == 0
+
+
+@case
+def ranks_may_use_different_units_in_stage_3(rank: int, world_size: int) -> None:
+    """In the first pass too; with a part outside the units, whose gradient is the first."""
+    skipped = [[(1, 2, 3), (0, 3), (0, 1, 2), ()], [(0, 1, 2), (1, 2, 3), (3,), (0, 2, 3)]]
+    for settings in ({}, {"prefetch": 3}):
+        plain = chained()
+        sharded = stage3(copy.deepcopy(plain), unused="skip", **settings)
+        ours, theirs = sharded.optimizer(adamw), adamw(plain.parameters())
+        for step, x in enumerate(rows(4, world_size)):
+            sharded(x[rank::world_size], skipped[rank % 2][step]).backward()
+            for other in range(world_size):
+                (plain(x[other::world_size], skipped[other % 2][step]) / world_size).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_close(sharded.full_state_dict(), dict(plain.state_dict()), rtol=1e-9, atol=1e-11)
 
 
 @case
