@@ -118,6 +118,24 @@ def test_what_is_not_finite_is_the_largest(bad: float) -> None:
         assert not bool(amax.isfinite())
 
 
+@pytest.mark.parametrize("operators", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", [(48, 16, 16), (128, 100, 12), (7,)])
+def test_parts_are_quantised_as_what_they_would_be_joined_to(
+    operators: Operators, dtype: torch.dtype, widths: tuple[int, ...]
+) -> None:
+    [wide] = inputs(5, dtype, (70, sum(widths) + 3))
+    parts = wide[:, : sum(widths)].split(list(widths), 1)
+    joined = torch.cat(parts, 1)
+    results = [fp8.quantise_joined(each, "gradient", operators) for each in (parts, [joined])]
+    results.append(fp8.quantise_both_ways(joined, "gradient", "tensorwise", operators, amax_of(joined)))
+    for got in results[1:]:
+        for one, two in zip(results[0], got, strict=True):
+            assert same(one.scale, two.scale)
+            assert same(one.data.view(torch.uint8), two.data.view(torch.uint8))
+    assert same(results[0][0].data.view(torch.uint8).t(), results[0][1].data.view(torch.uint8))
+
+
 def model_of(**changes: Any) -> GPT:
     return build_model(ModelConfig(**{**LLAMA, **changes}), 0, DEVICE).to(torch.bfloat16)
 
