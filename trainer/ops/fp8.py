@@ -426,8 +426,8 @@ class _ScaledLinear(torch.autograd.Function):
         """Return gradients of bias, inputs and weights; of a weight with a place it is written there, and None here."""
         count = len(ctx.keepers)
         needs_bias, *needs = ctx.needs_input_grad[9:]
-        *given, dy_amax = gradients if ctx.has_grad_amax else (*gradients, None)
-        dys = _made(given, ctx.output_shapes)
+        *output_grads, dy_amax = gradients if ctx.has_grad_amax else (*gradients, None)
+        dys = _made(output_grads, ctx.output_shapes)
         recipe, operators, dtype = ctx.recipe, ctx.operators, dys[0].dtype
         tuned, trains = autotunes_gemms(operators), any(needs[count:])
         if recipe == "tensorwise" and trains and not needs_bias and uses_triton(operators, dys[0]):
