@@ -44,7 +44,7 @@ def found_amaxes(model: ModelConfig, tp: int) -> tuple[str, ...]:
     if model.fp8 != "tensorwise":
         return ()
     is_gated, is_whole = model.activation == "swiglu", not model.parallel_block
-    wanted = {
+    conditions = {
         "norm": tp == 1 or model.fp8_tp_gather,
         "mlp_norm": is_whole and (tp == 1 or model.fp8_tp_gather),
         "activation": is_gated,
@@ -52,15 +52,15 @@ def found_amaxes(model: ModelConfig, tp: int) -> tuple[str, ...]:
         "out_grad": is_whole and tp == 1,
         "branch_grad": tp == 1,
     }
-    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+    return tuple(name for name, holds in conditions.items() if holds)
 
 
 def found_of_linears(model: ModelConfig, tp: int, *, is_mlp: bool) -> tuple[tuple[bool, bool], tuple[bool, bool]]:
     """Return of which of a half block's two linears they are found: of the inputs, and of the outputs' gradients."""
-    found = found_amaxes(model, tp)
+    amaxes = found_amaxes(model, tp)
     norm = "norm" if model.parallel_block or not is_mlp else "mlp_norm"
     last = "branch_grad" if model.parallel_block or is_mlp else "out_grad"
-    return (norm in found, is_mlp and "activation" in found), (is_mlp and "up_grad" in found, last in found)
+    return (norm in amaxes, is_mlp and "activation" in amaxes), (is_mlp and "up_grad" in amaxes, last in amaxes)
 
 
 def cast_bytes(model: ModelConfig, tp: int, *, is_mlp: bool) -> CastBytes:
