@@ -32,10 +32,10 @@ pytestmark = pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here")
 
 SHAPES = [(1, 16), (9, 37)]
 LLAMA: dict[str, Any] = {
-    "hidden": 32,
+    "hidden": 16,
     "heads": 2,
-    "ffn_hidden": 48,
-    "vocab_size": 32,
+    "ffn_hidden": 32,
+    "vocab_size": 16,
     "seq_len": 8,
     "layers": 2,
     "positions": "rotary",
@@ -159,7 +159,7 @@ def trained(model: GPT, factor: float = 1.0) -> list[Tensor]:
 
 
 def loss_of(model: GPT) -> Tensor:
-    tokens = torch.randint(32, (2, 2, 8), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    tokens = torch.randint(16, (2, 2, 8), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     loss: Tensor = model(*tokens)
     return loss
 
@@ -281,7 +281,7 @@ def test_a_graph_of_a_step_is_scaled_by_what_each_replay_has() -> None:
         step()
     static = [parameter.grad for parameter in model.parameters()]
     for seed, size in enumerate((1000.0, 1.0)):
-        tokens.copy_(torch.randint(32, (2, 2, 8), generator=torch.Generator().manual_seed(seed)))
+        tokens.copy_(torch.randint(16, (2, 2, 8), generator=torch.Generator().manual_seed(seed)))
         factor.fill_(size)
         graph.replay()
         replayed = [each.clone() for each in static if each is not None]
