@@ -11,6 +11,9 @@ marks and forgets them, `recorder` keeps a step's records too, and `on` has the 
 One monitor lasts over all blocks: it has nothing to do in those without it. What a record costs the thread that
 launches, and an event the monitor's thread, is measured apart, on the same devices.
 
+`--records` adds collectives without bytes, and waits for them, to a step: one GPU has then as many records as a layout
+of several. Without the monitor their streams are ordered all the same.
+
 A step that is bound by its host (the row says so) shows every microsecond of both threads; one that keeps its devices
 busy, as a job should, shows what is left of them.
 """
@@ -18,6 +21,7 @@ busy, as a job should, shows what is left of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
 import tempfile
@@ -38,6 +42,7 @@ from bench.mfu.jobs import Jobs, read_layout
 from bench.mfu.ranks import make_batches
 from bench.mfu.systems import Ours
 from bench.overlap.steps import StepTimer
+from bench.stragglers.device_cost import Pairs
 from collectives.watch.monitor import INTERVAL_S, Monitor
 from collectives.watch.recorder import Collective, Recorder, StepComm
 from netlayer import environ
@@ -59,7 +64,7 @@ _OFF = "off"
 _BATCHES = 8.5  # of a block, where its steps are chosen
 _FEWEST_BATCHES = 8.0
 """What is recorded after the last whole interval is handed over behind the block: of fewer, that share is too large."""
-_RECORDS = 2000  # whose cost is measured apart
+_RECORDS, _BURST = 2000, 64  # whose cost is measured apart, and so many between two synchronisations
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ class Row:
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True, help="Of a step and rank.")
 @click.option("--pairs", type=click.IntRange(2), default=20, show_default=True, help="Pairs of blocks, on and off.")
 @click.option("--steps", type=click.IntRange(1), help="Steps of a block; else as many as take 8.5 intervals.")
+@click.option("--records", type=click.IntRange(0), default=0, help="A step, beside the job's: collectives, no bytes.")
 @click.option("--ways", default="on", show_default=True, help="What is compared with nothing: on,recorder,marks.")
 @click.option("--time-limit", type=click.FloatRange(1), help="Seconds of measuring after which no pair begins.")
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
@@ -161,6 +167,7 @@ def command(
     micro_batches: int,
     pairs: int,
     steps: int | None,
+    records: int,
     ways: str,
     time_limit: float | None,
     backend: str,
@@ -172,6 +179,7 @@ def command(
       python -m bench.monitor_overhead --pairs 6 --steps 4
       python -m bench.monitor_overhead --model 125m --layout dp4 --micro 32 --pairs 20 --out runs/monitor
       python -m bench.monitor_overhead --model 7b --layout dp4 --micro 2 --pairs 20 --ways on,recorder,marks
+      python -m bench.monitor_overhead --model 125m --layout dp1 --micro 16 --records 68   # dp4's records, one GPU
       python -m bench.monitor_overhead --model 7b --layout tp2dp2 --micro 4 --micro-batches 2 --pairs 20
     """
     chosen_ways = tuple(dict.fromkeys(filter(None, ways.split(","))))
@@ -192,6 +200,7 @@ def command(
             options.seed,
             pairs,
             steps,
+            records,
             chosen_ways,
             time_limit,
             folder,
@@ -218,6 +227,7 @@ def command(
             "micro_batches": micro_batches,
             "pairs": pairs,
             "steps": steps,
+            "records": records,
             "ways": ways,
         },
         config={"job": job.model_dump(mode="json")},
@@ -382,6 +392,7 @@ def run_rank(
     seed: int,
     pairs: int,
     steps: int | None,
+    records: int,
     ways: Sequence[str],
     time_limit: float | None,
     folder: str,
@@ -391,6 +402,8 @@ def run_rank(
     control = Control(context.env, _TIMEOUT)
     recorder = SwitchedRecorder(place.device, num_kept=1)
     system = Ours(job, seed, place.rank, place.device, groups, recorder)
+    if records:
+        _launch_between_blocks(system, Pairs(place.device, recorder), records // 2)
     batches = make_batches(job, seed, place.device)
     timer, blocks, number, monitored_steps, host_bound = StepTimer(place.device, control), list[Block](), 0, 0, 0
 
@@ -450,6 +463,19 @@ def run_rank(
     )
 
 
+def _launch_between_blocks(system: Ours, pairs: Pairs, number: int) -> None:
+    """Have pairs launched over the forward pass of a step, before its blocks: as many as another layout would have."""
+    blocks = [block for chunk in system.model.chunks for block in chunk.module.blocks.values()]
+
+    def launch(own: int, *_args: object) -> None:
+        for _ in range(own):
+            pairs.launch()
+
+    for at, block in enumerate(blocks):
+        own = (at + 1) * number // len(blocks) - at * number // len(blocks)
+        block.register_forward_pre_hook(functools.partial(launch, own))
+
+
 def _turns(number: int, ways: Sequence[str]) -> Iterator[str]:
     """Yield the blocks of a round: off and each way in turn, which of them first alternates."""
     for way in ways:
@@ -475,18 +501,22 @@ def _cost_of_record(recorder: SwitchedRecorder, timer: StepTimer) -> float:
     timer.synchronize()
     recorder.way, times = "recorder", list[float]()
     for _ in range(5):
-        recorder.begin_step(0)
-        begin_s = time.perf_counter()
-        for _ in range(_RECORDS // 2):
-            with recorder.launching("cost", "all_gather", 8, can_capture=False) as collective:
-                pass
-            with recorder.waiting(collective, can_capture=False):
-                pass
-        times.append(time.perf_counter() - begin_s)
-        recorder.end_step()
-        timer.synchronize()
+        times.append(0.0)
+        for _ in range(_RECORDS // _BURST):
+            recorder.begin_step(0)
+            begin_s = time.perf_counter()
+            for _ in range(_BURST // 2):
+                with recorder.launching("cost", "all_gather", 8, can_capture=False) as collective:
+                    pass
+                landed = recorder.arrival(collective, is_end=True)
+                with recorder.waiting(collective, can_capture=False, until=landed):
+                    pass
+            times[-1] += time.perf_counter() - begin_s
+            recorder.end_step()
+            # Of more at once the device's queue would be full, and the host wait for the device.
+            timer.synchronize()
     recorder.way = _OFF
-    return min(times) / _RECORDS * 1e6
+    return min(times) / (_RECORDS // _BURST * _BURST) * 1e6
 
 
 def _written(folder: Path, rank: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.estimate.devices import DEVICES, NUMBERS, Device
+from bench.estimate.devices import DEVICES, Device
 from bench.estimate.host import Host, launch_s_of
 from bench.estimate.plan import Plan, Precision
 from bench.estimate.step import estimate_step
@@ -114,7 +114,7 @@ def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
 
 def _step_s(plan: Plan, factor: float) -> float:
     """Return a step whose device takes `factor` times as long as its numbers say."""
-    numbers = NUMBERS[plan.device.generation]
+    numbers = plan.device.numbers
     scaled = {name: getattr(numbers, name) / factor for name in ("gemm", "gemm_fp8", "attention", "memory", "links")}
     return estimate_step(plan, dataclasses.replace(numbers, **scaled)).step_s
 
