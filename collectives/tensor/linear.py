@@ -461,6 +461,7 @@ class _Row(torch.autograd.Function):
         bias_N: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
+        """Return this rank's rows of the sum of all ranks' products, which are scattered as they are computed."""
         inputs, weights, exchange = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :], linear.exchange
         ctx.linear, ctx.has_bias, ctx.again, ctx.amaxes = linear, bias_N is not None, again, amaxes
         ctx.shapes = [x_MK.shape for x_MK in inputs]

@@ -300,17 +300,26 @@ def test_own_8_bit_products_quantise_weights_unless_these_travel_so() -> None:
     assert host.half_s(wide.job, is_mlp=True, cp=2) == host.half_s(wide.job, is_mlp=True)
 
 
-def test_launches_of_own_8_bit_products_are_those_of_its_kernels() -> None:
-    """Of a half block's two linears: three to quantise, of input, gradient and weight; a weight is transposed."""
+def test_launches_of_own_8_bit_products_are_what_its_notes_say() -> None:
+    """Of a half block's two linears: three to quantise a tensor, or one whose largest magnitude has been found.
+
+    `tests/trainer/test_amax.py` counts them where they are made.
+    """
     host = Host(1.0)
 
-    def more(**changes: Any) -> tuple[float, float]:
+    def more(is_mlp: bool = True, **changes: Any) -> tuple[float, float]:
         model = {"fp8": "tensorwise", **changes}
-        wide, narrow = (host.half_s(plan(dp=4, model=each).job, is_mlp=True) for each in ({}, model))
+        wide, narrow = (
+            host.half_s(plan(dp=4, model={**changes, **each}).job, is_mlp=is_mlp)
+            for each in ({"fp8": "off", "fp8_param_gather": False}, model)
+        )
         return narrow[0] - wide[0], narrow[1] - wide[1]
 
-    assert more() == pytest.approx((2 * 6, 2 * 7))
-    assert more(fp8_param_gather=True) == pytest.approx((2 * 3, 2 * 4))
+    gated = {"activation": "swiglu", "norm": "rmsnorm", "bias": False}
+    assert more() == pytest.approx((1 + 3 + 2 * 3, 3 + 1 + 2))
+    assert more(fp8_param_gather=True) == pytest.approx((1 + 3, 3 + 1 + 2))
+    assert more(**gated) == pytest.approx((1 + 1 + 2 * 3, 1 + 1 + 2))
+    assert more(is_mlp=False, **gated) == pytest.approx((1 + 1 + 3 + 2 * 3, (1 + 3 + 3 - 1) + 1 + 2))
 
 
 def test_a_measured_8_bit_step_is_met_by_the_passes_of_its_code() -> None:

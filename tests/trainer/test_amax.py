@@ -6,7 +6,7 @@ Without a GPU in Triton's interpreter (`test_ops.test_kernels_in_the_interpreter
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from netlayer.config.tree import ModelConfig
+from bench.estimate.host import Host
+from netlayer.config.tree import JobConfig, ModelConfig
+from netlayer.workload import float8
 from tests.trainer.test_ops import DEVICE, DTYPES, KERNELS, inputs
 from trainer.model.gpt import GPT, Block, build_model
 from trainer.ops import fp8
@@ -22,14 +24,18 @@ from trainer.ops.activation import swiglu
 from trainer.ops.backend import Operators
 from trainer.ops.norm import add_norm
 
+if KERNELS:
+    from trainer.ops.amax_kernels import largest_magnitude
+    from trainer.ops.fp8_kernels import quantise_rows_and_columns
+
 pytestmark = pytest.mark.skipif(not KERNELS, reason="no Triton with a GPU here")
 
 SHAPES = [(1, 16), (9, 37)]
 LLAMA: dict[str, Any] = {
-    "hidden": 32,
+    "hidden": 16,
     "heads": 2,
-    "ffn_hidden": 48,
-    "vocab_size": 32,
+    "ffn_hidden": 32,
+    "vocab_size": 16,
     "seq_len": 8,
     "layers": 2,
     "positions": "rotary",
@@ -118,6 +124,24 @@ def test_what_is_not_finite_is_the_largest(bad: float) -> None:
         assert not bool(amax.isfinite())
 
 
+@pytest.mark.parametrize("operators", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", [(48, 16, 16), (128, 100, 12), (7,)])
+def test_parts_are_quantised_as_what_they_would_be_joined_to(
+    operators: Operators, dtype: torch.dtype, widths: tuple[int, ...]
+) -> None:
+    [wide] = inputs(5, dtype, (70, sum(widths) + 3))
+    parts = wide[:, : sum(widths)].split(list(widths), 1)
+    joined = torch.cat(parts, 1)
+    results = [fp8.quantise_joined(each, "gradient", operators) for each in (parts, [joined])]
+    results.append(fp8.quantise_both_ways(joined, "gradient", "tensorwise", operators, amax_of(joined)))
+    for got in results[1:]:
+        for one, two in zip(results[0], got, strict=True):
+            assert same(one.scale, two.scale)
+            assert same(one.data.view(torch.uint8), two.data.view(torch.uint8))
+    assert same(results[0][0].data.view(torch.uint8).t(), results[0][1].data.view(torch.uint8))
+
+
 def model_of(**changes: Any) -> GPT:
     return build_model(ModelConfig(**{**LLAMA, **changes}), 0, DEVICE).to(torch.bfloat16)
 
@@ -135,7 +159,7 @@ def trained(model: GPT, factor: float = 1.0) -> list[Tensor]:
 
 
 def loss_of(model: GPT) -> Tensor:
-    tokens = torch.randint(32, (2, 2, 8), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    tokens = torch.randint(16, (2, 2, 8), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     loss: Tensor = model(*tokens)
     return loss
 
@@ -175,6 +199,54 @@ def test_no_bit_of_a_step_depends_on_who_finds_the_largest_magnitudes(changes: d
     assert taken.call_count == passes * len(model.blocks) + weights + again
 
 
+class Passes:
+    """Launches and bytes of what quantises, where it is called: of a block's linears, and of its own fill."""
+
+    def __init__(self) -> None:
+        self.launches = self.num_bytes = 0
+
+    def find(self, *parts: Tensor) -> Tensor:
+        self.launches += 1 + len(parts)  # a scalar filled
+        self.num_bytes += float8.LARGEST * sum(part.numel() for part in parts)
+        return largest_magnitude(*parts)
+
+    def cast(self, parts: Sequence[Tensor], *args: Any, rows: bool, columns: bool) -> Any:
+        self.launches += len(parts)
+        each = 2 + rows + columns  # read in bfloat16, and written in 8 bits
+        self.num_bytes += each * sum(part.numel() for part in parts)
+        return quantise_rows_and_columns(parts, *args, rows=rows, columns=columns)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"norm": "layernorm", "bias": True, "activation": "gelu"}],
+    ids=["llama", "gpt"],
+)
+def test_the_estimate_counts_the_launches_and_bytes_of_a_block(changes: dict[str, Any]) -> None:
+    config, passes = ModelConfig(**{**LLAMA, **changes, "layers": 1}), Passes()
+    model = model_of(**changes, layers=1)
+    with mock.patch.multiple(fp8, largest_magnitude=passes.find, quantise_rows_and_columns=passes.cast):
+        trained(model)
+    fills = 1  # `Block._new_amaxes`
+    joins = 0 if config.bias else -1  # of the gradients of queries, keys and values, which a block in bfloat16 has
+    jobs = [JobConfig(model=config.model_copy(update={"fp8": each})) for each in ("tensorwise", "off")]
+    counted = [sum(sum(Host(1.0).half_s(job, is_mlp)) for is_mlp in (False, True)) for job in jobs]
+    assert passes.launches + fills + joins == counted[0] - counted[1]
+    num_bytes = 0.0
+    for is_mlp, names in ((False, ("qkv", "out")), (True, ("up", "down"))):
+        each = float8.cast_bytes(config, 1, is_mlp=is_mlp)
+        elements = sum(weight.numel() for weight in weights(model, names))
+        num_bytes += 16 * (each.forward + each.backward)
+        num_bytes += elements * (each.forward_weight + each.backward_weight)
+    assert passes.num_bytes == num_bytes
+
+
+def weights(model: GPT, names: Sequence[str]) -> list[Tensor]:
+    """Of the linears of these names, of all blocks."""
+    named = [pair for block in blocks(model) for pair in block.named_parameters()]
+    return [each for name, each in named if each.ndim == 2 and name.split(".")[0] in names]
+
+
 def test_a_second_backward_pass_is_scaled_by_its_own_gradients() -> None:
     model = model_of(layers=1)
     expected = trained(model, 1 / 3)
@@ -197,18 +269,19 @@ def test_a_graph_of_a_step_is_scaled_by_what_each_replay_has() -> None:
         (model(*tokens) * factor).backward()
 
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what is compiled and allocated once is not in the graph
         for _ in range(3):
             model.zero_grad()
             step()
-    torch.cuda.synchronize()
+    torch.cuda.current_stream().wait_stream(stream)
     model.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
     static = [parameter.grad for parameter in model.parameters()]
     for seed, size in enumerate((1000.0, 1.0)):
-        tokens.copy_(torch.randint(32, (2, 2, 8), generator=torch.Generator().manual_seed(seed)))
+        tokens.copy_(torch.randint(16, (2, 2, 8), generator=torch.Generator().manual_seed(seed)))
         factor.fill_(size)
         graph.replay()
         replayed = [each.clone() for each in static if each is not None]

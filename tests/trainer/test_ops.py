@@ -378,7 +378,7 @@ def test_kernels_asked_for_where_there_is_no_gpu() -> None:
     check_operators("auto", torch.device("cpu"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=5)
 @pytest.mark.skipif(not HAS_TRITON or IS_INTERPRETED or DEVICE.type == "cuda", reason="no Triton, or it is under test")
 def test_kernels_in_the_interpreter() -> None:
     """All of the above, and of four other files, by Triton's interpreter, chosen before Triton is imported."""

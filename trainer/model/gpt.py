@@ -25,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from collectives.tensor.exchange import TensorExchange
 from collectives.tensor.linear import Again
 from netlayer.config.tree import ModelConfig
+from netlayer.workload.float8 import found_amaxes
 from netlayer.workload.stages import BlockPart, half_blocks, halves_in, parts_of
 from trainer.model.context import Context
-from trainer.model.linears import Amaxes, Part, TokenTable, call_linear, column, parts, row, taken_amaxes
+from trainer.model.linears import Amaxes, Part, TokenTable, call_linear, column, parts, row
 from trainer.model.packed import Packed
 from trainer.ops.activation import again_of, bias_gelu, swiglu
 from trainer.ops.attention import attention
@@ -194,7 +195,8 @@ class Block(nn.Module):
         self.recomputes_attention = config.recomputes("core_attn")
         # Inside attention's own recomputation an activation costs nothing to make again, however linears multiply.
         self.recomputes_both = self.recomputes_attention and config.recomputes("mlp_act")
-        self.amaxes = taken_amaxes(config, fp8, is_spread=exchange is not None)
+        tp = 1 if exchange is None else exchange.world_size
+        self.amaxes = () if fp8 is None else found_amaxes(config, tp)
         linear: Any = {"operators": self.operators, "fp8": fp8}
         of_stream = {**linear, "gathers_fp8": config.fp8_tp_gather}
         # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms. With full

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from collectives.tensor.exchange import TensorExchange
 from collectives.tensor.linear import Again, ColumnParallelLinear, RowParallelLinear
-from netlayer.config.tree import ModelConfig
 from netlayer.workload.model_size import padded_vocabulary
 from trainer.ops.backend import Operators, autotunes_gemms
 from trainer.ops.fp8 import Recipe, ScaledProducts
@@ -201,12 +200,8 @@ def row(
 class Amaxes(NamedTuple):
     """Scalars of a block for the largest magnitudes that operators find in passing, float32; None: not found so.
 
-    They are zero at first, and set once (`trainer.ops.fp8`, [Note: largest magnitudes]).
-
-    Args:
-        norm, mlp_norm, activation: of what these give to a linear.
-        up_grad, out_grad, branch_grad: of the gradient of what the linear before the activation, the one behind
-            attention, and the last one of the block give.
+    They are zero at first, and set once (`trainer.ops.fp8`, [Note: largest magnitudes]). Which there are, and of what,
+    says `netlayer.workload.float8.found_amaxes`.
     """
 
     norm: Tensor | None = None
@@ -215,21 +210,6 @@ class Amaxes(NamedTuple):
     up_grad: Tensor | None = None
     out_grad: Tensor | None = None
     branch_grad: Tensor | None = None
-
-
-def taken_amaxes(config: ModelConfig, fp8: Recipe | None, *, is_spread: bool) -> tuple[str, ...]:
-    """Return the names of the `Amaxes` that a block's linears read: none without 8-bit products by tensorwise scales.
-
-    Args:
-        is_spread: over a tensor-parallel group, where gradients are quantised in parts, and rows as they arrive, but
-            for those that all ranks scale together before they travel.
-    """
-    if fp8 != "tensorwise":
-        return ()
-    norms = ("norm", "mlp_norm") if not is_spread or config.fp8_tp_gather else ()
-    activation = ("activation",) if config.activation == "swiglu" else ()
-    gradients = () if is_spread else ("out_grad", "branch_grad", *(("up_grad",) if activation else ()))
-    return *norms, *activation, *gradients
 
 
 def call_linear(linear: nn.Module, *inputs: Any, grad_amax: Tensor | None, **more: Any) -> tuple[Any, ...]:

@@ -20,13 +20,13 @@ from trainer.ops.backend import as_rows, num_programs
 _BLOCK = 4096
 
 
-def largest_magnitude(x_RC: Tensor) -> Tensor:
-    """Largest absolute value, a scalar in float32; NaN where one is in there."""
-    x_RC = as_rows(x_RC)
-    rows, columns = x_RC.shape
-    amax = x_RC.new_zeros((), dtype=torch.float32)
-    grid = (num_programs(x_RC, rows, 8),)
-    _largest[grid](x_RC, amax, rows, columns, x_RC.stride(0), triton.cdiv(columns, _BLOCK), BLOCK=_BLOCK)
+def largest_magnitude(*parts_RC: Tensor) -> Tensor:
+    """Largest absolute value of one matrix or several, a scalar in float32; NaN where one is in there."""
+    amax = parts_RC[0].new_zeros((), dtype=torch.float32)
+    for x_RC in map(as_rows, parts_RC):
+        rows, columns = x_RC.shape
+        grid = (num_programs(x_RC, rows, 8),)
+        _largest[grid](x_RC, amax, rows, columns, x_RC.stride(0), triton.cdiv(columns, _BLOCK), BLOCK=_BLOCK)
     return amax
 
 

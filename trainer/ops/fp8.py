@@ -47,10 +47,11 @@ from collectives.sharded.float8 import HeldWeight, hold
 from collectives.sharded.slot import GradientSlot, Promise, SlotSource, slot_source
 from collectives.tensor.autotuned_gemm import GEMMS, can_tune
 from collectives.tensor.exchange import TensorExchange
+from collectives.tensor.linear import as_one
 from collectives.triton_support import HAS_TRITON
 from netlayer.config.parallel import FP8_BLOCK
 from netlayer.errors import HardwareMissing
-from trainer.ops.backend import Operators, autotunes_gemms, uses_triton
+from trainer.ops.backend import Operators, as_rows, autotunes_gemms, uses_triton
 
 if HAS_TRITON:
     from trainer.ops.amax_kernels import largest_magnitude
@@ -105,7 +106,7 @@ def quantise(
         amax: its largest magnitude, float32, []; None: it is found here. Of no use to a recipe of blocks.
     """
     if recipe == "tensorwise":
-        scaled, _ = _tensorwise(x_RC, kind, operators, amax)
+        scaled, _ = _tensorwise([x_RC], kind, operators, amax)
         assert scaled is not None
         return scaled
     dtype = E4M3
@@ -130,7 +131,14 @@ def quantise_both_ways(
     """
     if recipe != "tensorwise":
         return quantise(x_RC, kind, recipe, operators), quantise(x_RC.t().contiguous(), kind, recipe, operators)
-    scaled, transposed = _tensorwise(x_RC, kind, operators, amax, columns=True)
+    return quantise_joined([x_RC], kind, operators, amax)
+
+
+def quantise_joined(
+    parts_Rc: Sequence[Tensor], kind: Kind, operators: Operators = "auto", amax: Tensor | None = None
+) -> tuple[Scaled, Scaled]:
+    """Return what `quantise_both_ways` does of matrices side by side, tensorwise, without a pass that joins them."""
+    scaled, transposed = _tensorwise(parts_Rc, kind, operators, amax, columns=True)
     assert scaled is not None
     assert transposed is not None
     return scaled, transposed
@@ -142,13 +150,13 @@ def quantise_over_rows(
     """Return the second of what `quantise_both_ways` returns, alone."""
     if recipe != "tensorwise":
         return quantise(x_RC.t().contiguous(), kind, recipe, operators)
-    _, transposed = _tensorwise(x_RC, kind, operators, amax, rows=False, columns=True)
+    _, transposed = _tensorwise([x_RC], kind, operators, amax, rows=False, columns=True)
     assert transposed is not None
     return transposed
 
 
 def _tensorwise(
-    x_RC: Tensor,
+    parts_Rc: Sequence[Tensor],
     kind: Kind,
     operators: Operators,
     amax: Tensor | None,
@@ -156,23 +164,25 @@ def _tensorwise(
     rows: bool = True,
     columns: bool = False,
 ) -> tuple[Scaled | None, Scaled | None]:
-    """Return the matrix by one scale, and its transpose, each where it is wanted."""
+    """Return the matrices side by side by one scale, and the transpose of that, each where it is wanted."""
     dtype = E5M2 if kind == "gradient" else E4M3
     if amax is None:
-        amax = _largest(x_RC, operators)
-    if uses_triton(operators, x_RC):
-        data_RC, data_CR, scale = quantise_rows_and_columns(x_RC, amax, dtype, _TINY, rows=rows, columns=columns)
+        amax = _largest(*parts_Rc, operators=operators)
+    if uses_triton(operators, parts_Rc[0]):
+        data_RC, data_CR, scale = quantise_rows_and_columns(parts_Rc, amax, dtype, _TINY, rows=rows, columns=columns)
     else:
         scale = scale_of(amax, dtype, "tensorwise")
-        data_RC = cast_plain(x_RC.float() / scale, dtype)
+        data_RC = cast_plain(torch.cat(list(parts_Rc), 1).float() / scale, dtype)
         data_CR = data_RC.t().contiguous() if columns else None
     scaled = None if data_RC is None else Scaled(data_RC, scale)
     return scaled, None if data_CR is None else Scaled(data_CR, scale)
 
 
-def _largest(x_RC: Tensor, operators: Operators) -> Tensor:
-    """Return the largest magnitude of a matrix, float32, []."""
-    return largest_magnitude(x_RC) if uses_triton(operators, x_RC) else x_RC.abs().amax().float()
+def _largest(*parts_Rc: Tensor, operators: Operators) -> Tensor:
+    """Return the largest magnitude of a matrix, or of several, float32, []."""
+    if uses_triton(operators, parts_Rc[0]):
+        return largest_magnitude(*parts_Rc)
+    return torch.stack([part.abs().amax() for part in parts_Rc]).amax().float()
 
 
 def _cast_by(x_RC: Tensor, scale: Tensor, dtype: torch.dtype, operators: Operators) -> Tensor:
@@ -391,7 +401,7 @@ class _ScaledLinear(torch.autograd.Function):
         ctx.shapes = [x.shape for x in inputs]
         # Of weights that have not travelled in 8 bits; the backward pass scales by them too. By blocks there are none.
         ctx.weight_amaxes = [
-            _largest(weight_NK, operators) if each is None and recipe == "tensorwise" else None
+            _largest(weight_NK, operators=operators) if each is None and recipe == "tensorwise" else None
             for weight_NK, each in zip(weights, in_8_bits, strict=True)
         ]
         total: Tensor | None = None
@@ -416,14 +426,21 @@ class _ScaledLinear(torch.autograd.Function):
         """Return gradients of bias, inputs and weights; of a weight with a place it is written there, and None here."""
         count = len(ctx.keepers)
         needs_bias, *needs = ctx.needs_input_grad[9:]
-        *dys, dy_amax = gradients if ctx.has_grad_amax else (*gradients, None)
-        dy_MN, dbias_N = ctx.join(_made(dys, ctx.output_shapes), needs_bias)
-        recipe, operators, dtype = ctx.recipe, ctx.operators, dy_MN.dtype
-        tuned = autotunes_gemms(operators)
-        if any(needs[count:]):
-            dy, dy_NM = quantise_both_ways(dy_MN, "gradient", recipe, operators, dy_amax)
+        *output_grads, dy_amax = gradients if ctx.has_grad_amax else (*gradients, None)
+        dys = _made(output_grads, ctx.output_shapes)
+        recipe, operators, dtype = ctx.recipe, ctx.operators, dys[0].dtype
+        tuned, trains = autotunes_gemms(operators), any(needs[count:])
+        if recipe == "tensorwise" and trains and not needs_bias and uses_triton(operators, dys[0]):
+            # What the outputs' gradients are joined for is the cast alone, which reads each where it lies.
+            parts_Mn, dbias_N = [as_rows(dy) for dy in dys], None
+            whole_MN = as_one(parts_Mn)
+            dy, dy_NM = quantise_joined(parts_Mn if whole_MN is None else [whole_MN], "gradient", operators, dy_amax)
         else:
-            dy = dy_NM = quantise(dy_MN, "gradient", recipe, operators, dy_amax)  # over rows nobody reads it
+            dy_MN, dbias_N = ctx.join(dys, needs_bias)
+            if trains:
+                dy, dy_NM = quantise_both_ways(dy_MN, "gradient", recipe, operators, dy_amax)
+            else:
+                dy = dy_NM = quantise(dy_MN, "gradient", recipe, operators, dy_amax)  # over rows nobody reads it
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []
@@ -433,7 +450,7 @@ class _ScaledLinear(torch.autograd.Function):
             dx = None
             if needs[index]:
                 weight_KN = weight_over_rows(in_8_bits or weight_NK, recipe, operators, amax)
-                dx = product(dy, weight_KN, dy_MN.dtype, tuned=tuned).view(ctx.shapes[index])
+                dx = product(dy, weight_KN, dtype, tuned=tuned).view(ctx.shapes[index])
             dinputs.append(dx)
             dweight = None
             if needs[count + index]:
@@ -515,7 +532,7 @@ class ScaledProducts:
     def shared_scale(self, x_mK: Tensor, exchange: TensorExchange, amax: Tensor | None = None) -> Tensor | None:
         if not self.gathers:
             return None
-        largest = _largest(x_mK, self.operators) if amax is None else amax
+        largest = _largest(x_mK, operators=self.operators) if amax is None else amax
         # A maximum may drop a NaN; by an infinite scale the rows are as little finite.
         largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
         exchange.comm.all_reduce(largest, dist.ReduceOp.MAX)

@@ -6,6 +6,8 @@ Shapes: [R, C] a matrix; E elements of a part of one.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, unused-ignore"
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -21,43 +23,49 @@ _WIDE_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.flo
 
 
 def quantise_rows_and_columns(
-    x_RC: Tensor, amax: Tensor, dtype: torch.dtype, tiny: float, *, rows: bool, columns: bool
+    parts_Rc: Sequence[Tensor], amax: Tensor, dtype: torch.dtype, tiny: float, *, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return the matrix in `dtype`, [R, C], its transpose, [C, R], and their one scale, in one pass over it.
+    """Return a matrix in `dtype`, [R, C], its transpose, [C, R], and their one scale, in one pass over it.
 
     The scale is the largest magnitude times the reciprocal of the largest number, as in `trainer.ops.fp8.scale_of`.
 
     Args:
-        amax: largest magnitude of the matrix, float32, [].
+        parts_Rc: the matrix, or several, that are joined side by side as they are cast.
+        amax: largest magnitude of all, float32, [].
         tiny: least magnitude that is scaled to the largest number.
         rows, columns: whether the matrix is wanted, and its transpose; None else.
     """
-    x_RC = as_rows(x_RC)
-    num_rows, num_columns = x_RC.shape
+    parts_Rc = [as_rows(part) for part in parts_Rc]
+    num_rows, width = parts_Rc[0].shape[0], sum(part.shape[1] for part in parts_Rc)
     limit = torch.finfo(dtype).max
     scale = torch.empty_like(amax)  # not beside others: a product reads scales at multiples of 16 bytes
-    out_RC = torch.empty(num_rows if rows else 0, num_columns, dtype=dtype, device=x_RC.device)
-    out_CR = torch.empty(num_columns if columns else 0, num_rows, dtype=dtype, device=x_RC.device)
-    tiles = triton.cdiv(num_columns, _TILE_COLUMNS), triton.cdiv(num_rows, _TILE_ROWS)
-    _cast_tile[tiles](
-        x_RC,
-        out_RC,
-        out_CR,
-        amax,
-        scale,
-        tiny,
-        1.0 / limit,
-        limit,
-        num_rows,
-        num_columns,
-        x_RC.stride(0),
-        _TYPES[dtype],
-        GIVES_ROWS=rows,
-        GIVES_COLUMNS=columns,
-        ROWS=_TILE_ROWS,
-        COLUMNS=_TILE_COLUMNS,
-        num_warps=8,
-    )
+    out_RC = torch.empty(num_rows if rows else 0, width, dtype=dtype, device=amax.device)
+    out_CR = torch.empty(width if columns else 0, num_rows, dtype=dtype, device=amax.device)
+    begin = 0
+    for part in parts_Rc:
+        end = begin + part.shape[1]
+        tiles = triton.cdiv(part.shape[1], _TILE_COLUMNS), triton.cdiv(num_rows, _TILE_ROWS)
+        _cast_tile[tiles](
+            part,
+            out_RC[:, begin:end],
+            out_CR[begin:end],
+            amax,
+            scale,
+            tiny,
+            1.0 / limit,
+            limit,
+            num_rows,
+            part.shape[1],
+            part.stride(0),
+            width,
+            _TYPES[dtype],
+            GIVES_ROWS=rows,
+            GIVES_COLUMNS=columns,
+            ROWS=_TILE_ROWS,
+            COLUMNS=_TILE_COLUMNS,
+            num_warps=8,
+        )
+        begin = end
     return out_RC if rows else None, out_CR if columns else None, scale
 
 
@@ -116,6 +124,7 @@ def _cast_tile(
     num_rows,
     num_columns,
     stride,
+    out_stride,
     DTYPE: tl.constexpr,
     GIVES_ROWS: tl.constexpr,
     GIVES_COLUMNS: tl.constexpr,
@@ -132,7 +141,7 @@ def _cast_tile(
     value = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0).to(tl.float32)
     value = _in_range(value, by, limit).to(DTYPE)
     if GIVES_ROWS:
-        tl.store(out + row[:, None] * num_columns + column[None, :], value, mask=mask)
+        tl.store(out + row[:, None] * out_stride + column[None, :], value, mask=mask)
     if GIVES_COLUMNS:
         tl.store(transposed + column[:, None] * num_rows + row[None, :], tl.trans(value), mask=tl.trans(mask))
 
