@@ -548,6 +548,7 @@ class Trainer:
             "checkpoint_save_s": 0.0,
             "checkpoint_cpu_s": 0.0,
             "checkpoint_failures": 0,
+            "checkpoint_skipped": 0,
         }
         if self.copies_beside:
             row |= {"peer_stall_s": 0.0, "peer_save_s": 0.0, "peer_failures": 0, "peer_skipped": 0}

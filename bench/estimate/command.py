@@ -252,7 +252,8 @@ def paper(options: RunOptions) -> None:
     """Print MegaScale's tables (NSDI'24) beside predictions from its smallest baseline row alone.
 
     Table 2 in seconds, the 530B model, and what each step of the ablation adds in points of MFU. Bars: seconds within
-    4%, points within 2.
+    4%, points within 2. Then Megatron-LM's authors' own steps on A100, from their 175B alone: one has the layout, the
+    batch and the cards of the 530B on 2,240 GPUs.
 
     \b
     Example:

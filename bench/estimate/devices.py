@@ -93,7 +93,7 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}
 
 NUMBERS: Mapping[str, Numbers] = {
     # Fitted by `bench.estimate.fit` to the arena's public rows of H100 and H200 cards, all of them.
-    "Hopper": Numbers(gemm=0.686, gemm_fp8=0.690, attention=0.442, memory=0.822, links=0.839, spread=0.0115),
+    "Hopper": Numbers(gemm=0.691, gemm_fp8=0.683, attention=0.458, memory=0.823, links=0.849, spread=0.0143),
     # Not fitted: published figures of A100. Attention: FlashAttention-2 reaches 50 to 73% of peak (arXiv 2307.08691);
     # large GEMMs about 80% of it, which `netlayer estimate paper` calibrates; the rest as on Hopper, or a little less.
     "Ampere": Numbers(gemm=0.78, gemm_fp8=1.0, attention=0.60, memory=0.80, links=0.75, spread=0.008),

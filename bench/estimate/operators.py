@@ -34,6 +34,10 @@ PARTS = 4
 part lies under nothing)."""
 _FORWARDS_OF_ATTENTION = 2.5
 """Products of fused attention's backward over its forward's: five to two, for it computes the scores again."""
+_SCORE_BYTES = 13.0, 19.0
+"""Bytes a score that attention without fusion moves forward and backward, a row of scores whole: two products, a
+softmax with its scale and mask, and a dropout with its mask of one byte, each tensor of two bytes read or written once
+(of these Korthikanti et al., arXiv 2205.05198, section 4.1, keep five of a score)."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class Operators:
             gemm /= 1 - 2 * USUAL_BLOCKS / plan.device.multiprocessors
         inputs, outputs = self._widths(is_mlp)
         writes = ENDS * 2 * tokens / self._bandwidth
-        attention = 0.0 if is_mlp else tokens * self._keys_flops(window) / tp / self._attention
+        attention, attention_backward = (0.0, 0.0) if is_mlp else self._attention_s(window)
         scale = POINTWISE[plan.kernels] / self._bandwidth
         has_norm = not (model.parallel_block and is_mlp)
         # Bytes a token. A norm with the sum before it reads two tensors and writes two; so does its backward.
@@ -180,7 +184,7 @@ class Operators:
             forward_again = forward
         second = Times(
             (2 + again) * gemm + writes * (inputs + again * outputs),
-            (_FORWARDS_OF_ATTENTION + (recompute == "full")) * attention,
+            attention_backward,
             backward + casts_backward + sums + forward_again + again * casts_forward,
             exposed[1] + (exposed[0] if recompute == "full" else 0.0),
             2 * keys_exposed,
@@ -248,6 +252,23 @@ class Operators:
         if not model.fp8_param_gather or model.fp8 == "off" or plan.group_size == 1:
             return 0.0
         return min(elements, plan.narrow_share * model.layers / parallel.pp * block_elements(model, parallel.tp))
+
+    def _attention_s(self, window: int) -> tuple[float, float]:
+        """Return seconds between the linears of attention, forward, and backward with what is computed again."""
+        plan = self.plan
+        model, tp = plan.job.model, plan.job.parallel.tp
+        again = model_recompute(plan) == "full"
+        if plan.attention != "unfused":
+            forward = plan.tokens * self._keys_flops(window) / tp / self._attention
+            return forward, (_FORWARDS_OF_ATTENTION + again) * forward
+        # A mask is applied to all scores of a sequence, and saves none of their products.
+        products = plan.tokens * 4 * model.attention_width * model.seq_len / tp / self._attention
+        scores = plan.tokens * model.seq_len * model.heads / tp
+        forward, backward = (
+            number * products + num_bytes * scores / self._bandwidth
+            for number, num_bytes in zip((1, 2), _SCORE_BYTES, strict=True)
+        )
+        return forward, backward + (again or model.recomputes("core_attn")) * forward
 
     def _keys_flops(self, window: int) -> float:
         """Forward FLOPs a token of causal attention."""

@@ -254,7 +254,7 @@ class _Timing:
     def _meeting(self, time: float) -> tuple[float, float]:
         """Return what a pass of so many seconds waits where ranks meet at its end: for the network, and for jitter."""
         plan = self.plan
-        if plan.delayed_scaling and plan.precision == "fp8":
+        if plan.delayed_scaling and not plan.tp_only_amax and plan.precision == "fp8":
             ranks = plan.job.parallel.tp * plan.group_size * plan.job.parallel.dp_replicate
             return self.network.small_all_reduce(ranks), jitter_of(time) * slowest_of(ranks)
         return 0.0, pipeline_wait(plan.job) * jitter_of(time)

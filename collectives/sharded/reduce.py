@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.collectives import ReduceScatter, StepCheck, StepState, announced_step
+from collectives.sharded.gather import ParameterGather, inside_backward
 from collectives.sharded.gradient import ReducedPieces
 from collectives.sharded.slot import DeferredWeightGrads, GradientSlot, Promise, SlotSource, Write, set_slot_source
 from collectives.transport.communicator import Work
 from collectives.transport.current_stream import current_stream
 
 if TYPE_CHECKING:
-    from collectives.sharded.gather import ParameterGather
     from collectives.sharded.optimizer_steps import BackwardStep
     from collectives.sharded.wrapped import ReshardHooks
 
@@ -98,9 +98,10 @@ class ReduceScatterQueue:
         if self._works:
             self._works[-1][1].launch_rest()
 
-    def wait_for_room(self) -> None:
-        """Wait until no more reduce-scatters are in flight than `in_flight` allows."""
-        while len(self._works) > (self.in_flight if self.overlap else 0):
+    def wait_for_room(self, most: int | None = None) -> None:
+        """Wait until at most so many reduce-scatters are in flight; None: as `in_flight` and `overlap` allow."""
+        most = most if most is not None else self.in_flight if self.overlap else 0
+        while len(self._works) > most:
             self._wait_first()
 
     def wait_all(self) -> None:
@@ -632,8 +633,11 @@ class GradientReduce:
 
     def _launch_down_to(self, index: int) -> None:
         """Launch the reductions of all buckets after this one, for ranks that may need gathers to fill theirs."""
+        is_late = self.reshard is not None and self.reshard.gradients_come_late
+        # Without overlap as many as with it: the other ranks may come to one only after gathers that are to follow.
+        most = len(self.buckets) if is_late else self.reduce_scatters.in_flight
         while self._next > index:
-            self._launch_next(waits=self.reshard is None or not self.reshard.gradients_come_late)
+            self._launch_next(most)
 
     def _launch_while_ready(self) -> None:
         while self._next >= 0 and self._missing[self._next] == 0:
@@ -652,8 +656,9 @@ class GradientReduce:
         self.state = GradientState.STEPPED if is_stepping else GradientState.REDUCED
         self._num_reductions += 1
 
-    def _launch_next(self, waits: bool = True) -> None:
-        """Launch the reduction of the next bucket, and let a step inside the backward pass follow it."""
+    def _launch_next(self, most: int | None = None) -> None:
+        """Launch the reduction of the next bucket, and let a step inside the backward pass follow it; see
+        `wait_for_room`."""
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
         self._join_writers()
@@ -668,8 +673,7 @@ class GradientReduce:
         if self.state is GradientState.STEPPING and self.post_reduce_hook is not None:
             self.post_reduce_hook.reduced(index, work)
         # Last: the next bucket may be filled while as many as allowed are in flight.
-        if waits:
-            self.reduce_scatters.wait_for_room()
+        self.reduce_scatters.wait_for_room(most)
 
     def _adds(self, index: int) -> bool:
         """Whether a reduction of this bucket adds to one of the same step, or to what the user has left there."""
@@ -693,8 +697,3 @@ class GradientReduce:
         if self._num_reductions > 1 and self.stage == 1 and not self._advised:
             self._advised = True
             logger.info("gradients are reduced once per backward pass; put all but a step's last one under no_sync()")
-
-
-def inside_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread right now."""
-    return torch._C._current_graph_task_id() != -1

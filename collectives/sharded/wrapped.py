@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.gather import ParameterGather
-from collectives.sharded.reduce import inside_backward
+from collectives.sharded.gather import ParameterGather, inside_backward
 from collectives.sharded.reshard import ReshardingGather
 
 logger = logging.getLogger(__name__)

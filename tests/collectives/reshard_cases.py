@@ -244,28 +244,38 @@ def graphs_of_several_passes_train_in_stage_3(rank: int, world_size: int) -> Non
 
 @case
 def an_exception_on_one_rank_costs_one_step_in_stage_3(rank: int, world_size: int) -> None:
-    for place in ("backward", "forward"):
-        expected = train(stage3(net()), 3, rank, world_size) if place == "backward" else None
-        sharded = stage3(net(), in_flight=1)
+    """With overlap and without: there a rank that takes part must not wait for a gather that others come to later."""
+    expected = train(stage3(net()), 3, rank, world_size)
+    last = rank == world_size - 1
+    for settings, place in itertools.product(
+        ({"in_flight": 1}, {"overlap": False}), ("backwards", "backward", "forward")
+    ):
+        sharded = stage3(net(), **settings)
         optimizer = sharded.optimizer(adamw)
         for step, tokens in enumerate(batches(3, world_size)):
-            if step == 1 and place == "backward":
-                # Ranks stop at different places: they have launched different numbers of gathers and reductions.
-                handle = sharded.module.blocks[rank % 3].register_full_backward_pre_hook(_interrupt)
-                assert_raises(ZeroDivisionError, "interrupted", sharded(tokens).backward)
-                handle.remove()
-                optimizer.zero_grad()
-            if step == 1 and place == "forward" and rank == world_size - 1:
-                handle = sharded.module.blocks[1].register_forward_pre_hook(_interrupt)
+            is_bad = step == 1 and (last or place == "backwards")
+            # Ranks stop at different places: they have launched different numbers of gathers and reductions.
+            block = sharded.module.blocks[rank % 3 if place == "backwards" else 1]
+            if is_bad and place == "forward":
+                handle = block.register_forward_pre_hook(_interrupt)
                 assert_raises(ZeroDivisionError, "interrupted", functools.partial(sharded, tokens))
                 handle.remove()
-            else:
+            elif is_bad:
+                handle = block.register_full_backward_pre_hook(_interrupt)
+                assert_raises(ZeroDivisionError, "interrupted", sharded(tokens).backward)
+                handle.remove()
+            if step == 1 and place != "forward":  # and once more, on every rank
+                if not is_bad:
+                    sharded(tokens).backward()
+                optimizer.zero_grad()
+                is_bad = False
+            if not is_bad:
                 sharded(tokens[rank::world_size]).backward()
             optimizer.step()
             optimizer.zero_grad()
         state = sharded.full_state_dict()
         assert_alike_on_ranks(state, world_size)
-        if expected is not None:
+        if place != "forward":
             assert_same(state, expected)
 
 
@@ -560,7 +570,8 @@ def an_exception_before_a_read_costs_one_step_in_stage_3(rank: int, world_size: 
     def penalise_later(weight: Tensor) -> Tensor:
         return measure(weight) + penalise(weight)  # current by then: nothing notices the second read
 
-    for reads, is_first in itertools.product((measure, hold, penalise, penalise_later), (True, False)):
+    every = (measure, hold, penalise, penalise_later)
+    for reads, is_first, overlap in itertools.product(every, (True, False), (True, False)):
         views.clear()
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
@@ -568,7 +579,10 @@ def an_exception_before_a_read_costs_one_step_in_stage_3(rank: int, world_size: 
         model = model.to(torch.get_default_device(), torch.float64)
         plain = copy.deepcopy(model)
         plain.reads = measure if reads is hold else reads
-        sharded = stage3(model, in_flight=100 if is_first else 1, prefetch=1 + is_first)
+        how: dict[str, Any] = {"in_flight": 100 if is_first else 1}
+        # Without overlap what one gather takes along is current too, and a read of it must be noted all the same.
+        how |= {"prefetch": 1 + is_first} if overlap else {"overlap": False}
+        sharded = stage3(model, **how)
         gather: Any = sharded._gather
         optimizer, theirs = sharded.optimizer(adamw), adamw(plain.parameters())
         for step, tokens in enumerate(batches(4, world_size)):

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from collectives.tensor.exchange import TensorExchange
 from collectives.tensor.linear import Again, ColumnParallelLinear, RowParallelLinear
+from netlayer.config.tree import ModelConfig
 from netlayer.workload.model_size import padded_vocabulary
 from trainer.ops.backend import Operators, autotunes_gemms
 from trainer.ops.fp8 import Recipe, ScaledProducts
@@ -80,10 +82,18 @@ class JoinedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(splits), in_features))
         self.bias = nn.Parameter(torch.empty(sum(splits))) if bias else None
 
-    def forward(self, x: Tensor, again: Again | None = None) -> tuple[Tensor, ...]:
-        """[..., K] -> [..., N] for each N; `again` as in `ColumnParallelLinear`."""
+    def forward(
+        self, x: Tensor, again: Again | None = None, amax: Tensor | None = None, grad_amax: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """[..., K] -> [..., N] for each N.
+
+        Args:
+            again: as in `ColumnParallelLinear`.
+            amax: largest magnitude of `x`, where it is known, for a product in 8 bits.
+            grad_amax: a scalar of zero; given, it is the last output (`trainer.ops.fp8`, [Note: largest magnitudes]).
+        """
         bias = self.bias if self.adds_bias else None
-        return joined_linear(x, self.weight, bias, self.splits, self.operators, self.fp8, again)
+        return joined_linear(x, self.weight, bias, self.splits, self.operators, self.fp8, again, amax, grad_amax)
 
 
 class SummedLinear(nn.Module):
@@ -108,10 +118,22 @@ class SummedLinear(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(torch.empty(out_features, size)) for size in in_features])
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, *inputs: Tensor, again: Sequence[Again | None] = ()) -> Tensor:
-        """[..., K] for each K -> [..., N]; `again` as in `RowParallelLinear`."""
+    def forward(
+        self,
+        *inputs: Tensor,
+        again: Sequence[Again | None] = (),
+        amaxes: Sequence[Tensor | None] = (),
+        grad_amax: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., K] for each K -> [..., N].
+
+        Args:
+            again: as in `RowParallelLinear`.
+            amaxes, grad_amax: as in `JoinedLinear`.
+        """
         bias = self.bias if self.adds_bias else None
-        return summed_linear(inputs, tuple(self.weights), bias, self.operators, self.fp8, again)
+        y, *rest = summed_linear(inputs, tuple(self.weights), bias, self.operators, self.fp8, again, amaxes, grad_amax)
+        return (y, *rest) if rest else y  # type: ignore[return-value]
 
 
 def column(
@@ -174,6 +196,48 @@ def row(
         tuned=autotunes_gemms(operators),
         products=None if fp8 is None else ScaledProducts(fp8, operators),
     )
+
+
+class Amaxes(NamedTuple):
+    """Scalars of a block for the largest magnitudes that operators find in passing, float32; None: not found so.
+
+    They are zero at first, and set once (`trainer.ops.fp8`, [Note: largest magnitudes]).
+
+    Args:
+        norm, mlp_norm, activation: of what these give to a linear.
+        up_grad, out_grad, branch_grad: of the gradient of what the linear before the activation, the one behind
+            attention, and the last one of the block give.
+    """
+
+    norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    activation: Tensor | None = None
+    up_grad: Tensor | None = None
+    out_grad: Tensor | None = None
+    branch_grad: Tensor | None = None
+
+
+def taken_amaxes(config: ModelConfig, fp8: Recipe | None, *, is_spread: bool) -> tuple[str, ...]:
+    """Return the names of the `Amaxes` that a block's linears read: none without 8-bit products by tensorwise scales.
+
+    Args:
+        is_spread: over a tensor-parallel group, where gradients are quantised in parts, and rows as they arrive, but
+            for those that all ranks scale together before they travel.
+    """
+    if fp8 != "tensorwise":
+        return ()
+    norms = ("norm", "mlp_norm") if not is_spread or config.fp8_tp_gather else ()
+    activation = ("activation",) if config.activation == "swiglu" else ()
+    gradients = () if is_spread else ("out_grad", "branch_grad", *(("up_grad",) if activation else ()))
+    return *norms, *activation, *gradients
+
+
+def call_linear(linear: nn.Module, *inputs: Any, grad_amax: Tensor | None, **more: Any) -> tuple[Any, ...]:
+    """Call a linear of a block; return its outputs, and beside them `grad_amax` as it gives that, or None."""
+    if grad_amax is not None:
+        return linear(*inputs, grad_amax=grad_amax, **more)  # type: ignore[no-any-return]
+    outputs = linear(*inputs, **more)
+    return (*outputs, None) if isinstance(outputs, tuple) else (outputs, None)
 
 
 def parts(module: nn.Module) -> dict[str, Part]:

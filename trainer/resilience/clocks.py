@@ -57,7 +57,8 @@ class NodeClocks:
 
     def __init__(self) -> None:
         self._sent: OrderedDict[tuple[int, int], int] = OrderedDict()
-        self._exchanges: dict[str, deque[Exchange]] = {}
+        # As fields of an `Exchange`, which is made of them where a time is asked for: they come with each heartbeat.
+        self._exchanges: dict[str, deque[tuple[int, int, int]]] = {}
 
     def note_beacon(self, epoch: int, seq: int, sent_ns: int) -> None:
         """Remember when a beacon left; `sent_ns`: the driver's steady clock, read before it was sent."""
@@ -70,15 +71,17 @@ class NodeClocks:
         sent_ns = self._sent.get(heartbeat.beacon)
         if sent_ns is None or not heartbeat.machine or received_ns < sent_ns:
             return
-        exchanges = self._exchanges.setdefault(heartbeat.machine, deque(maxlen=_NUM_EXCHANGES))
+        exchanges = self._exchanges.get(heartbeat.machine)
+        if exchanges is None:
+            exchanges = self._exchanges[heartbeat.machine] = deque(maxlen=_NUM_EXCHANGES)
         # The first bounds the offset by the beacon's delay, the second by the heartbeat's.
         for told_ns in (heartbeat.beacon_ns, heartbeat.at_ns):
-            exchanges.append(Exchange(sent_ns, told_ns - heartbeat.anchor_ns, received_ns))
+            exchanges.append((sent_ns, told_ns - heartbeat.anchor_ns, received_ns))
 
     def moment(self, heartbeat: Heartbeat, since_ns: int, until_ns: int) -> Moment:
         """Return when an event was that a heartbeat tells of, by the clock of its executor."""
         since_ns, until_ns = since_ns - heartbeat.anchor_ns, until_ns - heartbeat.anchor_ns
-        exchanges = self._exchanges.get(heartbeat.machine)
+        exchanges = [Exchange(*each) for each in self._exchanges.get(heartbeat.machine, ())]
         if not exchanges:
             return Moment(heartbeat.machine, since_ns, until_ns)
         sample = estimate(exchanges)

@@ -25,13 +25,14 @@ import heapq
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from netlayer.config.resilience import ResilienceConfig
 from trainer.resilience.clocks import Moment, NodeClocks
-from trainer.resilience.messages import Heartbeat, LogMatch, RankStatus
+from trainer.resilience.messages import Heartbeat, LogMatch, RankStatus, RankTable
 
 Kind = Literal[
     "hardware",  # a rule of hardware fits a line
@@ -105,9 +106,12 @@ class NodeView:
     A driver of thousands of ranks looks at each of them once a heartbeat, here, and at nodes alone in each round.
 
     Args:
-        newest: rank that has told of the last step; None: there are no ranks.
-        lowest_step: the last step of the rank that is furthest behind; None: there are no ranks.
-        is_clean: nothing in the heartbeat can be a finding.
+        text: of the heartbeat, as it came.
+        table: statuses of its processes.
+        newest_step: the last step that one of its ranks has told of; None: there are no ranks.
+        lowest_step: that of the rank that is furthest behind; None: there are no ranks.
+        are_well: no process of it can be a finding.
+        is_clean: nothing else in the heartbeat can be one either.
         is_in_phase: a rank is in a phase that takes its time, and has not ended.
         has_phase: a rank has told of one, if it has ended since too.
         is_blocked: a rank is blocked in the kernel.
@@ -116,9 +120,12 @@ class NodeView:
 
     heartbeat: Heartbeat
     heard_s: float
+    text: bytes = b"{}"
     stopped_since_s: dict[int, float] = field(default_factory=dict)
-    newest: RankStatus | None = field(init=False)
+    table: RankTable = field(init=False)
+    newest_step: int | None = field(init=False)
     lowest_step: int | None = field(init=False)
+    are_well: bool = field(init=False)
     is_clean: bool = field(init=False)
     is_in_phase: bool = field(init=False)
     has_phase: bool = field(init=False)
@@ -126,31 +133,30 @@ class NodeView:
     are_ended: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Take what several rules ask of a node's ranks from them, in one pass."""
-        ranks = self.heartbeat.ranks
-        newest, lowest_step = (ranks[0], ranks[0].step) if ranks else (None, None)
-        is_clean, are_ended = not self.heartbeat.matches, True
-        is_in_phase = has_phase = is_blocked = False
-        for each in ranks:  # one pass: most of what a heartbeat costs, after its decoding
-            step, state = each.step, each.state
-            if newest is None or step > newest.step:
-                newest = each
-            if lowest_step is None or step < lowest_step:
-                lowest_step = step
-            if each.phase:
-                has_phase = True
-                is_in_phase = is_in_phase or state != "ended"
-            if state == "running":
-                are_ended = False
-            elif state != "ended":
-                are_ended = is_clean = False
-                is_blocked = is_blocked or state == "blocked"
-            elif each.exit_code != 0:
-                is_clean = False
-            if not each.is_finite:
-                is_clean = False
-        self.newest, self.lowest_step, self.is_clean, self.are_ended = newest, lowest_step, is_clean, are_ended
-        self.is_in_phase, self.has_phase, self.is_blocked = is_in_phase, has_phase, is_blocked
+        """Take what several rules ask of a node's ranks from the columns."""
+        heartbeat = self.heartbeat
+        self.table = table = RankTable.of(heartbeat.ranks) if heartbeat.ranks else heartbeat.table
+        if table.step:
+            self.newest_step, self.lowest_step = max(table.step), min(table.step)
+        else:
+            self.newest_step = self.lowest_step = 0 if table.rank else None
+        states = set(table.state)
+        self.is_blocked, self.are_ended = "blocked" in states, states <= {"ended"}
+        self.has_phase = any(table.phase)
+        self.is_in_phase = self.has_phase and any(
+            phase and state != "ended" for phase, state in zip(table.phase, table.state, strict=True)
+        )
+        self.are_well = states <= {"running", "ended"} and all(table.is_finite)
+        if self.are_well and "ended" in states:
+            codes = table.exit_code or (None,) * len(table.rank)
+            self.are_well = all(code == 0 for code, state in zip(codes, table.state, strict=True) if state == "ended")
+        self.is_clean = self.are_well and not heartbeat.matches
+
+    @property
+    def newest(self) -> RankStatus | None:
+        """Rank that has told of the last step; None: there are no ranks."""
+        steps = self.table.step
+        return self.table.rows()[steps.index(max(steps)) if steps else 0] if self.table.rank else None
 
 
 @dataclass
@@ -198,22 +204,21 @@ class View:
         self.clocks = NodeClocks()
         self._furthest = (-1, 0, "")  # (incarnation, step, node) of the furthest step told of
         self._looked = (-1, 0, 0)  # (incarnation, step, number of leading members known to be past that step)
-        self._traffic: dict[str, deque[tuple[float, int, int]]] = {}  # when heard, bytes since the boot, step
-        self._rates: dict[str, tuple[float, float]] = {}  # as of `rates`, and for which limit of time
-        self._rates_of_s = 0.0
-        self._moved: set[str] = set()  # nodes whose traffic has been told since `_rates` were computed
+        self._traffic: dict[str, deque[tuple[float, int]]] = {}  # when heard, bytes since the boot
+        self._rates: dict[str, tuple[float, float]] = {}  # as of `rates`
+        self._lately_s = 0.0  # how long it counts as lately; 0: not known yet
         self._typical = (0, 0.0)  # number of steps told of, and their median
         self._silent_since: tuple[list[str], float] = [], -math.inf  # of these members none has been silent for longer
         self._heartbeat_s = heartbeat_s
 
-    def take(self, heartbeat: Heartbeat, now_s: float) -> bool:
-        """Take a heartbeat in; False: it is older than what is known, or a replay."""
+    def take(self, heartbeat: Heartbeat, now_s: float, text: bytes = b"{}") -> bool:
+        """Take a heartbeat in, with its text; False: it is older than what is known, or a replay."""
         known = self.nodes.get(heartbeat.node)
         if known and known.heartbeat.boot == heartbeat.boot and heartbeat.seq <= known.heartbeat.seq:
             return False
         if known and known.heartbeat.boot != heartbeat.boot and heartbeat.boots < known.heartbeat.boots:
             return False  # of an executor that is gone
-        view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s)
+        view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s, text)
         self.incarnations[heartbeat.node] = heartbeat.incarnation
         if not known or known.heartbeat.checks_of != heartbeat.checks_of or known.heartbeat.boot != heartbeat.boot:
             self.num_checks_told += 1
@@ -226,19 +231,21 @@ class View:
         else:
             self.unclean.add(heartbeat.node)
             stopped = known.stopped_since_s if known else {}
-            is_stopped = {each.rank for each in heartbeat.ranks if each.state in ("stopped", "blocked")}
+            states = zip(view.table.rank, view.table.state, strict=True)
+            is_stopped = {rank for rank, state in states if state in ("stopped", "blocked")}
             view.stopped_since_s = {rank: stopped.get(rank, now_s) for rank in is_stopped}
         if view.is_in_phase:
             self.in_phase_s = now_s
-        if view.newest is not None:
-            self._furthest = max(self._furthest, (heartbeat.incarnation, view.newest.step, heartbeat.node))
-        if view.newest is not None and heartbeat.tx_bytes:
+        step = view.newest_step
+        if step is not None:
+            self._furthest = max(self._furthest, (heartbeat.incarnation, step, heartbeat.node))
+        if step is not None and heartbeat.tx_bytes:
             moved = self._traffic.setdefault(heartbeat.node, deque(maxlen=_KEPT_STEPS))
             if not moved or now_s - moved[-1][0] > self._heartbeat_s / 2:  # not what is told at once, between two
-                moved.append((now_s, heartbeat.tx_bytes + heartbeat.rx_bytes, view.newest.step))
-                self._moved.add(heartbeat.node)
+                moved.append((now_s, heartbeat.tx_bytes + heartbeat.rx_bytes))
+                self._note_rates(heartbeat.node, moved)
         is_same = known and (known.heartbeat.boot, known.heartbeat.phase) == (heartbeat.boot, heartbeat.phase)
-        self.has_news = self.has_news or not (is_same and view.is_clean) or (not self.step and view.newest is not None)
+        self.has_news = self.has_news or not (is_same and view.is_clean) or (not self.step and step is not None)
         return True
 
     def begin(self, now_s: float) -> None:
@@ -249,7 +256,7 @@ class View:
         self._typical = (0, 0.0)
         self._traffic.clear()
         self._rates.clear()
-        self._moved.clear()
+        self._lately_s = 0.0
         self.step, self.stepped_s = 0, now_s
         self.slow, self.looked_step = Slowness(), 0
 
@@ -282,11 +289,16 @@ class View:
 
     def ranks(self, members: Sequence[str], incarnation: int) -> Iterable[tuple[str, RankStatus]]:
         """Every rank of these nodes in an incarnation, as last heard of, with its node."""
+        for name, table in self.tables(members, incarnation):
+            for rank in table.rows():
+                yield name, rank
+
+    def tables(self, members: Sequence[str], incarnation: int) -> Iterable[tuple[str, RankTable]]:
+        """Ranks of each of these nodes in an incarnation, as last heard of, with the node: rows take longer."""
         for name in members:
             view = self.nodes.get(name)
             if view is not None and view.heartbeat.incarnation == incarnation:
-                for rank in view.heartbeat.ranks:
-                    yield name, rank
+                yield name, view.table
 
     def look(self, members: Sequence[str], incarnation: int) -> tuple[int, str, float] | None:
         """Return the rank and node that wait least for others, and by which share of a step less than all others.
@@ -298,14 +310,21 @@ class View:
             if self._is_behind(members[place], incarnation):
                 self._looked = (incarnation, self.looked_step, place)  # those before it stay past that step
                 return None
-        ranks = list(self.ranks(members, incarnation))
-        if len(ranks) < 3:
+        tables = list(self.tables(members, incarnation))
+        if sum(len(table.rank) for _, table in tables) < 3:
             return None
-        waits = [(rank.exposed, rank.rank, node) for node, rank in ranks if rank.exposed is not None]
         self.looked_step = self.step
+        waits = [exposed for _, table in tables for exposed in table.exposed if exposed is not None]
         if len(waits) < 3:
             return None
-        (least, rank, node), (second, _, _) = heapq.nsmallest(2, waits)
+        least, second = heapq.nsmallest(2, waits)
+        rank, node = min(
+            (rank, name)
+            for name, table in tables
+            if least in table.exposed
+            for exposed, rank in zip(table.exposed, table.rank, strict=True)
+            if exposed == least
+        )
         return rank, node, second - least
 
     def _is_behind(self, name: str, incarnation: int) -> bool:
@@ -322,26 +341,19 @@ class View:
 
     def newest(self, members: Sequence[str], incarnation: int) -> RankStatus | None:
         """The rank of an incarnation that has told of the last step; None: there is none."""
-        told_of, step, node = self._furthest
-        view = self.nodes.get(node) if told_of == incarnation and node in members else None
-        if view is not None and view.heartbeat.incarnation == incarnation:
-            furthest = view.newest
-            if furthest is not None and furthest.step == step:
-                return furthest  # nobody has told of a later one: thousands need not be looked at
-        newest: RankStatus | None = None
-        for name in members:
-            view = self.nodes.get(name)
-            if view is None or view.newest is None or view.heartbeat.incarnation != incarnation:
-                continue
-            if newest is None or view.newest.step > newest.step:
-                newest = view.newest
-        return newest
+        told_of, step, furthest = self._furthest
+        view = self.nodes.get(furthest) if told_of == incarnation and furthest in members else None
+        if view is not None and view.heartbeat.incarnation == incarnation and view.newest_step == step:
+            return view.newest  # nobody has told of a later one: thousands need not be looked at
+        views = [view for name in members if (view := self.nodes.get(name)) and view.newest_step is not None]
+        views = [view for view in views if view.heartbeat.incarnation == incarnation]
+        return max(views, key=lambda view: view.newest_step or 0).newest if views else None
 
     def have_ended(self, members: Sequence[str], incarnation: int) -> bool:
         """Whether all members have told of the incarnation, and that all its processes have ended."""
         views = (self.nodes.get(name) for name in members)
         return all(
-            view is not None and view.are_ended and view.heartbeat.ranks and view.heartbeat.incarnation == incarnation
+            view is not None and view.are_ended and view.table.rank and view.heartbeat.incarnation == incarnation
             for view in views
         )
 
@@ -353,20 +365,26 @@ class View:
         typical_ms = self.typical_ms()
         if not typical_ms:
             return {}
-        lately_s = max(2 * self._heartbeat_s, 3 * typical_ms / 1e3)
-        # Of thousands of nodes, in each look: only those that have told something new are computed again.
-        names, self._moved = (self._moved if lately_s == self._rates_of_s else self._traffic.keys()), set()
-        self._rates_of_s = lately_s
-        for name in names:
-            moved = self._traffic[name]
-            (first_s, first, _), (last_s, last, _) = moved[0], moved[-1]
-            before = [each for each in moved if last_s - each[0] >= lately_s]
-            cut_s, cut, _ = before[-1] if before else moved[0]
-            if len(before) < _LEAST_STEPS or cut_s <= first_s or not first <= cut <= last:  # counters were reset
-                self._rates.pop(name, None)
-            else:
-                self._rates[name] = (last - cut) / (last_s - cut_s), (cut - first) / (cut_s - first_s)
+        is_first = not self._lately_s
+        self._lately_s = max(2 * self._heartbeat_s, 3 * typical_ms / 1e3)
+        if is_first:
+            for node, moved in self._traffic.items():
+                self._note_rates(node, moved)
         return self._rates
+
+    def _note_rates(self, node: str, moved: deque[tuple[float, int]]) -> None:
+        """Compute a node's rates of now, where the typical step is known."""
+        if not self._lately_s:
+            return
+        (first_s, first), (last_s, last) = moved[0], moved[-1]
+        num_before = len(moved)  # those that are not of lately
+        while num_before and last_s - moved[num_before - 1][0] < self._lately_s:
+            num_before -= 1
+        cut_s, cut = moved[max(num_before - 1, 0)]
+        if num_before < _LEAST_STEPS or cut_s <= first_s or not first <= cut <= last:  # counters were reset
+            self._rates.pop(node, None)
+        else:
+            self._rates[node] = (last - cut) / (last_s - cut_s), (cut - first) / (cut_s - first_s)
 
     def is_lost(self, name: str, missed: int, now_s: float) -> bool:
         """Whether a node has been silent for longer than so many heartbeats."""
@@ -414,18 +432,22 @@ def find(
     """
     findings = [*_lost(view, members, settings.missed, now_s, now_ns)]
     unclean = [name for name in members if name in view.unclean] if view.unclean else []
-    by_rank = {rank.rank: node for node, rank in view.ranks(members, incarnation)} if unclean else {}
+
+    @cache  # most lines name no rank
+    def by_rank() -> dict[int, str]:
+        return {rank: node for node, table in view.tables(members, incarnation) for rank in table.rank}
+
     blocked = [name for name in unclean if view.nodes[name].is_blocked]
     is_shared = len(blocked) > 1 and len(blocked) > _MOST_LOST * len(members)  # [Note: silence]
-    for node, rank in view.ranks(unclean, incarnation):
+    # A line that is but noted stays in a node's heartbeats for hours: its ranks need not be looked at for that.
+    for node, rank in view.ranks([name for name in unclean if not view.nodes[name].are_well], incarnation):
         findings += _of_rank(node, rank, view, settings, now_s, now_ns, is_shared=is_shared)
     for name in unclean:
         heartbeat = view.nodes[name].heartbeat
         # Lines of an incarnation before are told until the next one begins, and mean nothing here.
         if heartbeat.incarnation == incarnation:
             for match in heartbeat.matches:
-                when = view.clocks.moment(heartbeat, match.since_ns or match.at_ns, match.at_ns)
-                findings += _of_line(name, match, by_rank, when)
+                findings += _of_line(name, match, by_rank, view.clocks, heartbeat)
     if trains and not any(finding.weight in ("cause", "symptom") for finding in findings):
         findings += _quiet(view, members, incarnation, settings, now_ns)
         findings += _hung(view, members, incarnation, settings, now_s, now_ns, typical_ms)
@@ -517,21 +539,24 @@ def _of_rank(
         yield Finding("nan", "symptom", node, rank.rank, f"{who}: the loss of step {rank.step} is no number", now_ns)
 
 
-def _of_line(node: str, match: LogMatch, by_rank: dict[int, str], when: Moment) -> Iterable[Finding]:
+def _of_line(
+    node: str, match: LogMatch, by_rank: Callable[[], dict[int, str]], clocks: NodeClocks, heartbeat: Heartbeat
+) -> Iterable[Finding]:
     text = f"{match.rule}: {match.line}"
     weight: Weight = "cause" if match.rank is None and match.means == "hardware" else "evidence"
     if match.means in ("named", "corrupt"):
         kind: Kind = "named" if match.means == "named" else "corrupt"
         for named in match.names:
-            if named in by_rank:
-                yield Finding(kind, weight, by_rank[named], named, text, match.at_ns)
+            if named in by_rank():
+                yield Finding(kind, weight, by_rank()[named], named, text, match.at_ns)
         if kind == "corrupt" and not match.names:  # of two replicas nobody can tell which is right
             yield Finding(kind, weight, "", None, text, match.at_ns)
     elif match.means == "nan":
         # One rank among many has a fault; where all have lost their numbers, none is to blame.
         rank = match.names[0] if len(match.names) == 1 else None
-        yield Finding("nan", weight, "" if rank is None else by_rank.get(rank, ""), rank, text, match.at_ns)
+        yield Finding("nan", weight, "" if rank is None else by_rank().get(rank, ""), rank, text, match.at_ns)
     elif match.means == "process":
+        when = clocks.moment(heartbeat, match.since_ns or match.at_ns, match.at_ns)
         yield Finding("exited", weight, node, match.rank, text, match.at_ns, when)
     elif match.means == "note" or match.means == "symptom":
         yield Finding("symptom", match.means, node, match.rank, text, match.at_ns)

@@ -498,7 +498,7 @@ class Driver:
             for name in self.facts.members
             if not self._has_stopped(name, by_itself=not self._kills) and self.roster.is_here(name, now_s)
         ]
-        if any(rank.exit_code for _, rank in self.view.ranks(self.facts.members, self.facts.incarnation)):
+        if any(any(table.exit_code) for _, table in self.view.tables(self.facts.members, self.facts.incarnation)):
             self._kills = True  # one has failed, and its peers would wait for it
         if running:
             return None
@@ -579,12 +579,13 @@ class Driver:
     def _died(self) -> list[detect.Finding]:
         """Findings of members whose executor has ended, or was started anew and has no processes."""
         facts, now_ns, findings = self.facts, int(self._wall() * 1e9), []
-        incarnations = self.view.incarnations
-        for name in facts.members:
-            if self._backend.has_died(name):
+        told_of, has_died = self.view.incarnations.get, self._backend.has_died
+        # Nearly none, in each look.
+        for name in [
+            name for name in facts.members if told_of(name, facts.incarnation) != facts.incarnation or has_died(name)
+        ]:
+            if has_died(name):
                 findings.append(detect.Finding("node_lost", "cause", name, None, "its executor has ended", now_ns))
-                continue
-            if incarnations.get(name, facts.incarnation) == facts.incarnation:  # nearly all, in each look
                 continue
             order = self.link.followed(name)
             if order and order.action == "train":
@@ -621,15 +622,15 @@ class Driver:
         order = self.link.followed(name)
         if order is None or (order.action in ("train", "drain") and not by_itself):
             return False
-        return all(rank.state == "ended" for rank in self.view.nodes[name].heartbeat.ranks)
+        return self.view.nodes[name].are_ended
 
     def _have_all_ended(self, *, code: int) -> bool:
         facts = self.facts
         if not self.view.have_ended(facts.members, facts.incarnation):
             return False
-        ranks = [rank for _, rank in self.view.ranks(facts.members, facts.incarnation)]
-        is_all = len(ranks) == self.spec.nodes * self.spec.ranks_per_node
-        return is_all and all(rank.state == "ended" and rank.exit_code == code for rank in ranks)
+        tables = [table for _, table in self.view.tables(facts.members, facts.incarnation)]
+        codes = [each for table in tables for each in table.exit_code]
+        return len(codes) == self.spec.nodes * self.spec.ranks_per_node and set(codes) == {code}
 
     def _done_steps(self) -> int:
         newest = self.view.newest(self.facts.members, self.facts.incarnation)

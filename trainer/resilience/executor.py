@@ -51,6 +51,7 @@ from trainer.resilience.messages import (
     LogMatch,
     Phase,
     RankStatus,
+    RankTable,
     Refused,
     plain,
     seal,
@@ -424,6 +425,7 @@ class Executor:
         if not self._port:
             self._port = _free_port(self._address)
         tx_bytes, rx_bytes = self._traffic.read()
+        is_table = self._spec.ranks_as == "table"
         for most in (MAX_LINES, *_SHRINK):
             heartbeat = Heartbeat(
                 run=self._spec.run,
@@ -445,7 +447,8 @@ class Executor:
                 phase=self._phase(ranks),
                 incarnation=self._processes.incarnation if self._processes else 0,
                 port=self._port,
-                ranks=tuple(ranks),
+                ranks=() if is_table else tuple(ranks),
+                table=RankTable.of(ranks) if is_table else RankTable(),
                 matches=tuple(self._matches)[-max(most, 1) :],
                 lines=tuple(self._lines)[-most:] if most else (),
                 checks_of=self._checks_of,

@@ -53,6 +53,7 @@ class Spec:
         resilience: settings of job.resilience.
         preload: modules that a process of each node imports once, to fork the training processes from it; none: each
             is a fresh interpreter.
+        ranks_as: how heartbeats tell of processes: as a table; as rows in runs that an earlier netlayer has started.
     """
 
     run: str
@@ -65,6 +66,7 @@ class Spec:
     environ: dict[str, str] = field(default_factory=dict)
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     preload: tuple[str, ...] = ()
+    ranks_as: str = "table"
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ class RunFolder:
             tree: dict[str, Any] = json.loads(self._spec.read_bytes())
             settings = ResilienceConfig.model_validate(tree.pop("resilience"))
             return Spec(
-                **tree | {"command": tuple(tree["command"]), "preload": tuple(tree.get("preload", ()))},
+                **{"ranks_as": "rows"}
+                | tree
+                | {"command": tuple(tree["command"]), "preload": tuple(tree.get("preload", ()))},
                 resilience=settings,
             )
         except FileNotFoundError:

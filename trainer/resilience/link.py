@@ -114,14 +114,14 @@ class Link:
 
     def _take(self, data: bytes, now_s: float, received_ns: int, is_wanted: Callable[[str], bool]) -> None:
         try:
-            heartbeat = self._reader.read(data)
+            heartbeat, text = self._reader.read(data)
         except Refused as exc:
             self.refused += 1
             if self.refused <= _MAX_REFUSED_SHOWN:
                 logger.warning("a heartbeat was refused: %s", plain(str(exc)))
             return
         # Else it is on its way out, or of no node of ours.
-        if is_wanted(heartbeat.node) and self._view.take(heartbeat, now_s):
+        if is_wanted(heartbeat.node) and self._view.take(heartbeat, now_s, text):
             self._view.clocks.note_heartbeat(heartbeat, received_ns)
 
     # ---- out ----

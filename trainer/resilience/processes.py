@@ -532,9 +532,10 @@ class TrainingProcesses:
             phase=latest.phase,
             loss=latest.loss,
             is_finite=latest.is_finite,
-            step_ms=latest.step_ms,
-            exposed=latest.exposed,
-            quiet_s=max(quiet_s, 0.0),
+            # Digits that mean nothing take a driver of thousands of ranks longer than those that do.
+            step_ms=None if latest.step_ms is None else round(latest.step_ms, 3),
+            exposed=None if latest.exposed is None else round(latest.exposed, 4),
+            quiet_s=round(max(quiet_s, 0.0), 2),
         )
 
     def _state(self, process: _Process) -> Literal["running", "stopped", "blocked"]:

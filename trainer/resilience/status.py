@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 8
 _QUIET_S = 10.0  # without a word from a rank, before `run status` says so
+_OF_RANK = {"rank": None, "state": "", "step": 0, "quiet_s": 0.0}  # what is shown of a rank, with what is left out
 _AGREED = re.compile(r"replicas that agreed after step (\d+) differ: ")
 _CHECKPOINT = re.compile(r"(?P<location>[^\s'\"=]*)(?P<name>step-\d{6,})")
 
@@ -73,27 +74,19 @@ def write_status(
     folder: RunFolder, facts: Facts, view: Mapping[str, NodeView | None], now_s: float, seen: Mapping[str, Any]
 ) -> None:
     """Write `status.json`; a disk that is full ends no run."""
-    # By hand, for there are thousands of nodes and ranks: texts are encoded, all else is numbers and a few known words.
-    nodes, members, text_of = [], set(facts.members), encode_basestring_ascii
+    # Heartbeats as they came, and the rest by hand: there are thousands of nodes, and mostly nobody reads it.
+    rows, members, text_of = [], set(facts.members), encode_basestring_ascii
     for name, known in view.items():
         role = "evicted" if name in facts.evicted else "member" if name in members else "standby"
-        row = f'"node":{text_of(name)},"role":"{role}","reason":{text_of(facts.evicted.get(name, ""))}'
+        row = f'{{"node":"{name}","role":"{role}","reason":{text_of(facts.evicted.get(name, ""))}'
         if known is not None:
-            beat = known.heartbeat
-            ranks = [
-                f'{{"rank":{each.rank},"state":"{each.state}","step":{each.step},"quiet_s":{each.quiet_s:.1f}}}'
-                for each in beat.ranks
-            ]
-            row += (
-                f',"silent_s":{now_s - known.heard_s:.1f},"host":{text_of(beat.host)},"pod":{text_of(beat.pod)}'
-                f',"pid":{beat.pid},"phase":"{beat.phase}","hardware":{text_of(beat.hardware)}'
-                f',"tx_bytes":{beat.tx_bytes},"rx_bytes":{beat.rx_bytes},"ranks":[{",".join(ranks)}]'
-            )
-        nodes.append(f"{{{row}}}")
+            row += f',"silent_s":{now_s - known.heard_s:.1f},"heartbeat":{known.text.decode()}'
+        rows.append(row)
     tree: dict[str, Any] = {"at_s": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
     tree |= {"state": facts.state, **seen}
+    nodes = "},".join(rows) + "}" * bool(rows)
     with contextlib.suppress(NetlayerError, OSError):
-        write_text(folder.status, f'{json.dumps(tree)[:-1]},"nodes":[{",".join(nodes)}]}}\n')
+        write_text(folder.status, f'{json.dumps(tree)[:-1]},"nodes":[{nodes}]}}\n')
 
 
 def set_aside_damaged(folder: Path, evidence: str) -> list[str]:
@@ -159,7 +152,7 @@ def facts(folder: RunFolder, *, has_driver: bool) -> dict[str, Any]:
         "step_ms": seen.get("step_ms", 0.0),
         "seen_s_ago": round(time.time() - seen["at_s"], 1) if "at_s" in seen else None,
         "refused_messages": seen.get("refused_messages", 0),
-        "nodes": seen.get("nodes", []),
+        "nodes": [_of_node(row) for row in seen.get("nodes", [])],
         "evicted": known.get("evicted", {}),
         "incidents": known.get("incidents", []),
     }
@@ -204,6 +197,20 @@ def log_lines(folder: RunFolder, node: str | None, rank: int | None, num_lines: 
         for name, path in newest.items():
             for line in read_tail(path, num_lines):
                 yield f"{own.name} {name}: {plain(line, 2000)}"
+
+
+def _of_node(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what is shown of a node, from its row in `status.json`: of an earlier version's driver it is just that."""
+    if "heartbeat" not in row:
+        return row
+    beat = {"pod": "", "phase": "idle", "hardware": "", "tx_bytes": 0, "rx_bytes": 0, **row["heartbeat"]}
+    table = {name: column for name, column in beat.get("table", {}).items() if column}
+    columns = (table.get(name, [default] * len(table["rank"])) for name, default in _OF_RANK.items()) if table else ()
+    ranks = [dict(zip(_OF_RANK, each, strict=True)) for each in zip(*columns, strict=True)]
+    ranks += [{name: each.get(name, default) for name, default in _OF_RANK.items()} for each in beat.get("ranks", [])]
+    shown = {name: row[name] for name in ("node", "role", "reason", "silent_s")}
+    shown |= {name: beat[name] for name in ("host", "pod", "pid", "phase", "hardware", "tx_bytes", "rx_bytes")}
+    return {**shown, "ranks": [{**each, "quiet_s": round(each["quiet_s"], 1)} for each in ranks]}
 
 
 def _node_line(row: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from trainer.resilience.messages import (
     Heartbeat,
     LogMatch,
     RankStatus,
+    RankTable,
     Refused,
     seal,
     unseal,
@@ -175,6 +176,7 @@ class FakeNode:
             is_unclear=self.cannot_check,
             detail="not done within 120 s" if self.cannot_check else "wrong numbers came out",
         )
+        tells_rows = self.name == "node-1"  # as executors of earlier versions do
         message = Heartbeat(
             run=self.fleet.spec.run,
             node=self.name,
@@ -193,7 +195,8 @@ class FakeNode:
             phase="training" if self.runs else "idle",
             incarnation=self.incarnation,
             port=29500,
-            ranks=ranks,
+            ranks=ranks if tells_rows else (),
+            table=RankTable() if tells_rows else RankTable.of(ranks),
             matches=tuple(self.matches),
             checks_of=self.checks_of,
             checks=(check,) if self.checks_of else (),
