@@ -24,6 +24,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import math
 import statistics
 import tempfile
 import time
@@ -158,7 +159,9 @@ class Row:
 @click.option("--steps", type=click.IntRange(1), help="Steps of a block; else as many as take 8.5 intervals.")
 @click.option("--records", type=click.IntRange(0), default=0, help="A step, beside the job's: collectives, no bytes.")
 @click.option("--ways", default="on", show_default=True, help="What is compared with nothing: on,recorder,marks.")
-@click.option("--time-limit", type=click.FloatRange(1), help="Seconds of measuring after which no pair begins.")
+@click.option(
+    "--time-limit", type=click.FloatRange(1), help="Seconds of a rank, its start too; blocks are made to fit."
+)
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 def command(
     options: RunOptions,
@@ -284,6 +287,11 @@ def compare(results: Sequence[RankResult], way: str, model: str, layout: str) ->
     )
 
 
+def block_seconds(left_s: float, blocks: int) -> float:
+    """Return how long a block is to be where so many have to fit into the time that is left: two intervals at least."""
+    return min(_BATCHES * INTERVAL_S, max(left_s / blocks, 2 * INTERVAL_S))
+
+
 def _median_interval(number: int) -> tuple[int, int]:
     """Places, in order of size, between which the median of what `number` values are drawn from lies in 95%."""
     half = 0.98 * number**0.5  # of a binomial distribution, by the normal one
@@ -399,6 +407,7 @@ def run_rank(
     folder: str,
 ) -> RankResult:
     """Measure the blocks on one rank."""
+    begun_s = time.perf_counter()
     place, groups = init_process_groups(context, job, init_method, backend)
     control = Control(context.env, _TIMEOUT)
     recorder = SwitchedRecorder(place.device, num_kept=1)
@@ -425,14 +434,16 @@ def run_rank(
     timer.measure(step, steps or 3, warmup=2)
     if steps is None:
         step_s = statistics.median(timer.measure(step, 5).seconds)
-        # The same number on all ranks: by the mean of their steps, in whole microseconds.
-        steps = max(1, round(_BATCHES * INTERVAL_S * 1e6 * place.world_size / control.sum(round(step_s * 1e6))))
+        left_s = math.inf if time_limit is None else time_limit - (time.perf_counter() - begun_s)
+        block_s = block_seconds(left_s, 2 * pairs * len(ways))
+        # The same number on all ranks: by the sums over them, in whole microseconds.
+        steps = max(1, round(control.sum(round(block_s * 1e6)) / control.sum(round(step_s * 1e6))))
     for way in ways:  # events are made, and the first batch is encoded
         with _going(recorder, monitor, way):
             timer.measure(step, 3)
     if place.rank == 0:
         context.report(1)
-    begun_s, turns = time.perf_counter(), [way for number in range(pairs) for way in _turns(number, ways)]
+    turns = [way for number in range(pairs) for way in _turns(number, ways)]
     for turn, way in enumerate(turns):
         is_late = time_limit is not None and time.perf_counter() - begun_s > time_limit
         # At least two pairs of each way, whole ones, and the same number on all ranks.

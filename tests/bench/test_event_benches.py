@@ -11,7 +11,7 @@ import torch
 
 from bench.event_stream import describe as describe_stream
 from bench.event_stream import measure
-from bench.monitor_overhead import Block, RankResult, compare, describe
+from bench.monitor_overhead import Block, RankResult, block_seconds, compare, describe
 from bench.stragglers import device_cost
 from bench.stragglers.event_cost import describe as describe_cost
 from bench.stragglers.event_cost import idle_events
@@ -114,3 +114,8 @@ def test_records_beside_the_jobs_are_launched_over_its_blocks() -> None:
         for block in blocks.values():
             block(torch.zeros(1))
         assert recorder.end_step().num_collectives == num
+
+
+@pytest.mark.parametrize(("left_s", "blocks", "seconds"), [(float("inf"), 40, 8.5), (40.0, 8, 5.0), (10.0, 16, 2.0)])
+def test_blocks_fit_into_the_time_that_is_left(left_s: float, blocks: int, seconds: float) -> None:
+    assert block_seconds(left_s, blocks) == seconds
