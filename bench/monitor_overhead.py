@@ -22,13 +22,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
+import math
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,7 @@ from collectives.watch.recorder import Collective, Recorder, StepComm
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
 from netlayer.config.tree import JobConfig
+from netlayer.launch.early_end import ending_at, reason_of
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
 from netlayer.observe.events.schema import Origin
@@ -101,6 +105,10 @@ class RankResult:
     host_bound: float = 0.0
     monitor_s: float = 0.0
     record_us: float = 0.0
+
+    def of(self, way: str) -> list[Block]:
+        """Return the blocks of one way."""
+        return [block for block in self.blocks if block.way == way]
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,9 @@ class Row:
 @click.option("--steps", type=click.IntRange(1), help="Steps of a block; else as many as take 8.5 intervals.")
 @click.option("--records", type=click.IntRange(0), default=0, help="A step, beside the job's: collectives, no bytes.")
 @click.option("--ways", default="on", show_default=True, help="What is compared with nothing: on,recorder,marks.")
-@click.option("--time-limit", type=click.FloatRange(1), help="Seconds of measuring after which no pair begins.")
+@click.option(
+    "--time-limit", type=click.FloatRange(1), help="Seconds of a rank, its start too; blocks are made to fit."
+)
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 def command(
     options: RunOptions,
@@ -205,14 +215,24 @@ def command(
             time_limit,
             folder,
         )
-        results: list[RankResult] = launch(
-            run_rank,
-            ranks,
-            args=arguments,
-            log_dir=Path(folder) / "logs",
-            on_message=lambda _rank, done: bar(done, 2 * pairs * len(chosen_ways) + 1),
-        )
-    rows = [compare(results, way, model, layout) for way in chosen_ways]
+        so_far: dict[int, RankResult] = {}
+        broken_off = ""
+
+        def on_message(rank: int, result: RankResult) -> None:
+            so_far[rank] = result
+            if rank == 0:
+                bar(1 + len(result.blocks), 2 * pairs * len(chosen_ways) + 1)
+
+        with ending_at(signal.SIGTERM):
+            try:
+                results: list[RankResult] = launch(
+                    run_rank, ranks, args=arguments, log_dir=Path(folder) / "logs", on_message=on_message
+                )
+            except (KeyboardInterrupt, SystemExit) as exc:
+                results, broken_off = whole_pairs(so_far, ranks), reason_of(exc)
+                if not results:
+                    raise
+    rows = [compare(results, way, model, layout) for way in chosen_ways if any(results[0].of(way))]
     record = RunRecord(
         name="bench.monitor_overhead",
         source="measured",
@@ -229,6 +249,7 @@ def command(
             "steps": steps,
             "records": records,
             "ways": ways,
+            "broken_off": broken_off,
         },
         config={"job": job.model_dump(mode="json")},
         environment=environ.snapshot(options.seed),
@@ -240,6 +261,17 @@ def command(
         write_text(options.json_file, record.to_json())
     if str(options.json_file) != "-":
         click.echo(describe(rows))
+    if broken_off:
+        click.echo(f"{broken_off}: the pairs until then are above", err=True)
+        raise SystemExit(130)
+
+
+def whole_pairs(so_far: Mapping[int, RankResult], ranks: int) -> list[RankResult]:
+    """Return what all ranks have measured when they were interrupted, whole pairs alone; nothing: there is none."""
+    number = min((len(result.blocks) for result in so_far.values()), default=0) // 2 * 2
+    if len(so_far) < ranks or not number:
+        return []
+    return [replace(so_far[rank], blocks=so_far[rank].blocks[:number]) for rank in range(ranks)]
 
 
 def compare(results: Sequence[RankResult], way: str, model: str, layout: str) -> Row:
@@ -272,7 +304,7 @@ def compare(results: Sequence[RankResult], way: str, model: str, layout: str) ->
         ratio_p90=percentile(ratios, 90),
         ratio_low=ratios[low],
         ratio_high=ratios[high],
-        noise=statistics.median(noise),
+        noise=statistics.median(noise) if noise else 0.0,
         host_bound=first.host_bound,
         batches=statistics.median(without) / INTERVAL_S,
         events_per_step=first.num_events / max(first.monitored_steps, 1),
@@ -281,6 +313,11 @@ def compare(results: Sequence[RankResult], way: str, model: str, layout: str) ->
         monitor_us=first.monitor_s / max(first.num_events, 1) * 1e6,
         dropped=sum(result.num_dropped for result in results),
     )
+
+
+def block_seconds(left_s: float, blocks: int) -> float:
+    """Return how long a block is to be where so many have to fit into the time that is left: two intervals at least."""
+    return min(_BATCHES * INTERVAL_S, max(left_s / blocks, 2 * INTERVAL_S))
 
 
 def _median_interval(number: int) -> tuple[int, int]:
@@ -315,7 +352,8 @@ def describe(rows: Sequence[Row]) -> str:
             f"a block has {row.batches:.1f} intervals of the monitor: up to {min(1.0, 1 / row.batches):.0%} of its"
             " thread's part is not in it, for that is handed over behind the block; give more --steps"
         )
-    lines.append(f"a record costs the thread that launches {row.record_us:.1f} us, its two marks included")
+    if row.record_us:  # else it was interrupted before
+        lines.append(f"a record costs the thread that launches {row.record_us:.1f} us, its two marks included")
     if row.events_per_step:
         lines.append(
             f"{row.events_per_step:.1f} events a step and rank, {row.bytes_per_event:.1f} bytes and"
@@ -398,6 +436,7 @@ def run_rank(
     folder: str,
 ) -> RankResult:
     """Measure the blocks on one rank."""
+    begun_s = time.perf_counter()
     place, groups = init_process_groups(context, job, init_method, backend)
     control = Control(context.env, _TIMEOUT)
     recorder = SwitchedRecorder(place.device, num_kept=1)
@@ -424,14 +463,14 @@ def run_rank(
     timer.measure(step, steps or 3, warmup=2)
     if steps is None:
         step_s = statistics.median(timer.measure(step, 5).seconds)
-        # The same number on all ranks: by the mean of their steps, in whole microseconds.
-        steps = max(1, round(_BATCHES * INTERVAL_S * 1e6 * place.world_size / control.sum(round(step_s * 1e6))))
+        left_s = math.inf if time_limit is None else time_limit - (time.perf_counter() - begun_s)
+        block_s = block_seconds(left_s, 2 * pairs * len(ways))
+        # The same number on all ranks: by the sums over them, in whole microseconds.
+        steps = max(1, round(control.sum(round(block_s * 1e6)) / control.sum(round(step_s * 1e6))))
     for way in ways:  # events are made, and the first batch is encoded
         with _going(recorder, monitor, way):
             timer.measure(step, 3)
-    if place.rank == 0:
-        context.report(1)
-    begun_s, turns = time.perf_counter(), [way for number in range(pairs) for way in _turns(number, ways)]
+    turns = [way for number in range(pairs) for way in _turns(number, ways)]
     for turn, way in enumerate(turns):
         is_late = time_limit is not None and time.perf_counter() - begun_s > time_limit
         # At least two pairs of each way, whole ones, and the same number on all ranks.
@@ -441,8 +480,7 @@ def run_rank(
             measured = timer.measure(step, steps, warmup=1)
         host_bound += measured.host_bound and way == _OFF
         blocks.append(Block(way, sum(measured.seconds)))
-        if place.rank == 0:
-            context.report(1 + len(blocks))
+        context.report(RankResult(tuple(blocks), steps, 0, 0, monitor.num_dropped, place.device_name))
     monitor_s = monitor.thread_s
     record_us = _cost_of_record(recorder, timer)
     system.close()
@@ -484,7 +522,13 @@ def _turns(number: int, ways: Sequence[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _going(recorder: SwitchedRecorder, monitor: Monitor, way: str) -> Iterator[None]:
-    """Record in a way in the block; then what the monitor has is handed over, in nobody's time."""
+    """Record in a way in the block; then what the monitor has is handed over, in nobody's time.
+
+    Python collects garbage before it and not in it: `netlayer train` has it done every so many steps, on all ranks.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     if way == "on":
         monitor.follow(recorder)
     recorder.way = way
@@ -494,6 +538,8 @@ def _going(recorder: SwitchedRecorder, monitor: Monitor, way: str) -> Iterator[N
         recorder.way, recorder.observer = _OFF, None
         if way == "on":
             monitor.flush()
+        gc.enable()
+        gc.unfreeze()
 
 
 def _cost_of_record(recorder: SwitchedRecorder, timer: StepTimer) -> float:

@@ -150,8 +150,7 @@ def seconds_between(start: Mark, end: Mark) -> float:
         assert isinstance(start, int)
         assert isinstance(end, int)
         return (end - start) * 1e-9
-    wait_for(end)
-    return float(start.event.elapsed_time(end.event)) * 1e-3
+    return _elapsed_ms(start, end) * 1e-3
 
 
 def is_before(earlier: Mark, later: Mark) -> bool:
@@ -163,8 +162,19 @@ def is_before(earlier: Mark, later: Mark) -> bool:
         assert isinstance(earlier, int)
         assert isinstance(later, int)
         return earlier < later
-    wait_for(earlier)
-    return bool(earlier.event.elapsed_time(later.event) > 0)
+    return _elapsed_ms(earlier, later, waits_for=earlier) > 0
+
+
+def _elapsed_ms(start: PooledEvent, end: PooledEvent, waits_for: PooledEvent | None = None) -> float:
+    """Return the milliseconds from one event to another; waits for `end`, or for the one that is given."""
+    runtime = runtime_clock()
+    if runtime is not None and runtime.is_current(getattr(getattr(start.event, "device", None), "index", -1)):
+        between_ms = runtime.elapsed_ms(start.event, [end])
+        if between_ms is not None and between_ms[0] > 0:
+            return between_ms[0]
+    # Not happened, or of another device, or before the other, of which CUDA promises no negative time: by torch.
+    wait_for(end if waits_for is None else waits_for)
+    return float(start.event.elapsed_time(end.event))
 
 
 def has_happened(mark: Mark) -> bool:
@@ -305,14 +315,17 @@ class RuntimeClock:
 
         None is no error: whoever asks has torch for it.
         """
-        elapsed, result = self._elapsed, ctypes.c_float()
-        place, start = ctypes.addressof(result), reference.cuda_event
-        times: list[float] = []
-        for mark in marks:
-            if isinstance(mark, int) or elapsed(place, start, mark.event.cuda_event):
-                self._forget_error()  # else the next launch of this thread would raise it
-                return None
-            times.append(result.value)
+        elapsed, result, times = self._elapsed, ctypes.c_float(), list[float]()
+        place = ctypes.addressof(result)
+        try:
+            start = reference.cuda_event
+            for mark in marks:
+                if elapsed(place, start, mark.event.cuda_event):  # type: ignore[union-attr]
+                    self._forget_error()  # else the next launch of this thread would raise it
+                    return None
+                times.append(result.value)
+        except AttributeError:  # the host's clock has no `event`
+            return None
         return times
 
 

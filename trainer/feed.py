@@ -508,16 +508,16 @@ class _Reader:
         self._thread.join()
 
     def _run(self) -> None:
-        held: deque[_Ready] = deque()  # [Note: lifetimes on a GPU]
+        unread: deque[_Ready] = deque()  # [Note: lifetimes on a GPU]
         try:
             for step in range(self._plan.batches.first_step, self._plan.last_step + 1):
                 self._allowed.get()
                 self._look_after()
-                if len(held) > _AHEAD:  # a step was handed out, and the one before it is launched
-                    self._drop(held)
+                if len(unread) > _AHEAD:  # a step was handed out, and the one before it is launched
+                    self._drop(unread)
                 self._ring.wait(step, self._look_after)
-                held.append(self._copy(step))
-                self._batches.put(held[-1])
+                unread.append(self._copy(step))
+                self._batches.put(unread[-1])
         except _Closed:
             return
         except Exception as exc:  # noqa: BLE001 - raised where the step is asked for
@@ -525,11 +525,11 @@ class _Reader:
         # To Linux the parent of a loader is the thread that has started it, maybe this one, and it dies with that.
         self._is_closed.wait()
 
-    def _drop(self, held: deque[_Ready]) -> None:
+    def _drop(self, unread: deque[_Ready]) -> None:
         """Let the copies' stream have the memory of the oldest batch once the device has read it."""
         if self._stream is not None and self._computing is not None:
             self._stream.wait_stream(self._computing)
-        held.popleft()
+        unread.popleft()
 
     def _look_after(self) -> None:
         if self._is_closed.is_set():

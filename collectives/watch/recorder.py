@@ -354,7 +354,7 @@ class StepComm:
     def exposed_s(self) -> float:
         """Seconds in which the compute stream waited for a communication: [Note: what is exposed]."""
         # Whatever was waited for has ended by then, and every wait has begun.
-        wait_for(self._marks[1])
+        wait_for(self._marks[-1])
         return sum(max(0.0, seconds_between(wait.start, wait.end) - self._idle_s(wait)) for wait in self._waits)
 
     @property

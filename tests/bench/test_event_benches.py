@@ -11,7 +11,7 @@ import torch
 
 from bench.event_stream import describe as describe_stream
 from bench.event_stream import measure
-from bench.monitor_overhead import Block, RankResult, compare, describe
+from bench.monitor_overhead import Block, RankResult, block_seconds, compare, describe, whole_pairs
 from bench.stragglers import device_cost
 from bench.stragglers.event_cost import describe as describe_cost
 from bench.stragglers.event_cost import idle_events
@@ -114,3 +114,18 @@ def test_records_beside_the_jobs_are_launched_over_its_blocks() -> None:
         for block in blocks.values():
             block(torch.zeros(1))
         assert recorder.end_step().num_collectives == num
+
+
+@pytest.mark.parametrize(("left_s", "blocks", "seconds"), [(float("inf"), 40, 8.5), (40.0, 8, 5.0), (10.0, 16, 2.0)])
+def test_blocks_fit_into_the_time_that_is_left(left_s: float, blocks: int, seconds: float) -> None:
+    assert block_seconds(left_s, blocks) == seconds
+
+
+def test_of_an_interrupted_run_the_whole_pairs_of_all_ranks_are_kept() -> None:
+    blocks = [Block("off", 1.0), Block("on", 1.1), Block("on", 1.2)]
+    so_far = {rank: RankResult(blocks[: 3 - rank], 10, 0, 0, 0, "CPU") for rank in range(2)}
+    results = whole_pairs(so_far, 2)
+    row = compare(results, "on", "1m", "dp2")
+    assert (row.pairs, row.ratio, row.noise) == (1, pytest.approx(1.1), 0.0)
+    assert "a record costs" not in describe([row])
+    assert whole_pairs(so_far, 3) == []  # a rank has told nothing yet
