@@ -219,15 +219,17 @@ class View:
         if known and known.heartbeat.boot != heartbeat.boot and heartbeat.boots < known.heartbeat.boots:
             return False  # of an executor that is gone
         view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s, text)
-        self.incarnations[heartbeat.node] = heartbeat.incarnation
+        if not known or known.heartbeat.incarnation != heartbeat.incarnation:
+            self.incarnations[heartbeat.node] = heartbeat.incarnation
         if not known or known.heartbeat.checks_of != heartbeat.checks_of or known.heartbeat.boot != heartbeat.boot:
             self.num_checks_told += 1
         if view.has_phase:
             self.in_phase.add(heartbeat.node)
-        else:
+        elif known and known.has_phase:
             self.in_phase.discard(heartbeat.node)
         if view.is_clean:
-            self.unclean.discard(heartbeat.node)
+            if known and not known.is_clean:
+                self.unclean.discard(heartbeat.node)
         else:
             self.unclean.add(heartbeat.node)
             stopped = known.stopped_since_s if known else {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _SETTLE_S = 2.0  # for the cause, where only its symptoms have come
 _LEAVE_S = 10.0
 _RETRY_S = 5.0  # after a write that has failed
+_NOTED_S = 600.0  # without it, before the same thing is noted again
 _MAX_INCIDENTS = 100
 
 Outcome = tuple[Event, dict[str, Any]] | None
@@ -87,7 +89,8 @@ class Driver:
         self._is_stop_asked = False
         self._retry_s = -1e9
         self._disk_error = ""
-        self._noted: set[tuple[str, str]] = set()
+        self._noted: dict[tuple[str, str], float] = {}  # when each was last seen
+        self._evictions_noted: set[str] = set()
         self._status_s = -1e9
         self._marks = status.Marks(folder.out / "events", self.spec.name)
         self.roster = Roster(folder, self.spec, self.journal, self.view, backend, self._note_eviction)
@@ -370,7 +373,7 @@ class Driver:
             else finding
             for finding in findings
         ]
-        self._note_only([finding for finding in findings if finding.weight == "note"])
+        self._note_only([finding for finding in findings if finding.weight == "note"], now_s)
         causes = [finding for finding in findings if finding.weight == "cause"]
         symptoms = [finding for finding in findings if finding.weight == "symptom" and finding.kind != "symptom"]
         if causes or symptoms:
@@ -652,13 +655,14 @@ class Driver:
                 last["caught_up_s"] = self._wall()
                 self.journal.note("caught up", step=self.view.step)
 
-    def _note_only(self, notes: list[detect.Finding]) -> None:
+    def _note_only(self, notes: list[detect.Finding], now_s: float) -> None:
+        """Write down what is new; what lasts is noted once, and again where it comes back after a while."""
         for finding in notes:
             key = (finding.kind, finding.node)
-            if key not in self._noted:
+            if now_s - self._noted.get(key, -math.inf) > _NOTED_S:
                 self.journal.note("noted", finding=finding.to_json())
-                self._noted.add(key)
                 self._mark("warning", plain(finding.text), node=finding.node)
+            self._noted[key] = now_s
 
     def _set_aside_checkpoint(self, evidence: str) -> None:
         """Take checkpoints that could not be loaded, or may be corrupt, out of the way of the next start."""
@@ -680,9 +684,9 @@ class Driver:
             self._mark("run_end", plain(facts.reason) or None, state=after)
 
     def _note_eviction(self, name: str, reason: str) -> None:
-        if ("eviction", name) in self._noted:  # it could not be written down, and is decided again
+        if name in self._evictions_noted:  # it could not be written down, and is decided again
             return
-        self._noted.add(("eviction", name))
+        self._evictions_noted.add(name)
         self._mark("eviction", reason, node=name)
         self._say(f"{name} is evicted: {plain(reason, 300)}")
 

@@ -567,6 +567,20 @@ def test_a_node_that_sends_less_than_the_others_is_noted(tmp_path: Path) -> None
     assert fleet.driver.facts.evicted == {}
 
 
+def test_what_comes_back_after_a_while_is_noted_again(tmp_path: Path) -> None:
+    # https://github.com/flagos-ai/FlagScale/pull/1243: the second stall of a rank that had recovered was never told of.
+    fleet = Fleet(tmp_path, backend="ssh", silence_floor_s=120.0, steps=10_000)
+    fleet.until_step(40)
+    for silence in range(1, 4):
+        for _ in range(60):
+            fleet._stepped_s = fleet.clock.now_s + 1
+            fleet.tick()
+        assert len(notes_of(fleet)) == min(silence, 2)
+        for _ in range(int((660 if silence == 1 else 30) / TICK_S)):
+            fleet.tick()
+    assert fleet.decisions == []
+
+
 def test_a_node_that_fails_its_self_check_never_trains(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, spares=1)
     fleet.tick()
