@@ -455,8 +455,9 @@ class Driver:
                 text = "no heartbeat while it was to check itself"
                 incident.add([detect.Finding("node_lost", "cause", name, None, text, int(self._wall() * 1e9))])
         step = self._done_steps()
-        # Before the decision, which counts this one too.
-        facts.fruitless = 0 if step > facts.furthest_step else facts.fruitless + 1
+        # Before the decision, which counts this one too; not where nothing failed, and somebody has evicted a node.
+        is_fault = {each.kind for each in incident.findings if each.weight == "cause"} != {"asked"}
+        facts.fruitless = 0 if step > facts.furthest_step else facts.fruitless + is_fault
         facts.furthest_step = max(facts.furthest_step, step)
         typical_ms = self.view.shortest_ms or self.view.typical_ms()  # the median may be of slow steps by now
         if typical_ms:

@@ -424,6 +424,33 @@ def test_restarts_without_a_new_step_come_to_an_end(tmp_path: Path) -> None:
     assert pauses[-1] > 0
 
 
+def test_evictions_by_hand_are_no_restarts_in_vain(tmp_path: Path) -> None:
+    # As https://github.com/kubernetes-sigs/jobset/issues/976: what an operator does must not use up what faults may.
+    fleet = Fleet(tmp_path, max_fruitless=2)
+    for number in range(1, 6):
+        fleet._stepped_s = fleet.clock.now_s + 1e6  # no step is taken meanwhile
+        fleet.until_state(State.START)
+        fleet.folder.ask("evict", fleet.node(1).name)
+        fleet.until(lambda: len(fleet.decisions) == number)  # noqa: B023 - it is called here alone
+    assert {(action, kind) for action, kind, _ in fleet.decisions} == {("evict", "asked")}
+    assert fleet.driver.facts.fruitless == 0
+    fleet._stepped_s = 0.0
+    assert fleet.finish() is State.COMPLETED
+
+
+def test_a_process_that_no_signal_ends_costs_its_node_and_not_the_run(tmp_path: Path) -> None:
+    # https://github.com/pytorch/pytorch/pull/185414: the agent waited for ever for a process in the kernel's hands.
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    stuck = fleet.node(2)
+    stuck.is_unkillable = True
+    fleet.node(0).die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert list(fleet.driver.facts.evicted) == [stuck.name]
+    assert "not ended after" in fleet.driver.facts.evicted[stuck.name]
+    assert stuck.is_dead
+
+
 def test_an_unclear_hang_is_retried_and_then_isolated(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, nodes=4, spares=2, max_fruitless=20)
     fleet.until_step(6)
