@@ -202,8 +202,8 @@ def simulate_fleet(out: str, executors: int) -> None:
         first = index * spec.ranks_per_node
         rows = tuple(
             RankStatus(
-                rank=first + local, pid=1000 + local, state="running", step=step, step_ms=_STEP_S * 1e3 + 0.123, exposed=round(0.05 + local / 999, 4),
-                loss=2.0123000144958496, quiet_s=round(1 + local / 7, 2),
+                rank=first + local, pid=1000 + local, state="running", step=step, step_ms=_STEP_S * 1e3 + 0.123,
+                exposed=round(0.05 + local / 999, 4), loss=2.0123000144958496, quiet_s=round(1 + local / 7, 2),
             )
             for local in range(spec.ranks_per_node)
         )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 _SETTLE_S = 2.0  # for the cause, where only its symptoms have come
 _LEAVE_S = 10.0
 _RETRY_S = 5.0  # after a write that has failed
-_NOTED_S = 600.0  # without it, before the same thing is noted again
 _MAX_INCIDENTS = 100
 
 Outcome = tuple[Event, dict[str, Any]] | None
@@ -89,7 +87,7 @@ class Driver:
         self._is_stop_asked = False
         self._retry_s = -1e9
         self._disk_error = ""
-        self._noted: dict[tuple[str, str], float] = {}  # when each was last seen
+        self._notes = detect.Notes()
         self._evictions_noted: set[str] = set()
         self._status_s = -1e9
         self._marks = status.Marks(folder.out / "events", self.spec.name)
@@ -509,7 +507,7 @@ class Driver:
         done = self._done_steps()
         if done >= self._total_steps and self._have_all_ended(code=0):
             return Event.ALL_DONE, {"step": done}
-        self.facts.reason = f"stopped as asked, after step {max(done, self.facts.furthest_step)}"
+        self.facts.reason = f"stopped as asked, after step {done or self.facts.furthest_step}"
         return Event.ALL_ENDED, {"step": done}
 
     def _rest(self, _now_s: float) -> Outcome:
@@ -657,13 +655,9 @@ class Driver:
                 self.journal.note("caught up", step=self.view.step)
 
     def _note_only(self, notes: list[detect.Finding], now_s: float) -> None:
-        """Write down what is new; what lasts is noted once, and again where it comes back after a while."""
-        for finding in notes:
-            key = (finding.kind, finding.node)
-            if now_s - self._noted.get(key, -math.inf) > _NOTED_S:
-                self.journal.note("noted", finding=finding.to_json())
-                self._mark("warning", plain(finding.text), node=finding.node)
-            self._noted[key] = now_s
+        for finding in self._notes.new(notes, now_s):
+            self.journal.note("noted", finding=finding.to_json())
+            self._mark("warning", plain(finding.text), node=finding.node)
 
     def _set_aside_checkpoint(self, evidence: str) -> None:
         """Take checkpoints that could not be loaded, or may be corrupt, out of the way of the next start."""

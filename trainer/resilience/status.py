@@ -173,7 +173,7 @@ def lines(tree: dict[str, Any]) -> Iterator[str]:
     if tree["refused_messages"]:
         yield f"{tree['refused_messages']} messages were refused: forged, too large, or of another run"
     for row in tree["nodes"]:
-        yield f"  {_node_line(row)}"
+        yield f"  {_node_line(row, tree['seen_s_ago'] or 0.0)}"
     if tree["incidents"]:
         yield f"last decisions ({len(tree['incidents'])} incidents):"
     for each in tree["incidents"][-_MAX_SHOWN:]:
@@ -213,7 +213,8 @@ def _of_node(row: dict[str, Any]) -> dict[str, Any]:
     return {**shown, "ranks": [{**each, "quiet_s": round(each["quiet_s"], 1)} for each in ranks]}
 
 
-def _node_line(row: dict[str, Any]) -> str:
+def _node_line(row: dict[str, Any], age_s: float) -> str:
+    """Return the line of a node; `age_s`: of what the driver saw last, which may be gone, or wait for its disk."""
     if row["role"] == "evicted":
         return f"{row['node']}: evicted: {plain(row['reason'], 200)}"
     if "ranks" not in row:
@@ -227,5 +228,7 @@ def _node_line(row: dict[str, Any]) -> str:
         )
         for each in row["ranks"]
     )
-    line = f"{row['node']}: {row['role']}, {row['phase']}, heard {row['silent_s']} s ago, {plain(row['host'])}"
+    line = (
+        f"{row['node']}: {row['role']}, {row['phase']}, heard {row['silent_s'] + age_s:.1f} s ago, {plain(row['host'])}"
+    )
     return f"{line}; rank {ranks}" if ranks else line

@@ -438,6 +438,19 @@ def test_evictions_by_hand_are_no_restarts_in_vain(tmp_path: Path) -> None:
     assert fleet.finish() is State.COMPLETED
 
 
+def test_a_stop_tells_the_step_that_the_run_is_at_and_not_one_before_a_fault(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(24)
+    fleet.saved = 5  # as where the disk was full since
+    fleet.node(0).die(-9)
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_state(State.RUN)
+    fleet.driver.ask_to_stop()
+    fleet.until_state(State.STOPPED)
+    done = int(fleet.driver.facts.reason.rpartition(" ")[2])
+    assert fleet.saved <= done < 24 <= fleet.driver.facts.furthest_step
+
+
 def test_a_process_that_no_signal_ends_costs_its_node_and_not_the_run(tmp_path: Path) -> None:
     # https://github.com/pytorch/pytorch/pull/185414: the agent waited for ever for a process in the kernel's hands.
     fleet = Fleet(tmp_path)
