@@ -22,6 +22,7 @@ from trainer.resilience.link import MAX_READS
 from trainer.resilience.machine import TERMINAL, Event, State
 from trainer.resilience.messages import Beacon, Heartbeat, seal, unseal
 from trainer.resilience.rules import load_rules, match
+from trainer.resilience.status import facts, lines
 
 from .fleet import TICK_S, FakeNode, Fleet
 
@@ -1281,6 +1282,24 @@ def test_what_is_decided_stands_in_the_events_and_in_the_status(tmp_path: Path) 
     status = json.loads(fleet.folder.status.read_text())
     assert status["state"] == "completed"
     assert {row["role"] for row in status["nodes"] if row["node"] == name} == {"evicted"}
+
+
+def test_the_status_shows_ranks_of_executors_of_both_versions_and_how_old_it_is(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    fleet.driver.write_status()
+    shown = facts(fleet.folder, has_driver=True)
+    rows = {row["node"]: row for row in shown["nodes"]}
+    assert [row["ranks"][0]["state"] for row in rows.values()] == ["running"] * 4  # node-1 sends rows
+    assert {row["ranks"][0]["rank"] for row in rows.values()} == {0, 1, 2, 3}
+    shown["seen_s_ago"] = 3600.0  # its driver is gone, or waits for its disk
+    [line] = [line for line in lines(shown) if "node-1: member" in line]
+    assert "heard 36" in line
+    # As a driver of an earlier version has written it.
+    tree = json.loads(fleet.folder.status.read_bytes())
+    tree["nodes"] = list(rows.values())
+    fleet.folder.status.write_text(json.dumps(tree))
+    assert facts(fleet.folder, has_driver=True)["nodes"] == list(rows.values())
 
 
 def test_a_reason_that_is_no_unicode_does_not_end_the_driver(tmp_path: Path) -> None:
