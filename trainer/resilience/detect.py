@@ -428,7 +428,7 @@ class Notes:
         self._seen_s: dict[tuple[Kind, str], float] = {}  # when each was last seen
 
     def new(self, notes: Iterable[Finding], now_s: float) -> Iterable[Finding]:
-        """Those of the findings of now that are to be written down."""
+        """Return the findings that are to be written down."""
         for finding in notes:
             key = (finding.kind, finding.node)
             is_new = now_s - self._seen_s.get(key, -math.inf) > _NOTED_S

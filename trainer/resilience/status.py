@@ -36,7 +36,12 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 8
 _QUIET_S = 10.0  # without a word from a rank, before `run status` says so
-_OF_RANK = {"rank": None, "state": "", "step": 0, "quiet_s": 0.0}  # what is shown of a rank, with what is left out
+_OF_RANK = {
+    "rank": None,
+    "state": "",
+    "step": 0,
+    "quiet_s": 0.0,
+}  # fields of a rank, and the values that heartbeats omit
 _AGREED = re.compile(r"replicas that agreed after step (\d+) differ: ")
 _CHECKPOINT = re.compile(r"(?P<location>[^\s'\"=]*)(?P<name>step-\d{6,})")
 
@@ -208,9 +213,9 @@ def _of_node(row: dict[str, Any]) -> dict[str, Any]:
     columns = (table.get(name, [default] * len(table["rank"])) for name, default in _OF_RANK.items()) if table else ()
     ranks = [dict(zip(_OF_RANK, each, strict=True)) for each in zip(*columns, strict=True)]
     ranks += [{name: each.get(name, default) for name, default in _OF_RANK.items()} for each in beat.get("ranks", [])]
-    shown = {name: row[name] for name in ("node", "role", "reason", "silent_s")}
-    shown |= {name: beat[name] for name in ("host", "pod", "pid", "phase", "hardware", "tx_bytes", "rx_bytes")}
-    return {**shown, "ranks": [{**each, "quiet_s": round(each["quiet_s"], 1)} for each in ranks]}
+    facts_of_node = {name: row[name] for name in ("node", "role", "reason", "silent_s")}
+    facts_of_node |= {name: beat[name] for name in ("host", "pod", "pid", "phase", "hardware", "tx_bytes", "rx_bytes")}
+    return {**facts_of_node, "ranks": [{**each, "quiet_s": round(each["quiet_s"], 1)} for each in ranks]}
 
 
 def _node_line(row: dict[str, Any], age_s: float) -> str:
