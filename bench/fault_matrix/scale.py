@@ -30,6 +30,7 @@ from trainer.resilience.folder import RunFolder, Spec
 from trainer.resilience.machine import State
 from trainer.resilience.messages import (
     Assignment,
+    Beacon,
     CheckResult,
     Heartbeat,
     RankStatus,
@@ -173,8 +174,9 @@ def simulate_fleet(out: str, executors: int) -> None:
     spec, token = folder.spec(), folder.token()
     bus = Bus(folder.store_url(), spec.run)
     boots = [secrets.token_hex(8) for _ in range(executors)]
-    followed = [(0, 0)] * executors
+    followed, heard_of = [(0, 0)] * executors, [(0, 0)] * executors
     incarnations, seqs, checks_of = [0] * executors, [0] * executors, [0] * executors
+    anchor_ns = time.time_ns() - time.monotonic_ns()
     begin_s, sent = time.monotonic(), 0
     trains_since_s = 0.0
     while True:
@@ -182,8 +184,10 @@ def simulate_fleet(out: str, executors: int) -> None:
         due_s = begin_s + sent * spec.heartbeat_s / executors
         time.sleep(max(0.0, due_s - time.monotonic()))
         name = f"node-{index}"
-        _, data = bus.orders(name)
+        beacon_data, data = bus.orders(name)
         try:
+            beacon = unseal(beacon_data, token, Beacon, spec.run, "*")
+            heard_of[index] = (beacon.epoch, beacon.seq)
             order = unseal(data, token, Assignment, spec.run, name)
             followed[index] = (order.epoch, order.seq)
             incarnations[index] = order.incarnation if order.action == "train" else 0
@@ -198,8 +202,8 @@ def simulate_fleet(out: str, executors: int) -> None:
         first = index * spec.ranks_per_node
         rows = tuple(
             RankStatus(
-                rank=first + local, pid=1000 + local, state="running", step=step, step_ms=_STEP_S * 1e3, exposed=0.05,
-                loss=2.0, quiet_s=1.0,
+                rank=first + local, pid=1000 + local, state="running", step=step, step_ms=_STEP_S * 1e3 + 0.123,
+                exposed=round(0.05 + local / 999, 4), loss=2.0123000144958496, quiet_s=round(1 + local / 7, 2),
             )
             for local in range(spec.ranks_per_node)
         )  # fmt: skip
@@ -208,7 +212,12 @@ def simulate_fleet(out: str, executors: int) -> None:
             node=name,
             boot=boots[index],
             seq=seqs[index],
+            boots=1,
             at_ns=time.time_ns(),
+            machine=f"{index:032x}",
+            anchor_ns=anchor_ns,
+            beacon=heard_of[index],
+            beacon_ns=time.time_ns(),
             address=f"10.{index >> 8}.{index & 255}.1",
             pod=f"trainer-{index}",
             host=f"host-{index}",
@@ -224,6 +233,7 @@ def simulate_fleet(out: str, executors: int) -> None:
             checks=_CHECKS if checks_of[index] else (),
             tx_bytes=sent * 10**6,
             rx_bytes=sent * 10**6,
+            code="0123456789abcdef" if incarnations[index] else "",
         )
         bus.send_heartbeat(seal(heartbeat, token))
         sent += 1

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _PATH = click.Path(path_type=Path)
 _OUT = click.argument("out", type=_PATH)
 _json = click.option("--json", "json_file", type=_PATH, help="Also write the facts here; - is stdout.")
+_ENDS_S = 60.0  # from the end of the ranks to that of the driver, at most
 _verbose = click.option("-v", "--verbose", count=True, help="More log on stderr; -vv for all.")
 
 
@@ -100,8 +101,8 @@ def start(options: RunOptions, file: Path | None, hosts: str | None, ssh_command
 def resume(out: Path, json_file: Path | None, verbose: int, hosts: str | None, ssh_command: str) -> None:
     """Go on with the run in OUT: after a pause, a stop, a failure, or the death of its driver.
 
-    Where a driver is there it is asked to; else this command is the driver from now on. The job and its settings are
-    those of the start.
+    Where a driver is there it is asked to, and where that one is ending the run this command waits for it to be gone;
+    else this command is the driver from now on. The job and its settings are those of the start.
 
     \b
     Example:
@@ -111,6 +112,7 @@ def resume(out: Path, json_file: Path | None, verbose: int, hosts: str | None, s
 
     check_target("--json", json_file)
     folder = _existing(out, verbose)
+    _wait_while_ending(folder)
     if _has_driver(folder):
         _ask(folder, "resume")
         return
@@ -425,7 +427,10 @@ def _drive(
     if final is State.FAILED:
         raise CheckFailed(f"the run was given up: {driver.facts.reason}; {folder.journal} has the evidence")
     facts = driver.facts
-    line = f"{final} after step {facts.furthest_step}: {facts.restarts} restarts, {len(facts.evicted)} nodes evicted"
+    newest = driver.view.newest(facts.members, facts.incarnation)
+    # Fewer than were taken before a fault, where no checkpoint could be written since.
+    step = newest.step if newest is not None and newest.step else facts.furthest_step
+    line = f"{final} after step {step}: {facts.restarts} restarts, {len(facts.evicted)} nodes evicted"
     click.echo(line, err=str(options.json_file) == "-")
     if signals.is_allocation_ending and final is State.STOPPED:
         from trainer.resilience import slurm
@@ -579,6 +584,30 @@ def _has_driver(folder: RunFolder) -> bool:
     from netlayer.lock import is_held
 
     return is_held(folder.lock)
+
+
+def _wait_while_ending(folder: RunFolder) -> None:
+    """Wait until a driver that ends the run is gone: it takes no request any more.
+
+    Raises:
+        ConfigError: it takes longer than ranks have to end.
+    """
+    from netlayer.errors import ConfigError
+    from trainer.resilience.journal import last_entry
+    from trainer.resilience.machine import TERMINAL, State
+
+    def is_ending() -> bool:
+        state = last_entry(folder.journal).get("facts", {}).get("state", State.GATHER)
+        is_asked = any(request.action == "stop" for request in folder.asked())
+        return _has_driver(folder) and (is_asked or state in {State.STOP, *TERMINAL})
+
+    end_s = time.monotonic() + folder.spec().resilience.stop_s + _ENDS_S
+    if is_ending():
+        _say("the run is being ended: it goes on as soon as its driver is gone")
+    while is_ending():
+        if time.monotonic() > end_s:
+            raise ConfigError("--out", folder.out, "is still being ended by its driver", "see netlayer run status")
+        time.sleep(0.2)
 
 
 def _check_node(folder: RunFolder, node: str) -> None:

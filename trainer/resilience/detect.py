@@ -61,6 +61,7 @@ _ABORT = -6  # SIGABRT: raised by the process itself, as NCCL's watchdog does in
 _USAGE = 2  # exit code of a job, an option or an environment that cannot be used
 _KEPT_STEPS = 32
 _LEAST_STEPS = 3
+_NOTED_S = 600.0
 _MOST_LOST = 0.5  # share of the nodes above which lost heartbeats are rather the store's fault
 _LEAST_BYTES_S = 1e6  # below that nothing is told of a node's traffic: it is not that of a training
 _BLOCK_STEPS = 16
@@ -219,23 +220,11 @@ class View:
         if known and known.heartbeat.boot != heartbeat.boot and heartbeat.boots < known.heartbeat.boots:
             return False  # of an executor that is gone
         view = self.nodes[heartbeat.node] = NodeView(heartbeat, now_s, text)
-        self.incarnations[heartbeat.node] = heartbeat.incarnation
+        if not known or known.heartbeat.incarnation != heartbeat.incarnation:
+            self.incarnations[heartbeat.node] = heartbeat.incarnation
         if not known or known.heartbeat.checks_of != heartbeat.checks_of or known.heartbeat.boot != heartbeat.boot:
             self.num_checks_told += 1
-        if view.has_phase:
-            self.in_phase.add(heartbeat.node)
-        else:
-            self.in_phase.discard(heartbeat.node)
-        if view.is_clean:
-            self.unclean.discard(heartbeat.node)
-        else:
-            self.unclean.add(heartbeat.node)
-            stopped = known.stopped_since_s if known else {}
-            states = zip(view.table.rank, view.table.state, strict=True)
-            is_stopped = {rank for rank, state in states if state in ("stopped", "blocked")}
-            view.stopped_since_s = {rank: stopped.get(rank, now_s) for rank in is_stopped}
-        if view.is_in_phase:
-            self.in_phase_s = now_s
+        self._sort_in(view, known)
         step = view.newest_step
         if step is not None:
             self._furthest = max(self._furthest, (heartbeat.incarnation, step, heartbeat.node))
@@ -247,6 +236,25 @@ class View:
         is_same = known and (known.heartbeat.boot, known.heartbeat.phase) == (heartbeat.boot, heartbeat.phase)
         self.has_news = self.has_news or not (is_same and view.is_clean) or (not self.step and step is not None)
         return True
+
+    def _sort_in(self, view: NodeView, known: NodeView | None) -> None:
+        """Keep the sets of nodes that are looked at as a node's heartbeat changes; `known`: it as it was before."""
+        name = view.heartbeat.node
+        if view.has_phase:
+            self.in_phase.add(name)
+        elif known and known.has_phase:
+            self.in_phase.discard(name)
+        if view.is_in_phase:
+            self.in_phase_s = view.heard_s
+        if not view.is_clean:
+            self.unclean.add(name)
+            stopped, table = known.stopped_since_s if known else {}, view.table
+            is_stopped = {
+                rank for rank, state in zip(table.rank, table.state, strict=True) if state in ("stopped", "blocked")
+            }
+            view.stopped_since_s = {rank: stopped.get(rank, view.heard_s) for rank in is_stopped}
+        elif known and not known.is_clean:
+            self.unclean.discard(name)
 
     def begin(self, now_s: float) -> None:
         """Forget the steps of the incarnation before."""
@@ -411,6 +419,22 @@ class View:
             typical_ms = statistics.median(steps) if len(steps) >= _LEAST_STEPS else 0.0
             self._typical = self.num_steps_told, typical_ms
         return self._typical[1]
+
+
+class Notes:
+    """Findings that are only noted: what lasts is new once, and again where it comes back after `_NOTED_S`."""
+
+    def __init__(self) -> None:
+        self._seen_s: dict[tuple[Kind, str], float] = {}  # when each was last seen
+
+    def new(self, notes: Iterable[Finding], now_s: float) -> Iterable[Finding]:
+        """Return the findings that are to be written down."""
+        for finding in notes:
+            key = (finding.kind, finding.node)
+            is_new = now_s - self._seen_s.get(key, -math.inf) > _NOTED_S
+            self._seen_s[key] = now_s
+            if is_new:
+                yield finding
 
 
 def find(

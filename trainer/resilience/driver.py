@@ -87,7 +87,8 @@ class Driver:
         self._is_stop_asked = False
         self._retry_s = -1e9
         self._disk_error = ""
-        self._noted: set[tuple[str, str]] = set()
+        self._notes = detect.Notes()
+        self._evictions_noted: set[str] = set()
         self._status_s = -1e9
         self._marks = status.Marks(folder.out / "events", self.spec.name)
         self.roster = Roster(folder, self.spec, self.journal, self.view, backend, self._note_eviction)
@@ -370,7 +371,7 @@ class Driver:
             else finding
             for finding in findings
         ]
-        self._note_only([finding for finding in findings if finding.weight == "note"])
+        self._note_only([finding for finding in findings if finding.weight == "note"], now_s)
         causes = [finding for finding in findings if finding.weight == "cause"]
         symptoms = [finding for finding in findings if finding.weight == "symptom" and finding.kind != "symptom"]
         if causes or symptoms:
@@ -452,8 +453,9 @@ class Driver:
                 text = "no heartbeat while it was to check itself"
                 incident.add([detect.Finding("node_lost", "cause", name, None, text, int(self._wall() * 1e9))])
         step = self._done_steps()
-        # Before the decision, which counts this one too.
-        facts.fruitless = 0 if step > facts.furthest_step else facts.fruitless + 1
+        # Before the decision, which counts this one too; not where nothing failed, and somebody has evicted a node.
+        is_fault = {each.kind for each in incident.findings if each.weight == "cause"} != {"asked"}
+        facts.fruitless = 0 if step > facts.furthest_step else facts.fruitless + is_fault
         facts.furthest_step = max(facts.furthest_step, step)
         typical_ms = self.view.shortest_ms or self.view.typical_ms()  # the median may be of slow steps by now
         if typical_ms:
@@ -505,7 +507,7 @@ class Driver:
         done = self._done_steps()
         if done >= self._total_steps and self._have_all_ended(code=0):
             return Event.ALL_DONE, {"step": done}
-        self.facts.reason = f"stopped as asked, after step {max(done, self.facts.furthest_step)}"
+        self.facts.reason = f"stopped as asked, after step {done or self.facts.furthest_step}"
         return Event.ALL_ENDED, {"step": done}
 
     def _rest(self, _now_s: float) -> Outcome:
@@ -652,13 +654,10 @@ class Driver:
                 last["caught_up_s"] = self._wall()
                 self.journal.note("caught up", step=self.view.step)
 
-    def _note_only(self, notes: list[detect.Finding]) -> None:
-        for finding in notes:
-            key = (finding.kind, finding.node)
-            if key not in self._noted:
-                self.journal.note("noted", finding=finding.to_json())
-                self._noted.add(key)
-                self._mark("warning", plain(finding.text), node=finding.node)
+    def _note_only(self, notes: list[detect.Finding], now_s: float) -> None:
+        for finding in self._notes.new(notes, now_s):
+            self.journal.note("noted", finding=finding.to_json())
+            self._mark("warning", plain(finding.text), node=finding.node)
 
     def _set_aside_checkpoint(self, evidence: str) -> None:
         """Take checkpoints that could not be loaded, or may be corrupt, out of the way of the next start."""
@@ -680,9 +679,9 @@ class Driver:
             self._mark("run_end", plain(facts.reason) or None, state=after)
 
     def _note_eviction(self, name: str, reason: str) -> None:
-        if ("eviction", name) in self._noted:  # it could not be written down, and is decided again
+        if name in self._evictions_noted:  # it could not be written down, and is decided again
             return
-        self._noted.add(("eviction", name))
+        self._evictions_noted.add(name)
         self._mark("eviction", reason, node=name)
         self._say(f"{name} is evicted: {plain(reason, 300)}")
 

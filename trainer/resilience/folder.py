@@ -17,6 +17,7 @@ request outlives a driver and a Redis that are gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -166,11 +167,14 @@ class RunFolder:
 
     def asked(self) -> Iterator[Request]:
         """Requests, oldest first; the driver removes the file of each once it is in the journal."""
-        for file in sorted(self.requests.glob("*.json")):
+        files: list[Path] = []
+        with contextlib.suppress(OSError):  # of a shared folder, for a moment
+            files = list(self.requests.iterdir())  # in each round, and mostly there are none: a pattern takes longer
+        for file in sorted(file for file in files if file.suffix == ".json" and not file.name.startswith(".")):
             try:
                 tree = json.loads(file.read_bytes()[:_MAX_REQUEST_BYTES])
                 action, node = str(tree["action"]), str(tree.get("node", ""))
-            except OSError:  # of a shared folder, for a moment: the request stays, and is read again
+            except OSError:  # as above: the request stays, and is read again
                 continue
             except (ValueError, LookupError, TypeError, AttributeError):
                 action, node = "", ""

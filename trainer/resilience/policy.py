@@ -138,6 +138,8 @@ def decide(incident: Incident, facts: Facts, settings: ResilienceConfig, standby
         return Decision("give_up", kind, nodes, (), (), f"{reason}; no restart repairs that")
     if kind == "nan" and (before := _lost_before(incident, facts, nodes)):
         return Decision("give_up", kind, nodes, (), (), f"{reason}; {before}")
+    if kind == "asked":  # an order, and no sign that restarts bring nothing
+        return Decision("evict", kind, nodes, nodes, (), reason)
     if facts.fruitless >= settings.max_fruitless:
         line = f"{facts.fruitless} restarts in a row brought no new step; the last fault: {reason}"
         return Decision("give_up", kind, nodes, (), (), line)

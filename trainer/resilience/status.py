@@ -36,7 +36,12 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 8
 _QUIET_S = 10.0  # without a word from a rank, before `run status` says so
-_OF_RANK = {"rank": None, "state": "", "step": 0, "quiet_s": 0.0}  # what is shown of a rank, with what is left out
+_OF_RANK = {
+    "rank": None,
+    "state": "",
+    "step": 0,
+    "quiet_s": 0.0,
+}  # fields of a rank, and the values that heartbeats omit
 _AGREED = re.compile(r"replicas that agreed after step (\d+) differ: ")
 _CHECKPOINT = re.compile(r"(?P<location>[^\s'\"=]*)(?P<name>step-\d{6,})")
 
@@ -173,7 +178,7 @@ def lines(tree: dict[str, Any]) -> Iterator[str]:
     if tree["refused_messages"]:
         yield f"{tree['refused_messages']} messages were refused: forged, too large, or of another run"
     for row in tree["nodes"]:
-        yield f"  {_node_line(row)}"
+        yield f"  {_node_line(row, tree['seen_s_ago'] or 0.0)}"
     if tree["incidents"]:
         yield f"last decisions ({len(tree['incidents'])} incidents):"
     for each in tree["incidents"][-_MAX_SHOWN:]:
@@ -208,12 +213,13 @@ def _of_node(row: dict[str, Any]) -> dict[str, Any]:
     columns = (table.get(name, [default] * len(table["rank"])) for name, default in _OF_RANK.items()) if table else ()
     ranks = [dict(zip(_OF_RANK, each, strict=True)) for each in zip(*columns, strict=True)]
     ranks += [{name: each.get(name, default) for name, default in _OF_RANK.items()} for each in beat.get("ranks", [])]
-    shown = {name: row[name] for name in ("node", "role", "reason", "silent_s")}
-    shown |= {name: beat[name] for name in ("host", "pod", "pid", "phase", "hardware", "tx_bytes", "rx_bytes")}
-    return {**shown, "ranks": [{**each, "quiet_s": round(each["quiet_s"], 1)} for each in ranks]}
+    facts_of_node = {name: row[name] for name in ("node", "role", "reason", "silent_s")}
+    facts_of_node |= {name: beat[name] for name in ("host", "pod", "pid", "phase", "hardware", "tx_bytes", "rx_bytes")}
+    return {**facts_of_node, "ranks": [{**each, "quiet_s": round(each["quiet_s"], 1)} for each in ranks]}
 
 
-def _node_line(row: dict[str, Any]) -> str:
+def _node_line(row: dict[str, Any], age_s: float) -> str:
+    """Return the line of a node; `age_s`: of what the driver saw last, which may be gone, or wait for its disk."""
     if row["role"] == "evicted":
         return f"{row['node']}: evicted: {plain(row['reason'], 200)}"
     if "ranks" not in row:
@@ -227,5 +233,7 @@ def _node_line(row: dict[str, Any]) -> str:
         )
         for each in row["ranks"]
     )
-    line = f"{row['node']}: {row['role']}, {row['phase']}, heard {row['silent_s']} s ago, {plain(row['host'])}"
+    line = (
+        f"{row['node']}: {row['role']}, {row['phase']}, heard {row['silent_s'] + age_s:.1f} s ago, {plain(row['host'])}"
+    )
     return f"{line}; rank {ranks}" if ranks else line

@@ -83,7 +83,7 @@ class FakeNode:
         self.boot, self.seq = f"{fleet.random.getrandbits(64):016x}", 0
         self.assignment = Assignment(run=fleet.spec.run, node=name, epoch=0, seq=0, action="idle")
         self.beacon = (0, 0)
-        self.is_dead = self.is_frozen = False
+        self.is_dead = self.is_frozen = self.is_unkillable = False
         self.incarnation = 0
         self.exit_code: int | None = None
         self.was_ended = self.is_stopped = False
@@ -129,7 +129,7 @@ class FakeNode:
     def _follow(self) -> None:
         wanted = self.assignment
         is_same = self.incarnation == wanted.incarnation
-        if self.runs and not (wanted.action in ("train", "drain") and is_same):
+        if self.runs and not (wanted.action in ("train", "drain") and is_same) and not self.is_unkillable:
             self.die(-9)
             self.was_ended = True
         if self.runs and wanted.action == "drain" and self.fleet.running(self.incarnation):

@@ -22,6 +22,7 @@ from trainer.resilience.link import MAX_READS
 from trainer.resilience.machine import TERMINAL, Event, State
 from trainer.resilience.messages import Beacon, Heartbeat, seal, unseal
 from trainer.resilience.rules import load_rules, match
+from trainer.resilience.status import facts, lines
 
 from .fleet import TICK_S, FakeNode, Fleet
 
@@ -424,6 +425,46 @@ def test_restarts_without_a_new_step_come_to_an_end(tmp_path: Path) -> None:
     assert pauses[-1] > 0
 
 
+def test_evictions_by_hand_are_no_restarts_in_vain(tmp_path: Path) -> None:
+    # As https://github.com/kubernetes-sigs/jobset/issues/976: what an operator does must not use up what faults may.
+    fleet = Fleet(tmp_path, max_fruitless=2)
+    for number in range(1, 6):
+        fleet._stepped_s = fleet.clock.now_s + 1e6  # no step is taken meanwhile
+        fleet.until_state(State.START)
+        fleet.folder.ask("evict", fleet.node(1).name)
+        fleet.until(lambda: len(fleet.decisions) == number)  # noqa: B023 - it is called here alone
+    assert {(action, kind) for action, kind, _ in fleet.decisions} == {("evict", "asked")}
+    assert fleet.driver.facts.fruitless == 0
+    fleet._stepped_s = 0.0
+    assert fleet.finish() is State.COMPLETED
+
+
+def test_a_stop_tells_the_step_that_the_run_is_at_and_not_one_before_a_fault(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(24)
+    fleet.saved = 5  # as where the disk was full since
+    fleet.node(0).die(-9)
+    fleet.until(lambda: len(fleet.decisions) == 1)
+    fleet.until_state(State.RUN)
+    fleet.driver.ask_to_stop()
+    fleet.until_state(State.STOPPED)
+    done = int(fleet.driver.facts.reason.rpartition(" ")[2])
+    assert fleet.saved <= done < 24 <= fleet.driver.facts.furthest_step
+
+
+def test_a_process_that_no_signal_ends_costs_its_node_and_not_the_run(tmp_path: Path) -> None:
+    # https://github.com/pytorch/pytorch/pull/185414: the agent waited for ever for a process in the kernel's hands.
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    stuck = fleet.node(2)
+    stuck.is_unkillable = True
+    fleet.node(0).die(-9)
+    assert fleet.finish() is State.COMPLETED
+    assert list(fleet.driver.facts.evicted) == [stuck.name]
+    assert "not ended after" in fleet.driver.facts.evicted[stuck.name]
+    assert stuck.is_dead
+
+
 def test_an_unclear_hang_is_retried_and_then_isolated(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, nodes=4, spares=2, max_fruitless=20)
     fleet.until_step(6)
@@ -565,6 +606,20 @@ def test_a_node_that_sends_less_than_the_others_is_noted(tmp_path: Path) -> None
     [text] = notes_of(fleet)
     assert "on all nodes" not in text
     assert fleet.driver.facts.evicted == {}
+
+
+def test_what_comes_back_after_a_while_is_noted_again(tmp_path: Path) -> None:
+    # https://github.com/flagos-ai/FlagScale/pull/1243: the second stall of a rank that had recovered was never told of.
+    fleet = Fleet(tmp_path, backend="ssh", silence_floor_s=120.0, steps=10_000)
+    fleet.until_step(40)
+    for silence in range(1, 4):
+        for _ in range(60):
+            fleet._stepped_s = fleet.clock.now_s + 1
+            fleet.tick()
+        assert len(notes_of(fleet)) == min(silence, 2)
+        for _ in range(int((660 if silence == 1 else 30) / TICK_S)):
+            fleet.tick()
+    assert fleet.decisions == []
 
 
 def test_a_node_that_fails_its_self_check_never_trains(tmp_path: Path) -> None:
@@ -1227,6 +1282,24 @@ def test_what_is_decided_stands_in_the_events_and_in_the_status(tmp_path: Path) 
     status = json.loads(fleet.folder.status.read_text())
     assert status["state"] == "completed"
     assert {row["role"] for row in status["nodes"] if row["node"] == name} == {"evicted"}
+
+
+def test_the_status_shows_ranks_of_executors_of_both_versions_and_how_old_it_is(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.until_step(8)
+    fleet.driver.write_status()
+    shown = facts(fleet.folder, has_driver=True)
+    rows = {row["node"]: row for row in shown["nodes"]}
+    assert [row["ranks"][0]["state"] for row in rows.values()] == ["running"] * 4  # node-1 sends rows
+    assert {row["ranks"][0]["rank"] for row in rows.values()} == {0, 1, 2, 3}
+    shown["seen_s_ago"] = 3600.0  # its driver is gone, or waits for its disk
+    [line] = [line for line in lines(shown) if "node-1: member" in line]
+    assert "heard 36" in line
+    # As a driver of an earlier version has written it.
+    tree = json.loads(fleet.folder.status.read_bytes())
+    tree["nodes"] = list(rows.values())
+    fleet.folder.status.write_text(json.dumps(tree))
+    assert facts(fleet.folder, has_driver=True)["nodes"] == list(rows.values())
 
 
 def test_a_reason_that_is_no_unicode_does_not_end_the_driver(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.resilience.detect import NodeView
 from trainer.resilience.messages import (
     MAX_BYTES,
     Assignment,
@@ -18,6 +19,7 @@ from trainer.resilience.messages import (
     HeartbeatReader,
     LogMatch,
     RankStatus,
+    RankTable,
     Refused,
     _mac,
     is_node_name,
@@ -144,6 +146,57 @@ def test_names_that_would_lead_elsewhere_are_none(node: str) -> None:
     assert not is_node_name(node)
     with pytest.raises(Refused):
         unseal(signed({**WHOLE, "node": node}, node), TOKEN, Heartbeat, "r")
+
+
+RANKS = st.builds(
+    RankStatus,
+    rank=st.integers(0, 2),
+    pid=st.just(7),
+    state=st.sampled_from(["running", "stopped", "blocked", "ended"]),
+    exit_code=st.sampled_from([None, 0, -9]),
+    was_ended=st.booleans(),
+    step=st.integers(0, 3),
+    phase=st.sampled_from(["", "starts"]),
+    loss=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    is_finite=st.booleans(),
+    exposed=st.none() | st.floats(0, 1),
+)
+
+
+@given(st.lists(RANKS, max_size=4))
+def test_a_table_of_ranks_is_its_rows_and_so_is_what_earlier_executors_send(rows: list[RankStatus]) -> None:
+    assert RankTable.model_fields.keys() == RankStatus.model_fields.keys()
+    assert RankTable.of(rows).rows() == rows
+    as_table = BEAT.model_copy(update={"ranks": (), "table": RankTable.of(rows)})
+    reader = HeartbeatReader(TOKEN, "r")
+    [table, by_rows] = [
+        NodeView(reader.read(seal(beat, TOKEN))[0], 1.0)
+        for beat in (as_table, BEAT.model_copy(update={"ranks": tuple(rows)}))
+    ]
+    assert table.table == by_rows.table
+    assert (table.is_clean, table.are_ended, table.newest_step) == (
+        not BEAT.matches and by_rows.is_clean, all(row.state == "ended" for row in rows),
+        max((row.step for row in rows), default=None),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"rank": [0, 1], "pid": [1], "state": ["running", "running"]},
+        {"rank": [0], "pid": [1]},
+        {"rank": [0], "pid": [1], "state": ["running"], "step": [1, 2]},
+        {"rank": [0], "pid": [1], "state": ["asleep"]},
+        {"rank": [0] * 129, "pid": [1] * 129, "state": ["running"] * 129},
+        {"rank": [0], "pid": [1], "state": ["running"], "quiet_s": [-1.0]},
+        {"step": [1]},
+    ],
+)
+def test_a_table_that_is_none_is_refused(table: dict[str, Any]) -> None:
+    whole = {"rank": [0], "pid": [1], "state": ["running"]}
+    assert unseal(signed({**WHOLE, "ranks": [], "table": whole}), TOKEN, Heartbeat, "r").table.rows()[0].pid == 1
+    with pytest.raises(Refused):
+        unseal(signed({**WHOLE, "ranks": [], "table": table}), TOKEN, Heartbeat, "r")
 
 
 def test_oversized_messages_are_neither_sent_nor_read() -> None:

@@ -215,6 +215,21 @@ def test_a_killed_executor_takes_its_processes_with_it(run: Run) -> None:
     assert (incident["decision"]["action"], incident["decision"]["kind"]) == ("evict", "node_lost")
 
 
+def test_resume_while_the_run_is_being_ended_goes_on_with_it(run: Run) -> None:
+    run.start()
+    run.until(lambda: run.saved == SAVED and run.facts["state"] == "run")
+    first = run.driver
+    assert first is not None
+    assert netlayer("stop", run.folder.out).returncode == 0
+    run.start("resume")
+    first.communicate(timeout=LIMIT_S)
+    assert first.returncode == 0
+    run.until(lambda: run.facts["state"] == "run" and run.facts["incarnation"] == 2)
+    code, output = run.end()
+    assert code == 0, output
+    assert "completed after step" in output
+
+
 def netlayer(*words: object) -> subprocess.CompletedProcess[str]:
     return run_module("netlayer", "run", *words, timeout=LIMIT_S)
 
