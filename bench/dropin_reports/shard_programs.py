@@ -259,6 +259,8 @@ def dataclasses_between_layers(side: Side) -> list[Tensor]:
 
 
 def an_output_changed_in_place_by_a_view(side: Side) -> list[Tensor]:
+    """Train where a unit returns a view of its input, which the caller changes in place."""
+
     class Viewing(nn.Module):
         def __init__(self, seed: int) -> None:
             super().__init__()
@@ -383,6 +385,8 @@ def values_given_after_a_start_on_the_meta_device(side: Side) -> list[Tensor]:
 
 
 def layers_dropped_at_random(side: Side) -> list[Tensor]:
+    """Train where each rank skips other layers in each step."""
+
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()

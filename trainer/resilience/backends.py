@@ -61,8 +61,8 @@ class Backend(Protocol):
 
 def kill_line(node: str, pid: int) -> str:
     """Line of shell that ends a node's executor, only where the process is still that one: ids are used again."""
-    words = shlex.quote(f"{MODULE} .* {node} ")
-    return f"tr '\\0' ' ' </proc/{pid}/cmdline | grep -q -- {words} && kill -KILL {pid}"
+    pattern = shlex.quote(f"{MODULE} .* {node} ")
+    return f"tr '\\0' ' ' </proc/{pid}/cmdline | grep -q -- {pattern} && kill -KILL {pid}"
 
 
 class FixedNodes:
