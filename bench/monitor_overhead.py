@@ -201,6 +201,38 @@ def command(
     dtype = "bfloat16" if chosen == "nccl" else "float32"
     job = Jobs(options, model, degrees, micro, micro_batches, dtype)()
     started = utc_now()
+
+    def keep(results: Sequence[RankResult], broken_off: str = "") -> None:
+        rows = [compare(results, way, model, layout) for way in chosen_ways if any(results[0].of(way))]
+        record = RunRecord(
+            name="bench.monitor_overhead",
+            source="measured",
+            rows=[*map(asdict, rows), *({"rank": rank, **asdict(result)} for rank, result in enumerate(results))],
+            started_utc=started,
+            ended_utc=utc_now(),
+            arguments={
+                **options.arguments(),
+                "model": model,
+                "layout": layout,
+                "micro": micro,
+                "micro_batches": micro_batches,
+                "pairs": pairs,
+                "steps": steps,
+                "records": records,
+                "ways": ways,
+                "broken_off": broken_off,
+            },
+            config={"job": job.model_dump(mode="json")},
+            environment=environ.snapshot(options.seed),
+            devices=[result.device for result in results],
+        )
+        if options.out:
+            record.save(open_out(options.out, "monitor-overhead") / "records")
+        if options.json_file:
+            write_text(options.json_file, record.to_json())
+        if str(options.json_file) != "-":
+            click.echo(describe(rows))
+
     temporary = tempfile.TemporaryDirectory()
     with Stages() as stages, stages.open("blocks") as bar, temporary as folder, meeting_place() as place:
         arguments = (
@@ -216,7 +248,6 @@ def command(
             folder,
         )
         so_far: dict[int, RankResult] = {}
-        broken_off = ""
 
         def on_message(rank: int, result: RankResult) -> None:
             so_far[rank] = result
@@ -229,41 +260,11 @@ def command(
                     run_rank, ranks, args=arguments, log_dir=Path(folder) / "logs", on_message=on_message
                 )
             except (KeyboardInterrupt, SystemExit) as exc:
-                results, broken_off = whole_pairs(so_far, ranks), reason_of(exc)
-                if not results:
-                    raise
-    rows = [compare(results, way, model, layout) for way in chosen_ways if any(results[0].of(way))]
-    record = RunRecord(
-        name="bench.monitor_overhead",
-        source="measured",
-        rows=[*map(asdict, rows), *({"rank": rank, **asdict(result)} for rank, result in enumerate(results))],
-        started_utc=started,
-        ended_utc=utc_now(),
-        arguments={
-            **options.arguments(),
-            "model": model,
-            "layout": layout,
-            "micro": micro,
-            "micro_batches": micro_batches,
-            "pairs": pairs,
-            "steps": steps,
-            "records": records,
-            "ways": ways,
-            "broken_off": broken_off,
-        },
-        config={"job": job.model_dump(mode="json")},
-        environment=environ.snapshot(options.seed),
-        devices=[result.device for result in results],
-    )
-    if options.out:
-        record.save(open_out(options.out, "monitor-overhead") / "records")
-    if options.json_file:
-        write_text(options.json_file, record.to_json())
-    if str(options.json_file) != "-":
-        click.echo(describe(rows))
-    if broken_off:
-        click.echo(f"{broken_off}: the pairs until then are above", err=True)
-        raise SystemExit(130)
+                if partial := whole_pairs(so_far, ranks):
+                    click.echo(f"{reason_of(exc)}: the pairs until then are kept", err=True)
+                    keep(partial, reason_of(exc))
+                raise
+    keep(results)
 
 
 def whole_pairs(so_far: Mapping[int, RankResult], ranks: int) -> list[RankResult]:
