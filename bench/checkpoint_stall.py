@@ -8,6 +8,10 @@ which nothing disturbs, and the 20 after it; the next turn begins when its files
 pieces as tensors of their own, for they cannot stage shards of our optimiser. ByteCheckpoint plans and writes its first
 save while the call waits, so its rows of turn 0 stand apart. Not covered: restores.
 
+`sustained` and `third` save as ours do, several times without a pause: at the interval that the storage sustains, which
+the `ours` before them has shown, and at a third of it. A save that is due while the one before is being written is
+out, as with `job.checkpoint.when_busy = "skip"`, and counted in `skipped`.
+
 `--ways parts` tells what of ours the steps feel. Four ways switch parts off: `none` saves nothing, which says how far
 two windows of 20 steps differ by themselves; `copy` is the snapshot alone; `digests` reads it for its digests and
 writes nothing; `writes` writes it without digests. Five are whole saves: `ours` as the job's defaults have it,
@@ -30,71 +34,43 @@ that wait for the disk) and `grown_gib` (the largest fall of free memory).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import itertools
 import math
-import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
+from bench.checkpoint_training import INTERVALS, PARTS, PARTS_WAYS, SETTINGS, Training
 from bench.host_counters import HostCounters, memory_bytes
 from netlayer import environ
 from netlayer.command import RunOptions, run_options_without_config
 from netlayer.config.tree import JobConfig, build_config
-from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
+from netlayer.errors import ConfigError, HardwareMissing
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
 from netlayer.progress import Stages
 from netlayer.results import RunRecord, utc_now, write_text
 from netlayer.store.meeting import meeting_place
-from trainer.checkpoint.distcp import file_of
-from trainer.checkpoint.save import Failed, Published, Saver
-from trainer.checkpoint.snapshot import ShardPlan, Staging
-from trainer.checkpoint.writer import Write
-from trainer.checkpoint.writer_process import WriterProcess
-from trainer.notes import NotesInFlight
-from trainer.optim import build_optimizer
-from trainer.parallel import Batches, ParallelModel
-from trainer.step import open_steps
 from trainer.worker import init_process_groups
 
 WINDOW = 20
 """Steps before and after a save."""
 STALL_S, LONGEST_STALL_S, SLOWER = 0.1, 0.3, 0.01
 """Bars of ours: stall in the median and at most, and by how much the steps after a save may be longer."""
-_PART = ".measured.part"  # of a checkpoint that is never published
-PARTS: dict[str, Literal["digests", "writes"] | None] = {
-    "none": None,
-    "copy": None,
-    "digests": "writes",
-    "writes": "digests",
-}
-"""Ways that leave something out, by what the writer does without; None: it does not run."""
-SETTINGS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "buffered": {"direct_io": False},
-    "paced": {},
-    "limited": {},
-    "nice": {"writer_nice": 19},
-}
-"""Ways of saving as we do, by what is set in job.checkpoint."""
+SAVES_OF_INTERVAL = 3
+"""How many of them are written."""
 PACKAGES = {"bytecheckpoint": "bytecheckpoint", "nvrx": "nvidia_resiliency_ext"}
 """Ways that need a package, by its name."""
-WAYS = (*PARTS, *SETTINGS, "async_save", *PACKAGES)
+WAYS = (*PARTS, *SETTINGS, *INTERVALS, "async_save", *PACKAGES)
 USUAL_WAYS = ("ours", "async_save")
-PARTS_WAYS = (*PARTS, *SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -116,6 +92,8 @@ class SaveRow:
     host: Mapping[str, Sequence[float]] = field(default_factory=dict)
     dirty_gib: float = 0.0
     grown_gib: float = 0.0
+    interval_steps: int = 0
+    skipped: int = 0
 
 
 @click.command()
@@ -162,6 +140,7 @@ def command(
     Examples:
       python -m bench.checkpoint_stall --folder /mnt/nvme/stall --ranks 4 --json stall.json
       python -m bench.checkpoint_stall --folder /mnt/nvme/stall --ranks 2 --layers 16 --ways parts --json parts.json
+      python -m bench.checkpoint_stall --folder /mnt/nvme/stall --ranks 4 --ways none,ours,sustained,third --turns 2
       python -m bench.checkpoint_stall --folder /tmp/stall --ranks 2 --backend gloo --model 1m --turns 2
     """
     started = utc_now()
@@ -176,7 +155,8 @@ def command(
                 message = table([message])
             # A save of a large model takes minutes: each of its stages is said, and a row as soon as it is there.
             stages.say(message)
-            bar(len(rows), turns * len(names), "")
+            saves = sum(SAVES_OF_INTERVAL if name in INTERVALS else 1 for name in names)
+            bar(len(rows), turns * saves, "")
 
         rates = {"paced": {"copy_gbps": copy_gbps}, "limited": {"write_gbps": write_gbps}}
         arguments = (job, place.init_method("stall"), backend, folder, turns, names, rates)
@@ -215,6 +195,11 @@ def read_ways(text: str, backend: str) -> list[str]:
     unknown = next((name for name in names if name not in WAYS), None)
     if unknown is not None:
         raise ConfigError("--ways", unknown, f"is none of {', '.join(WAYS)}", "name some of them")
+    early = next((name for name in INTERVALS if name in names and "ours" not in names[: names.index(name)]), None)
+    if early is not None:
+        raise ConfigError(
+            "--ways", early, "needs a save of ours before it, which shows its interval", "name ours first"
+        )
     if "nvrx" in names and backend != "nccl":
         raise HardwareMissing(f"--ways nvrx: it needs GPUs, and --backend is {backend}")
     for name, package in PACKAGES.items():
@@ -263,22 +248,29 @@ def table(rows: Sequence[SaveRow]) -> str:
             f"{statistics.median(row.save_s for row in own):>8.1f}"
             f"{statistics.median(row.writer_cpu_s for row in own):>8.1f}{own[0].gib:>8.2f}"
         )
+        if own[0].interval_steps:
+            skipped = sum(row.skipped for row in own)
+            lines[-1] += f"  one due every {own[0].interval_steps} steps, {skipped} skipped"
     return "\n".join(lines)
 
 
 def verdicts(rows: Sequence[SaveRow]) -> list[str]:
     """Return a line for each bar of ours: held, missed, or that the device differs as far by itself."""
-    own = [row.stall_s for row in rows if row.way == "ours"]
+    return [line for way in ("ours", *INTERVALS) for line in _verdicts_of(way, rows)]
+
+
+def _verdicts_of(way: str, rows: Sequence[SaveRow]) -> list[str]:
+    own = [row.stall_s for row in rows if row.way == way]
     if not own:
         return []
-    net = {way: _median([each for row, each in zip(rows, _nets(rows), strict=True) if row.way == way]) for way in WAYS}
+    net = {name: _median([n for row, n in zip(rows, _nets(rows), strict=True) if row.way == name]) for name in WAYS}
     stalls = f"{statistics.median(own):.3f} s in the median, {max(own):.3f} s at most"
     is_short = statistics.median(own) < STALL_S and max(own) <= LONGEST_STALL_S
-    lines = [f"stall: {stalls}: {'held' if is_short else 'missed'} ({STALL_S} s and {LONGEST_STALL_S} s)"]
-    slower, noise = net["ours"] - 1, abs(net["none"] - 1)
+    lines = [f"{way}, stall: {stalls}: {'held' if is_short else 'missed'} ({STALL_S} s and {LONGEST_STALL_S} s)"]
+    slower, noise = net[way] - 1, abs(net["none"] - 1)
     if math.isnan(slower):
-        return [*lines, "steps after: cannot tell: there is no save after it (--turns 2)"]
-    text = f"steps after: {slower:+.2%} beside undisturbed ones"
+        return [*lines, f"{way}, steps after: cannot tell: there is no save after it (--turns 2)"]
+    text = f"{way}, steps after: {slower:+.2%} beside undisturbed ones"
     if math.isnan(noise):
         state = "cannot tell, for nothing says how far they differ without a save (--ways none,...)"
     else:
@@ -320,13 +312,18 @@ def measure(
     if backend == "gloo":
         torch.set_num_threads(1)
     place, groups = init_process_groups(context, job, url, backend)
-    training = _Training(job, place.rank, place.device, groups, folder, ways)
+    training = Training(job, place.rank, place.device, groups, folder, ways)
     training.steps(5)
     say(f"{training.gib:.1f} GiB to save on {job.parallel.dp} ranks")
+    save_s = 0.0
     for turn in range(turns):
         for way in ways:
-            row = _measure_save(training, way, turn, rates.get(way, {}), say)
-            if context.env.rank == 0:
+            if way in INTERVALS:
+                rows = _measure_interval(training, way, turn, save_s, say)
+            else:
+                rows = [_measure_save(training, way, turn, rates.get(way, {}), say)]
+            save_s = rows[-1].save_s if way == "ours" else save_s
+            for row in rows if context.env.rank == 0 else ():
                 context.report(row)
             training.forget(way)
     training.close()
@@ -335,7 +332,7 @@ def measure(
 
 
 def _measure_save(
-    training: _Training, way: str, turn: int, rates: Mapping[str, float], say: Callable[[str], None]
+    training: Training, way: str, turn: int, rates: Mapping[str, float], say: Callable[[str], None]
 ) -> SaveRow:
     """Take the steps before, save, and take the steps after, and more until the save is done."""
     if way in SETTINGS:
@@ -393,245 +390,50 @@ def _measure_save(
     )
 
 
-@dataclass(frozen=True)
-class _Stateful:
-    """Tensors by name, as a module gives them to whoever saves it."""
+def _measure_interval(
+    training: Training, way: str, turn: int, save_s: float, say: Callable[[str], None]
+) -> list[SaveRow]:
+    """Save again and again at an interval; a save that is due while one is being written is skipped.
 
-    tensors: dict[str, Tensor]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.tensors
-
-
-class _Training:
-    """One rank's model, its steps on made-up tokens, and the ways to save it."""
-
-    def __init__(
-        self, job: JobConfig, rank: int, device: torch.device, groups: Any, folder: Path, ways: Sequence[str]
-    ) -> None:
-        self._model = ParallelModel(job, 0, rank, device, groups)
-        self._optimizers = self._model.optimizer(lambda chunk: build_optimizer(job.optimizer, chunk))
-        self._steps = open_steps(self._model, self._optimizers, job.optimizer.max_grad_norm or math.inf)
-        self._device, self._rank, self._folder, self._step = device, rank, folder, 0
-        generator = torch.Generator().manual_seed(rank)
-        size = job.batch.global_batch_size // job.parallel.dp, 1, job.model.seq_len + 1
-        tokens = torch.randint(job.model.vocab_size, size, generator=generator).to(device)
-        self._batches: Batches = [(each[:, :-1], each[:, 1:]) for each in tokens]
-        self._saver: Saver | None = None
-        self._staging: Staging | None = None
-        self._writer: WriterProcess | None = None
-        self._calls: Any = None
-        self.writer_cpu_s = 0.0
-        """Of the last save: processor time of this rank's writer, where it says."""
-        self._plan = ShardPlan(self._model, self._optimizers, file_of(rank))
-        # Before the first step, as training does: memory for snapshots takes its time.
-        if any(way in SETTINGS or way in PARTS for way in ways):
-            self._open_staging(ways)
-        self.gib = sum(each[0] for each in self.everyones([float(self._plan.num_bytes)])) / 2**30
-        # torch's own wants a group that the CPU can talk over.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-
-    def steps(self, count: int) -> list[float]:
-        """Take steps; return the seconds of each."""
-        seconds = []
-        for _ in range(count):
-            self._step += 1
+    Args:
+        save_s: that one save took, the same on all ranks.
+    """
+    training.set_limits({})
+    usual = max(each[0] for each in training.everyones([statistics.median(training.steps(WINDOW))]))
+    interval = max(1, math.ceil(save_s / usual / INTERVALS[way]))
+    say(f"{way}, turn {turn + 1}: a save is due every {interval} steps of {usual:.3f} s")
+    seconds: list[float] = []
+    starts: list[int] = []  # of saves, by steps before them
+    stalls_s, saves_s, cpus_s, skipped = [0.0], [0.0], [0.0], [0]
+    is_done: Callable[[], float | None] | None = None
+    while len(saves_s) <= SAVES_OF_INTERVAL or len(seconds) < starts[-1] + WINDOW:
+        is_due = len(seconds) % interval == 0 and len(starts) < SAVES_OF_INTERVAL
+        if is_due and is_done is not None:
+            skipped[-1] += 1
+        elif is_due:
             begun_s = time.perf_counter()
-            self._steps.begin(self._step)
-            stepped = self._steps.run(self._step, self._batches, 1e-5)
-            assert stepped.grad_norm is not None
-            epoch, own = (self._saver.epoch, self._saver.own_state()) if self._saver else (0, (0.0, 0.0, None))
-            notes = NotesInFlight(self._model, stepped.loss, stepped.grad_norm, False, own).read()
-            if self._saver is not None:
-                self._saver.advance(epoch, notes)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            seconds.append(time.perf_counter() - begun_s)
-        return seconds
-
-    def _open_staging(self, ways: Sequence[str]) -> None:
-        try:
-            self._staging = Staging(self._plan, self._model, self._optimizers)
-        except (OSError, MemoryError) as exc:
-            raise CheckFailed(f"rank {self._rank}: the host has no room for a snapshot ({exc})") from exc
-        if any(way in SETTINGS for way in ways):
-            self._saver = Saver(
-                self._model,
-                self._optimizers,
-                self._folder / "ours",
-                plan=self._plan,
-                staging=self._staging,
-                token="bench",
-            )
-        if any(PARTS.get(way) for way in ways):
-            config = self._model.job.checkpoint
-            self._writer = WriterProcess(self._plan, self._staging, nice=config.writer_nice, direct=config.direct_io)
-            if self._rank == 0:
-                (self._folder / "parts" / _PART).mkdir(parents=True)
-            self._model.wait_for_all()
-
-    def set_limits(self, settings: Mapping[str, Any]) -> None:
-        """Have our own saves go on with other settings of job.checkpoint."""
-        assert self._saver is not None
-        self._saver.set_limits(self._model.job.checkpoint.model_copy(update=dict(settings)))
-
-    def begin(self, way: str) -> Callable[[], float | None]:
-        """Save by a way; return what says how long it took, once it is done on all ranks: every rank calls it."""
-        self.writer_cpu_s = 0.0
-        if way == "none":
-            return lambda: 0.0
-        if way in PARTS:
-            return self._part(PARTS[way])
-        others = {"async_save": self.async_save, "bytecheckpoint": self.bytecheckpoint, "nvrx": self.nvrx}
-        return others.get(way, self.ours)()
-
-    def is_copied(self, way: str) -> bool:
-        """Whether the snapshot of a way of ours is whole."""
-        return way != "none" and way in PARTS_WAYS and self._staging is not None and self._staging.is_copied
-
-    def _part(self, without: Literal["digests", "writes"] | None) -> Callable[[], float | None]:
-        """Take a snapshot, and have the writer do a part of its work; None: nothing. Nothing is published."""
-        staging, writer = self._staging, self._writer
-        assert staging is not None
-        begun_s = time.perf_counter()
-        staging.take()
-        state = {"is_started": False, "is_done": False}
-
-        def seconds() -> float | None:
-            if not state["is_done"] and staging.is_copied:
-                if without is None:
-                    state["is_done"] = True
-                elif writer is not None and not state["is_started"]:
-                    command = Write(_PART, self._plan.file, rate_bps=0.0, without=without)
-                    writer.start(command, str(self._folder / "parts"))
-                    state["is_started"] = True
-                elif writer is not None:
-                    reply = writer.reply(waits=False)
-                    if reply is not None and reply.errno:
-                        raise CheckFailed(f"rank {self._rank}: the writer has failed ({reply.text})")
-                    if reply is not None:
-                        self.writer_cpu_s, state["is_done"] = reply.cpu_s, True
-            # Together: a rank that ended its turn alone would leave the others in a step.
-            done = min(each[0] for each in self.everyones([float(state["is_done"])]))
-            return time.perf_counter() - begun_s if done else None
-
-        return seconds
-
-    def ours(self) -> Callable[[], float | None]:
-        """Save beside the training; return what says how long it took, once it is done."""
-        saver = self._saver
-        assert saver is not None
-        saver.begin(self._step, 0, None)
-
-        def seconds() -> float | None:
-            failed = next((each for each in saver.outcomes if isinstance(each, Failed)), None)
-            if failed is not None:
-                raise failed.error
-            done = [each for each in saver.outcomes if isinstance(each, Published)]
-            if not done or saver.stage != "idle":
-                return None
-            self.writer_cpu_s = done[-1].cpu_s
-            return done[-1].seconds
-
-        return seconds
-
-    def async_save(self) -> Callable[[], float | None]:
-        """Save by torch's `async_save`; as `ours`."""
-        begun_s = time.perf_counter()
-        future: Any = dcp.async_save(  # type: ignore[attr-defined]
-            self._state(), checkpoint_id=self._folder / "async_save" / str(self._step), process_group=self._group
-        )
-
-        def seconds() -> float | None:
-            """Return the seconds from the call to the end of the save, once it has ended on every rank; None before."""
-            # Together: a rank that ended its turn alone would leave the others in a step.
-            done = min(each[0] for each in self.everyones([float(future.done())]))
-            if not done:
-                return None
-            future.result()
-            return time.perf_counter() - begun_s
-
-        return seconds
-
-    def bytecheckpoint(self) -> Callable[[], float | None]:
-        """Save by ByteCheckpoint, beside the training; as `ours`."""
-        import bytecheckpoint
-
-        begun_s, written = time.perf_counter(), threading.Event()
-        bytecheckpoint.save(
-            str(self._folder / "bytecheckpoint"),
-            {"model": _Stateful(self._state())},
-            framework="ddp",
-            fast_saving=True,
-            global_steps=self._step,
-            callback=written.set,  # on the first rank, once all have written
-        )
-
-        def seconds() -> float | None:
-            is_written = self.everyones([float(written.is_set())])[0][0]
-            return time.perf_counter() - begun_s if is_written else None
-
-        return seconds
-
-    def nvrx(self) -> Callable[[], float | None]:
-        """Save by NVIDIA's resiliency extension, as its guide does; as `ours`."""
-        from nvidia_resiliency_ext.checkpointing.async_ckpt import core, filesystem_async, state_dict_saver
-
-        if self._calls is None:
-            self._calls = core.AsyncCallsQueue(persistent=True)
-        calls = self._calls
-        begun_s = time.perf_counter()
-        folder = self._folder / "nvrx" / str(self._step)
-        folder.mkdir(parents=True, exist_ok=True)
-        writer = filesystem_async.FileSystemWriterAsync(folder, thread_count=2)
-        planned = state_dict_saver.save_state_dict_async_plan(self._state(), writer, self._group)
-        save, _, arguments = writer.get_save_function_and_args()
-        # Its own synchronises a GPU that a CPU does not have.
-        preload = functools.partial(writer.preload_tensors, writer.write_buckets, self._device.type == "cuda")
-        finish = functools.partial(state_dict_saver.save_state_dict_async_finalize, *planned)
-        calls.schedule_async_request(core.AsyncRequest(save, arguments, [finish], preload_fn=preload))
-
-        def seconds() -> float | None:
-            finished = calls.maybe_finalize_async_calls(blocking=False, no_dist=False)
-            return time.perf_counter() - begun_s if finished else None
-
-        return seconds
-
-    def _state(self) -> dict[str, Tensor]:
-        return {f"rank{self._rank}.{source.name}": source.value() for source in self._plan.sources}
-
-    def device_wait_s(self) -> float:
-        return self._saver.waited_s() if self._saver else 0.0
-
-    def everyones(self, own: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks."""
-        scale = 10**6
-        scaled = self._model.world.all_gather_ints([round(each * scale) for each in own], "measurement")
-        return [[each / scale for each in row] for row in scaled]
-
-    def forget(self, way: str) -> None:
-        """Remove what was written, so that the storage does not fill up."""
-        if self._saver is not None:
-            self._saver.outcomes.clear()
-        self._model.wait_for_all()
-        if self._rank == 0 and way in PARTS:
-            for path in (self._folder / "parts").glob(f"{_PART}/*"):
-                path.unlink()
-        elif self._rank == 0 and way not in SETTINGS:
-            shutil.rmtree(self._folder / way, ignore_errors=True)
-        self._model.wait_for_all()
-
-    def close(self) -> None:
-        if self._calls is not None:
-            self._calls.close()
-        if self._writer is not None:
-            self._writer.close()
-        if self._saver is not None:
-            self._saver.close()
-        if self._staging is not None:
-            self._staging.close()
-        self._steps.close()
-        self._model.close()
+            is_done = training.ours()
+            starts.append(len(seconds))
+            stalls_s.append(time.perf_counter() - begun_s)
+            skipped.append(0)
+        seconds += training.steps(1)
+        took_s = is_done() if is_done is not None else None
+        if took_s is not None:
+            is_done = None
+            stalls_s[-1] += training.device_wait_s()
+            saves_s.append(took_s)
+            cpus_s.append(training.writer_cpu_s)
+            training.clear_outcomes()
+    rows = []
+    for at, start in enumerate(starts, 1):
+        ratios = [each / usual for each in seconds[start : start + WINDOW]]
+        everyones = training.everyones([stalls_s[at], saves_s[at], cpus_s[at], *ratios])
+        stall_s, save_s, _, *ratios = (max(each) for each in zip(*everyones, strict=True))
+        cpu_s = sum(each[2] for each in everyones)
+        gib, median, worst = training.gib, statistics.median(ratios), max(ratios)
+        row = SaveRow(way, turn, usual * 1e3, stall_s, median, worst, save_s, gib, ratios, writer_cpu_s=cpu_s)
+        rows.append(dataclasses.replace(row, interval_steps=interval, skipped=skipped[at]))
+    return rows
 
 
 if __name__ == "__main__":

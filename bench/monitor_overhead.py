@@ -11,6 +11,9 @@ marks and forgets them, `recorder` keeps a step's records too, and `on` has the 
 One monitor lasts over all blocks: it has nothing to do in those without it. What a record costs the thread that
 launches, and an event the monitor's thread, is measured apart, on the same devices.
 
+`--records` adds collectives without bytes, and waits for them, to a step: one GPU has then as many records as a layout
+of several. Without the monitor their streams are ordered all the same.
+
 A step that is bound by its host (the row says so) shows every microsecond of both threads; one that keeps its devices
 busy, as a job should, shows what is left of them.
 """
@@ -18,13 +21,17 @@ busy, as a job should, shows what is left of them.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import itertools
+import math
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,11 +45,13 @@ from bench.mfu.jobs import Jobs, read_layout
 from bench.mfu.ranks import make_batches
 from bench.mfu.systems import Ours
 from bench.overlap.steps import StepTimer
+from bench.stragglers.device_cost import Pairs
 from collectives.watch.monitor import INTERVAL_S, Monitor
 from collectives.watch.recorder import Collective, Recorder, StepComm
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
 from netlayer.config.tree import JobConfig
+from netlayer.launch.early_end import ending_at, reason_of
 from netlayer.launch.launcher import launch
 from netlayer.launch.rank import RankContext
 from netlayer.observe.events.schema import Origin
@@ -59,7 +68,7 @@ _OFF = "off"
 _BATCHES = 8.5  # of a block, where its steps are chosen
 _FEWEST_BATCHES = 8.0
 """What is recorded after the last whole interval is handed over behind the block: of fewer, that share is too large."""
-_RECORDS = 2000  # whose cost is measured apart
+_RECORDS, _BURST = 2000, 64  # whose cost is measured apart, and so many between two synchronisations
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,10 @@ class RankResult:
     host_bound: float = 0.0
     monitor_s: float = 0.0
     record_us: float = 0.0
+
+    def of(self, way: str) -> list[Block]:
+        """Return the blocks of one way."""
+        return [block for block in self.blocks if block.way == way]
 
 
 @dataclass(frozen=True)
@@ -150,8 +163,11 @@ class Row:
 @click.option("--micro-batches", type=click.IntRange(1), default=1, show_default=True, help="Of a step and rank.")
 @click.option("--pairs", type=click.IntRange(2), default=20, show_default=True, help="Pairs of blocks, on and off.")
 @click.option("--steps", type=click.IntRange(1), help="Steps of a block; else as many as take 8.5 intervals.")
+@click.option("--records", type=click.IntRange(0), default=0, help="A step, beside the job's: collectives, no bytes.")
 @click.option("--ways", default="on", show_default=True, help="What is compared with nothing: on,recorder,marks.")
-@click.option("--time-limit", type=click.FloatRange(1), help="Seconds of measuring after which no pair begins.")
+@click.option(
+    "--time-limit", type=click.FloatRange(1), help="Seconds of a rank, its start too; blocks are made to fit."
+)
 @click.option("--backend", type=click.Choice(["auto", "gloo", "nccl"]), default="auto", show_default=True)
 def command(
     options: RunOptions,
@@ -161,6 +177,7 @@ def command(
     micro_batches: int,
     pairs: int,
     steps: int | None,
+    records: int,
     ways: str,
     time_limit: float | None,
     backend: str,
@@ -172,6 +189,7 @@ def command(
       python -m bench.monitor_overhead --pairs 6 --steps 4
       python -m bench.monitor_overhead --model 125m --layout dp4 --micro 32 --pairs 20 --out runs/monitor
       python -m bench.monitor_overhead --model 7b --layout dp4 --micro 2 --pairs 20 --ways on,recorder,marks
+      python -m bench.monitor_overhead --model 125m --layout dp1 --micro 16 --records 68   # dp4's records, one GPU
       python -m bench.monitor_overhead --model 7b --layout tp2dp2 --micro 4 --micro-batches 2 --pairs 20
     """
     chosen_ways = tuple(dict.fromkeys(filter(None, ways.split(","))))
@@ -192,18 +210,29 @@ def command(
             options.seed,
             pairs,
             steps,
+            records,
             chosen_ways,
             time_limit,
             folder,
         )
-        results: list[RankResult] = launch(
-            run_rank,
-            ranks,
-            args=arguments,
-            log_dir=Path(folder) / "logs",
-            on_message=lambda _rank, done: bar(done, 2 * pairs * len(chosen_ways) + 1),
-        )
-    rows = [compare(results, way, model, layout) for way in chosen_ways]
+        so_far: dict[int, RankResult] = {}
+        broken_off = ""
+
+        def on_message(rank: int, result: RankResult) -> None:
+            so_far[rank] = result
+            if rank == 0:
+                bar(1 + len(result.blocks), 2 * pairs * len(chosen_ways) + 1)
+
+        with ending_at(signal.SIGTERM):
+            try:
+                results: list[RankResult] = launch(
+                    run_rank, ranks, args=arguments, log_dir=Path(folder) / "logs", on_message=on_message
+                )
+            except (KeyboardInterrupt, SystemExit) as exc:
+                results, broken_off = whole_pairs(so_far, ranks), reason_of(exc)
+                if not results:
+                    raise
+    rows = [compare(results, way, model, layout) for way in chosen_ways if any(results[0].of(way))]
     record = RunRecord(
         name="bench.monitor_overhead",
         source="measured",
@@ -218,7 +247,9 @@ def command(
             "micro_batches": micro_batches,
             "pairs": pairs,
             "steps": steps,
+            "records": records,
             "ways": ways,
+            "broken_off": broken_off,
         },
         config={"job": job.model_dump(mode="json")},
         environment=environ.snapshot(options.seed),
@@ -230,6 +261,17 @@ def command(
         write_text(options.json_file, record.to_json())
     if str(options.json_file) != "-":
         click.echo(describe(rows))
+    if broken_off:
+        click.echo(f"{broken_off}: the pairs until then are above", err=True)
+        raise SystemExit(130)
+
+
+def whole_pairs(so_far: Mapping[int, RankResult], ranks: int) -> list[RankResult]:
+    """Return what all ranks have measured when they were interrupted, whole pairs alone; nothing: there is none."""
+    number = min((len(result.blocks) for result in so_far.values()), default=0) // 2 * 2
+    if len(so_far) < ranks or not number:
+        return []
+    return [replace(so_far[rank], blocks=so_far[rank].blocks[:number]) for rank in range(ranks)]
 
 
 def compare(results: Sequence[RankResult], way: str, model: str, layout: str) -> Row:
@@ -262,7 +304,7 @@ def compare(results: Sequence[RankResult], way: str, model: str, layout: str) ->
         ratio_p90=percentile(ratios, 90),
         ratio_low=ratios[low],
         ratio_high=ratios[high],
-        noise=statistics.median(noise),
+        noise=statistics.median(noise) if noise else 0.0,
         host_bound=first.host_bound,
         batches=statistics.median(without) / INTERVAL_S,
         events_per_step=first.num_events / max(first.monitored_steps, 1),
@@ -271,6 +313,11 @@ def compare(results: Sequence[RankResult], way: str, model: str, layout: str) ->
         monitor_us=first.monitor_s / max(first.num_events, 1) * 1e6,
         dropped=sum(result.num_dropped for result in results),
     )
+
+
+def block_seconds(left_s: float, blocks: int) -> float:
+    """Return how long a block is to be where so many have to fit into the time that is left: two intervals at least."""
+    return min(_BATCHES * INTERVAL_S, max(left_s / blocks, 2 * INTERVAL_S))
 
 
 def _median_interval(number: int) -> tuple[int, int]:
@@ -305,7 +352,8 @@ def describe(rows: Sequence[Row]) -> str:
             f"a block has {row.batches:.1f} intervals of the monitor: up to {min(1.0, 1 / row.batches):.0%} of its"
             " thread's part is not in it, for that is handed over behind the block; give more --steps"
         )
-    lines.append(f"a record costs the thread that launches {row.record_us:.1f} us, its two marks included")
+    if row.record_us:  # else it was interrupted before
+        lines.append(f"a record costs the thread that launches {row.record_us:.1f} us, its two marks included")
     if row.events_per_step:
         lines.append(
             f"{row.events_per_step:.1f} events a step and rank, {row.bytes_per_event:.1f} bytes and"
@@ -382,15 +430,19 @@ def run_rank(
     seed: int,
     pairs: int,
     steps: int | None,
+    records: int,
     ways: Sequence[str],
     time_limit: float | None,
     folder: str,
 ) -> RankResult:
     """Measure the blocks on one rank."""
+    begun_s = time.perf_counter()
     place, groups = init_process_groups(context, job, init_method, backend)
     control = Control(context.env, _TIMEOUT)
     recorder = SwitchedRecorder(place.device, num_kept=1)
     system = Ours(job, seed, place.rank, place.device, groups, recorder)
+    if records:
+        _launch_between_blocks(system, Pairs(place.device, recorder), records // 2)
     batches = make_batches(job, seed, place.device)
     timer, blocks, number, monitored_steps, host_bound = StepTimer(place.device, control), list[Block](), 0, 0, 0
 
@@ -411,14 +463,14 @@ def run_rank(
     timer.measure(step, steps or 3, warmup=2)
     if steps is None:
         step_s = statistics.median(timer.measure(step, 5).seconds)
-        # The same number on all ranks: by the mean of their steps, in whole microseconds.
-        steps = max(1, round(_BATCHES * INTERVAL_S * 1e6 * place.world_size / control.sum(round(step_s * 1e6))))
+        left_s = math.inf if time_limit is None else time_limit - (time.perf_counter() - begun_s)
+        block_s = block_seconds(left_s, 2 * pairs * len(ways))
+        # The same number on all ranks: by the sums over them, in whole microseconds.
+        steps = max(1, round(control.sum(round(block_s * 1e6)) / control.sum(round(step_s * 1e6))))
     for way in ways:  # events are made, and the first batch is encoded
         with _going(recorder, monitor, way):
             timer.measure(step, 3)
-    if place.rank == 0:
-        context.report(1)
-    begun_s, turns = time.perf_counter(), [way for number in range(pairs) for way in _turns(number, ways)]
+    turns = [way for number in range(pairs) for way in _turns(number, ways)]
     for turn, way in enumerate(turns):
         is_late = time_limit is not None and time.perf_counter() - begun_s > time_limit
         # At least two pairs of each way, whole ones, and the same number on all ranks.
@@ -428,8 +480,7 @@ def run_rank(
             measured = timer.measure(step, steps, warmup=1)
         host_bound += measured.host_bound and way == _OFF
         blocks.append(Block(way, sum(measured.seconds)))
-        if place.rank == 0:
-            context.report(1 + len(blocks))
+        context.report(RankResult(tuple(blocks), steps, 0, 0, monitor.num_dropped, place.device_name))
     monitor_s = monitor.thread_s
     record_us = _cost_of_record(recorder, timer)
     system.close()
@@ -450,6 +501,19 @@ def run_rank(
     )
 
 
+def _launch_between_blocks(system: Ours, pairs: Pairs, number: int) -> None:
+    """Have pairs launched over the forward pass of a step, before its blocks: as many as another layout would have."""
+    blocks = [block for chunk in system.model.chunks for block in chunk.module.blocks.values()]
+
+    def launch(own: int, *_args: object) -> None:
+        for _ in range(own):
+            pairs.launch()
+
+    for at, block in enumerate(blocks):
+        own = (at + 1) * number // len(blocks) - at * number // len(blocks)
+        block.register_forward_pre_hook(functools.partial(launch, own))
+
+
 def _turns(number: int, ways: Sequence[str]) -> Iterator[str]:
     """Yield the blocks of a round: off and each way in turn, which of them first alternates."""
     for way in ways:
@@ -458,7 +522,13 @@ def _turns(number: int, ways: Sequence[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _going(recorder: SwitchedRecorder, monitor: Monitor, way: str) -> Iterator[None]:
-    """Record in a way in the block; then what the monitor has is handed over, in nobody's time."""
+    """Record in a way in the block; then what the monitor has is handed over, in nobody's time.
+
+    Python collects garbage before it and not in it: `netlayer train` has it done every so many steps, on all ranks.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     if way == "on":
         monitor.follow(recorder)
     recorder.way = way
@@ -468,6 +538,8 @@ def _going(recorder: SwitchedRecorder, monitor: Monitor, way: str) -> Iterator[N
         recorder.way, recorder.observer = _OFF, None
         if way == "on":
             monitor.flush()
+        gc.enable()
+        gc.unfreeze()
 
 
 def _cost_of_record(recorder: SwitchedRecorder, timer: StepTimer) -> float:
@@ -475,18 +547,22 @@ def _cost_of_record(recorder: SwitchedRecorder, timer: StepTimer) -> float:
     timer.synchronize()
     recorder.way, times = "recorder", list[float]()
     for _ in range(5):
-        recorder.begin_step(0)
-        begin_s = time.perf_counter()
-        for _ in range(_RECORDS // 2):
-            with recorder.launching("cost", "all_gather", 8, can_capture=False) as collective:
-                pass
-            with recorder.waiting(collective, can_capture=False):
-                pass
-        times.append(time.perf_counter() - begin_s)
-        recorder.end_step()
-        timer.synchronize()
+        times.append(0.0)
+        for _ in range(_RECORDS // _BURST):
+            recorder.begin_step(0)
+            begin_s = time.perf_counter()
+            for _ in range(_BURST // 2):
+                with recorder.launching("cost", "all_gather", 8, can_capture=False) as collective:
+                    pass
+                landed = recorder.arrival(collective, is_end=True)
+                with recorder.waiting(collective, can_capture=False, until=landed):
+                    pass
+            times[-1] += time.perf_counter() - begin_s
+            recorder.end_step()
+            # Of more at once the device's queue would be full, and the host wait for the device.
+            timer.synchronize()
     recorder.way = _OFF
-    return min(times) / _RECORDS * 1e6
+    return min(times) / (_RECORDS // _BURST * _BURST) * 1e6
 
 
 def _written(folder: Path, rank: int) -> tuple[int, int]:

@@ -16,7 +16,13 @@ the first microseconds the host sleeps between two of them.
 [Note: cheap marks] A step takes thousands of marks on the thread that launches its kernels, so a mark is one pooled
 event and one call of torch's C++ `record`: making an event costs the host more than recording it, `torch.cuda.Event`
 puts a Python function around each method, and asking for the current device and stream builds objects. Events go back
-to the pool of their device with the last reference to their mark.
+to the pool of their device with the last reference to their mark. Where a stream waits for a mark that is taken anyway,
+as it does for the end of a collective, that one mark orders the streams and is the time (`PooledEvent.keep`).
+
+[Note: cheap times] torch's `elapsed_time` asks for both events first, and sets the device before and after: five calls
+of the driver. The runtime's own function is one, and says itself when an event has not happened. It is called with
+Python's lock held, as torch does: to let go of it for a microsecond wakes the thread that launches kernels, which finds
+it taken again (a loop of small operators beside such a thread took 16% longer, 4% with the lock held for 64 marks).
 
 [Note: capture modes] While a program captures a graph in torch's default mode (`global`), a query of any other thread
 would make the capture fail, so such a thread asks the CUDA runtime to exempt it, as NCCL's watchdog does.
@@ -29,6 +35,7 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,12 +96,18 @@ class PooledEvent:
     def __init__(self, event: torch.cuda.Event, pool: deque[torch.cuda.Event]) -> None:
         self.event, self._pool = event, pool
 
+    def keep(self) -> torch.cuda.Event:
+        """Return the event for somebody who may hold it for longer than this mark: it goes back to no pool."""
+        self._pool = _NO_POOL
+        return self.event
+
     def __del__(self) -> None:
         self._pool.append(self.event)
 
 
 Mark = int | PooledEvent
 
+_NO_POOL: deque[torch.cuda.Event] = deque(maxlen=0)
 _devices: dict[int, DeviceEvents] = {}
 
 
@@ -137,8 +150,7 @@ def seconds_between(start: Mark, end: Mark) -> float:
         assert isinstance(start, int)
         assert isinstance(end, int)
         return (end - start) * 1e-9
-    _wait(end)
-    return float(start.event.elapsed_time(end.event)) * 1e-3
+    return _elapsed_ms(start, end) * 1e-3
 
 
 def is_before(earlier: Mark, later: Mark) -> bool:
@@ -150,8 +162,19 @@ def is_before(earlier: Mark, later: Mark) -> bool:
         assert isinstance(earlier, int)
         assert isinstance(later, int)
         return earlier < later
-    _wait(earlier)
-    return bool(earlier.event.elapsed_time(later.event) > 0)
+    return _elapsed_ms(earlier, later, waits_for=earlier) > 0
+
+
+def _elapsed_ms(start: PooledEvent, end: PooledEvent, waits_for: PooledEvent | None = None) -> float:
+    """Return the milliseconds from one event to another; waits for `end`, or for the one that is given."""
+    runtime = runtime_clock()
+    if runtime is not None and runtime.is_current(getattr(getattr(start.event, "device", None), "index", -1)):
+        between_ms = runtime.elapsed_ms(start.event, [end])
+        if between_ms is not None and between_ms[0] > 0:
+            return between_ms[0]
+    # Not happened, or of another device, or before the other, of which CUDA promises no negative time: by torch.
+    wait_for(end if waits_for is None else waits_for)
+    return float(start.event.elapsed_time(end.event))
 
 
 def has_happened(mark: Mark) -> bool:
@@ -159,8 +182,9 @@ def has_happened(mark: Mark) -> bool:
     return isinstance(mark, int) or bool(mark.event.query())  # type: ignore[no-untyped-call]
 
 
-def _wait(mark: PooledEvent) -> None:
-    if not mark.event.query():  # type: ignore[no-untyped-call]
+def wait_for(mark: Mark) -> None:
+    """Wait until a mark has happened."""
+    if not isinstance(mark, int) and not mark.event.query():  # type: ignore[no-untyped-call]
         mark.event.synchronize()
 
 
@@ -194,9 +218,11 @@ class TimeBase:
         """How far device times may be off the host's clock, all by the same amount."""
         self._reference: PooledEvent | None = None
         self._elapsed_ms: Callable[[Any, Any], float] | None = None
+        self._index = 0
         if by_events:
-            self._elapsed_ms = _plain("elapsed_time")
-            self._refer(device_events(device))
+            events = device_events(device)
+            self._index, self._elapsed_ms = events.device.index, _plain("elapsed_time")
+            self._refer(events)
 
     @property
     def age_s(self) -> float:
@@ -208,18 +234,30 @@ class TimeBase:
             return mark
         assert self._reference is not None
         assert self._elapsed_ms is not None
-        _wait(mark)
+        wait_for(mark)
         since_ms = self._elapsed_ms(self._reference.event, mark.event)
         if since_ms <= 0:  # before the reference: CUDA does not promise negative times
             since_ms = -self._elapsed_ms(mark.event, self._reference.event)
         return self.taken_ns + round(since_ms * 1e6)
 
     def ns_of_ended(self, marks: Sequence[Mark], shift_ns: int = 0) -> list[int]:
-        """The same of many marks that have happened, at one call of the driver each; waits for one that has not.
+        """The same of many marks that have happened, at one call of the runtime each; waits for one that has not.
 
         Args:
             shift_ns: added to all.
         """
+        if self._reference is None:
+            return [shift_ns + mark for mark in marks]  # type: ignore[operator]
+        runtime = runtime_clock()
+        if runtime is not None and runtime.is_current(self._index):
+            since_ms = runtime.elapsed_ms(self._reference.event, marks)
+            if since_ms and min(since_ms) > 0:
+                base_ns = self.taken_ns + shift_ns
+                return [base_ns + round(each_ms * 1e6) for each_ms in since_ms]
+        return self.ns_by_torch(marks, shift_ns)
+
+    def ns_by_torch(self, marks: Sequence[Mark], shift_ns: int = 0) -> list[int]:
+        """Return what `ns_of_ended` does, by torch alone."""
         if self._reference is not None and self._elapsed_ms is not None:
             elapsed_ms, reference, base_ns = self._elapsed_ms, self._reference.event, self.taken_ns + shift_ns
             try:
@@ -248,12 +286,68 @@ class TimeBase:
                 return
 
 
+class RuntimeClock:
+    """Times of events by the CUDA runtime that torch has loaded: [Note: cheap times].
+
+    Args:
+        path: of the library.
+
+    Raises:
+        OSError, AttributeError: it is no such library.
+    """
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.PyDLL(path)  # keeps Python's lock
+        self._elapsed, self._get_device = library.cudaEventElapsedTime, library.cudaGetDevice
+        self._forget_error = library.cudaGetLastError
+        self._elapsed.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+        self._get_device.argtypes = (ctypes.c_void_p,)
+
+    def is_current(self, index: int) -> bool:
+        """Whether a device is the calling thread's: on another thread a call would set up another device."""
+        device = ctypes.c_int(-1)
+        if self._get_device(ctypes.byref(device)):
+            self._forget_error()
+        return device.value == index
+
+    def elapsed_ms(self, reference: torch.cuda.Event, marks: Sequence[Mark]) -> list[float] | None:
+        """Return the milliseconds from an event to each mark; None: one has not happened, or is no event.
+
+        None is no error: whoever asks has torch for it.
+        """
+        elapsed, result, times = self._elapsed, ctypes.c_float(), list[float]()
+        place = ctypes.addressof(result)
+        try:
+            start = reference.cuda_event
+            for mark in marks:
+                if elapsed(place, start, mark.event.cuda_event):  # type: ignore[union-attr]
+                    self._forget_error()  # else the next launch of this thread would raise it
+                    return None
+                times.append(result.value)
+        except AttributeError:  # the host's clock has no `event`
+            return None
+        return times
+
+
+@cache
+def runtime_clock() -> RuntimeClock | None:
+    """Return the clock of the runtime that torch has loaded; None: there is none to be found."""
+    path = _runtime_path()
+    if path is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            return RuntimeClock(path)
+    return None
+
+
+def _runtime_path() -> str | None:
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else ()
+    return next((line.rpartition(" ")[2] for line in lines if "libcudart.so" in line), None)
+
+
 def exempt_from_captures() -> None:
     """Let the calling thread query events while another one captures a CUDA graph: [Note: capture modes]."""
-    relaxed = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
-    for line in Path("/proc/self/maps").read_text().splitlines() if Path("/proc/self/maps").exists() else ():
-        path = line.rpartition(" ")[2]
-        if "libcudart.so" in path:
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
-            return
+    relaxed, path = ctypes.c_int(2), _runtime_path()  # cudaStreamCaptureModeRelaxed
+    if path is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))

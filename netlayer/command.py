@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,16 @@ _RUN_OPTIONS = (
 )
 # What the first of them are where a command does not have them.
 _CONFIG: dict[str, Any] = {"config_path": None, "overrides": ()}
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers without NaN, which click's own lets pass, and without infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is no number.", param, ctx)
+        return number
 
 
 @dataclass(frozen=True)

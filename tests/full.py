@@ -257,6 +257,11 @@ COMMANDS: tuple[Command, ...] = (
     ),
     _gpus(".venv/bin/python -m bench.mfu --model 7b --layout dp8 --profile", 8),
     _gpus(".venv/bin/python -m bench.mfu.floor --model llama3-8b --layout cp2dp2 --set model.seq_len=8192", 1),
+    _gpus(".venv/bin/python -m bench.fp8_gradients --model 125m --set model.fp8=tensorwise --micro 4", 1),
+    _gpus(
+        ".venv/bin/python -m bench.mfu.blocks --model llama3-8b --set model.seq_len=8192 --set model.fp8=tensorwise",
+        1,
+    ),
     _gpus(
         ".venv/bin/python -m bench.mfu --model 7b --layout tp2pp2vp2 --micro-batches 16 "
         "--peers native3d,mcore_no_overlap",

@@ -1,4 +1,4 @@
-"""Counts the modules of this project that a reader passes who follows one thing through it: eight walks.
+"""Counts the modules of this project that a reader passes who follows one thing through it: thirteen walks.
 
     python -m tests.walks                # all of them (a minute, once the simulator's kernels are compiled)
     python -m tests.walks gradient packet
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import functools
 import importlib
 import inspect
 import json
@@ -57,6 +58,7 @@ class Walk:
         handovers: points whose stacks are the `path`: see [Note: three counts].
         via: a point on the way, up to which modules are counted too; empty: none.
         carriers: names of the classes that carry the thing, for `receivers`.
+        after: points that come first, in this order; no start counts before the last of them.
     """
 
     thing: str
@@ -65,6 +67,7 @@ class Walk:
     handovers: Sequence[str] = ()
     via: str = ""
     carriers: Sequence[str] = ()
+    after: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,18 @@ _LOOP = "call trainer.loop:Trainer.__init__"
 _READ, _RESOLVED = "call netlayer.config.tree:build_config", "return trainer.plan:resolve"
 _FIRST_HOOK = "call collectives.sharded.reduce:GradientReduce.watch.<locals>.before"
 _HAS_SHARD = "return collectives.sharded.optimizer_steps:OptimizerSteps._before"
+_LAUNCHED = "return collectives.transport.communicator:Communicator.reduce_scatter"
+_FREED = "return collectives.sharded.bucket:Bucket.free"
+# The second step of the model that reshards, which goes as all later ones do.
+_RESHARDS = ("return collectives.sharded.wrapped:ReshardHooks.attach_hooks", _HAS_SHARD)
+_OF_UNITS = "(two ranks on gloo, three units of torch's linears that reshard)"
 _STARTED = "call netlayer.launch.launcher:_Crew.watch"
 WALKS: Mapping[str, Walk] = {
     "gradient": Walk(
         "a gradient, from the first autograd hook of a backward pass of ShardedDataParallel (two ranks on gloo, "
         "torch's linears and AdamW) to the collective that was launched for it",
         [_FIRST_HOOK],
-        ["return collectives.transport.communicator:Communicator.reduce_scatter"],
+        [_LAUNCHED],
     ),
     "reduced gradient": Walk(
         "a reduced gradient, from the optimiser's step that asks for it, over the completion of its collective, to "
@@ -99,6 +107,37 @@ WALKS: Mapping[str, Walk] = {
         "a gradient, all the way: both of the above, and what lies between",
         [_FIRST_HOOK],
         [_HAS_SHARD],
+    ),
+    "parameter in stage 3": Walk(
+        f"a unit's parameters, from the hook before its forward pass to the unit that computes with them {_OF_UNITS}",
+        ["call collectives.sharded.wrapped:WrappedModule._before_module"],
+        ["return collectives.sharded.wrapped:WrappedModule._before_module"],
+        after=_RESHARDS,
+    ),
+    "reshard in stage 3": Walk(
+        "a unit's parameters, from the hook after its forward pass to their memory freed (the same program)",
+        ["call collectives.sharded.wrapped:ReshardHooks._after_unit"],
+        [_FREED],
+        after=_RESHARDS,
+    ),
+    "parameter in stage 3, backward": Walk(
+        "the same from the hook before its backward pass (the same program)",
+        ["call collectives.sharded.wrapped:ReshardHooks._before_backward"],
+        ["return collectives.sharded.wrapped:ReshardHooks._before_backward"],
+        after=_RESHARDS,
+    ),
+    "gradient in stage 3": Walk(
+        "a gradient of a unit that reshards, from the first hook of a backward pass to the collective that was "
+        "launched for it (the same program)",
+        [_FIRST_HOOK],
+        [_LAUNCHED],
+        after=_RESHARDS,
+    ),
+    "reduced gradient in stage 3": Walk(
+        "a reduced gradient there, as above (the same program)",
+        ["call collectives.sharded.optimizer_steps:OptimizerSteps._before"],
+        [_HAS_SHARD],
+        after=_RESHARDS,
     ),
     "packet": Walk(
         "a packet, from the fabric, its flows and the law (Simulation) to the return of the kernel that carries it",
@@ -159,7 +198,7 @@ def follow_all(names: Sequence[str], folder: Path) -> dict[str, Outcome]:
     for name in names:
         walk = WALKS[name]
         specs[name] = {"starts": walk.starts, "ends": walk.ends, "handovers": walk.handovers, "via": walk.via}
-        specs[name]["carriers"] = walk.carriers
+        specs[name] |= {"carriers": walk.carriers, "after": walk.after}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("COV_")}
     environ |= {
         "PYTHONPATH": os.pathsep.join([str(hook), str(ROOT)]),
@@ -239,9 +278,11 @@ def _free_port() -> int:
         return port
 
 
+OF_RANKS = tuple(name for name, walk in WALKS.items() if walk.starts[0].startswith("call collectives.sharded."))
+"""Walks of one program, whose processes are profiled once for all of them."""
 _COMMANDS = {
     **dict.fromkeys(
-        ("gradient", "reduced gradient", "gradient to optimiser"),
+        OF_RANKS,
         lambda _folder: (["-m", "tests.walks", "--ranks-of-gradient"], {}),
     ),
     "packet": _simulate,
@@ -258,17 +299,24 @@ def run_gradient_rank(context: RankContext, init_method: str) -> None:
     import torch.distributed as dist
 
     from collectives.sharded.data_parallel import ShardedDataParallel
+    from collectives.sharded.policies import Reshard
     from netlayer.layout import ParallelLayout
     from netlayer.rendezvous import open_world
 
     open_world(ParallelLayout(dp=2), backend="gloo", init_method=init_method, rank=context.env.rank)
-    model = ShardedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)))
-    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
-    for _ in range(2):
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.close()
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    units = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)]
+    for wrap in (
+        functools.partial(ShardedDataParallel, layers),
+        functools.partial(ShardedDataParallel, torch.nn.Sequential(*units), units=units, reshard=Reshard.of_stage(3)),
+    ):
+        model = wrap()
+        optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.close()
     dist.destroy_process_group()
 
 
@@ -367,8 +415,10 @@ class _Notes:
         handovers: Sequence[str],
         via: str,
         carriers: Sequence[str],
+        after: Sequence[str],
     ) -> None:
         self.state = "before"
+        self._awaited = list(after)
         self._starts, self._ends, self._handovers, self._via = set(starts), set(ends), set(handovers), via
         self._entered, self._path = dict[str, None](), dict[str, None]()
         self._to_via: list[str] | None = None
@@ -381,6 +431,9 @@ class _Notes:
         if self.state == "after":
             return
         point = f"{event} {module}:{frame.f_code.co_qualname}"
+        if self._awaited:
+            del self._awaited[: point == self._awaited[0]]
+            return
         if self.state == "before" and point in self._starts:
             self.state, self._callers = "inside", list(_stack(frame.f_back))
         if self.state == "before":

@@ -44,8 +44,8 @@ class BetweenSteps:
         """Whether the last checkpoint that was due found no room."""
         self._compare_every = trainer.job.watch.compare_replicas_every
         self._replicas: ReplicaCheck | None = None
-        self._skipped = 0  # copies that were due, since a row was handed over
-        self._has_said_skipped = False
+        self._skipped_copies = self._skipped_saves = 0  # that were due, since a row was handed over
+        self._has_said_skipped_copy = self._has_said_skipped_save = False
 
     def open(self) -> None:
         """Make ready for checkpoints, and for comparisons of the replicas."""
@@ -84,16 +84,32 @@ class BetweenSteps:
             Whether it has to wait for the save before it.
         """
         is_saving = self._trainer.is_saving
-        if self.saves_beside(step):
-            if not is_saving:
-                self._trainer.start_save(step, to_peers=self._copies(step))
-            return is_saving
-        if self._copies(step):
-            if is_saving:
-                self._skip_copy(step)
-            else:
-                self._trainer.start_save(step, to_storage=False, to_peers=True)
+        saves, copies = self.saves_beside(step), self._copies(step)
+        if not is_saving:
+            if saves or copies:
+                self._trainer.start_save(step, to_storage=saves, to_peers=copies)
+            return False
+        if saves and not self._may_skip(step):
+            return True
+        if saves:
+            self._skip_save(step)
+        if copies:
+            self._skip_copy(step)
         return False
+
+    def _may_skip(self, step: int) -> bool:
+        """Whether the save of `step` is skipped where storage is busy: not one that is to stay for ever."""
+        config = self._trainer.job.checkpoint
+        return config.when_busy == "skip" and not (config.keep_every_steps and step % config.keep_every_steps == 0)
+
+    def _skip_save(self, step: int) -> None:
+        self._skipped_saves += 1
+        if not self._has_said_skipped_save:
+            self._has_said_skipped_save = True
+            rule = "storage has not finished the checkpoint before it; later ones are counted in checkpoint_skipped"
+            self._on_warning(
+                f"step {step}: no checkpoint, {rule}; raise job.checkpoint.every_steps, or write elsewhere"
+            )
 
     def _copies(self, step: int) -> bool:
         """Whether a copy in the memory of other machines is due."""
@@ -102,9 +118,9 @@ class BetweenSteps:
 
     def _skip_copy(self, step: int) -> None:
         """Note that a save is under way: there is no memory for another snapshot, and training does not wait."""
-        self._skipped += 1
-        if not self._has_said_skipped:
-            self._has_said_skipped = True
+        self._skipped_copies += 1
+        if not self._has_said_skipped_copy:
+            self._has_said_skipped_copy = True
             what = "peer copy" if self._trainer.is_copying else "checkpoint"
             rule = f"the {what} before it is still being written; later ones are counted in peer_skipped"
             self._on_warning(f"step {step}: no peer copy, {rule}; raise job.checkpoint.peer_interval")
@@ -119,9 +135,10 @@ class BetweenSteps:
 
     def note_saves(self, row: Row) -> None:
         """Put what became of saves beside the training into a row, and say it."""
+        row["checkpoint_skipped"] += self._skipped_saves
         if self._trainer.copies_beside:
-            row["peer_skipped"] += self._skipped
-            self._skipped = 0
+            row["peer_skipped"] += self._skipped_copies
+        self._skipped_saves = self._skipped_copies = 0
         for outcome in self._trainer.outcomes():
             if outcome.is_peers:
                 self._note_copy(outcome, row)

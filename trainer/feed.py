@@ -4,20 +4,19 @@ A rank copies the rows of its data-parallel place, tokens on the first pipeline 
 between reads none, unless documents are packed, whose borders its attention needs. A thread does it one step ahead: the
 rows of step n + 1 leave the ring while step n computes and its gradients travel; on a GPU they pass through pinned
 memory, on a stream of their own. That thread also cuts them into micro-batches, masks targets and counts those that
-count, so that the training's own thread takes what is ready: a step that the host bounds would wait for every operator
-launched here. Held-out batches come from the loader too: an evaluation always has the same ones.
+count, so that the training's own thread takes what is ready, and launches one operator, the wait for the copy: a step
+that the host bounds would wait for every other. Held-out batches come from the loader too: an evaluation always has the
+same ones.
 
 [Note: lifetimes on a GPU] Rows are copied by the host into pinned memory, so that their slot is free at once; by the
 copy engine to the device, in order on the stream of copies; and the stream that computes waits for the event after
 them. Pinned memory goes back to torch's cache, which gives it out again once the copy is done. Device memory is of the
-copies' stream: `record_stream` keeps it from the next copy until the step has read it. Where a step is a CUDA graph,
-its inputs are copied, in order, to where the graph reads them; while one is captured the thread's own calls do not
-count, for the capture is of its thread alone (`capture_on_cuda`).
-
-[Note: targets that do not count] A loss is the mean over the targets that count in the whole batch, on all ranks: a
-mean of means would weigh a target by who else is in its micro-batch, and losses would depend on the layout. So each
-rank's sum is divided by its rows, and multiplied by rows / targets of the batch, which one small all-reduce says. It
-runs under the forward pass of the first micro-batch: no step begins with a wait for the other ranks.
+copies' stream, which must not get it back before the step has read it. So the thread that reads ahead holds a batch
+until the next one is handed out, by when all that reads it was launched; then the copies' stream waits for what the
+computation has by now, and the batch is dropped. (`record_stream` would be an operator a tensor on the training's
+thread.) A batch is good until the next one is asked for. Where a step is a CUDA graph, its inputs are copied, in order,
+to where the graph reads them; while one is captured the thread's own calls do not count, for the capture is of its
+thread alone (`capture_on_cuda`).
 
 Shapes: N samples, B sequences of a micro-batch, T positions.
 """
@@ -28,6 +27,7 @@ import contextlib
 import functools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +40,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from collectives.transport.current_stream import current_stream
 from netlayer.config.tree import JobConfig
 from netlayer.environ import boot_id, pid_namespace
 from netlayer.errors import NetlayerError
@@ -59,6 +60,7 @@ from trainer.data.mixture import TEXT, Mixture, batch_plan, evaluation_specs, sa
 from trainer.data.prepare import Corpus
 from trainer.data.ring import Ring, RingShape, raise_failure
 from trainer.data.sampler import Rows, Sampler
+from trainer.loss_scale import LossScale, counting
 from trainer.model.packed import NO_TARGET, Packed
 from trainer.parallel import Batches, MicroBatch, ParallelModel
 from trainer.ramps import batch_size
@@ -75,7 +77,20 @@ class Feed(Protocol):
         """Begin to read for the step behind `steps_done`; every rank calls it. Twice is once."""
 
     def training(self, step: int) -> Batches:
-        """Return the micro-batches of a step, the one behind the last that was asked for."""
+        """Return the micro-batches of the next step; they are good until those of the one after are asked for."""
+
+    def next_counts(self, step: int) -> Tensor | None:
+        """Return what the ranks add up before the step behind `step`, which was launched; waits for its batch.
+
+        None: nothing, on all ranks alike. See `trainer.loss_scale`.
+        """
+
+    def note_counts(self, counts_2: Tensor | None) -> None:
+        """Take the sum of what `next_counts` gave, before that step's batch is asked for; None: it gave nothing."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether `next_counts` would wait now."""
 
     def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
         """Return the micro-batches of each evaluation set, by name: always the same ones."""
@@ -113,6 +128,14 @@ class TextFeed:
         starts = sample_starts(len(self._train), self._job.model.seq_len, self._seed, step, samples)
         return self._micro_batches(self._train, starts)
 
+    def next_counts(self, step: int) -> None:
+        """Return nothing: all targets of a text count."""
+
+    def note_counts(self, counts_2: Tensor | None) -> None:
+        """Do nothing: there are none."""
+
+    waits = False
+
     def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
         share = self._slice(self._job.batch.global_batch_size).count * global_batches
         starts = even_starts(len(self._validation), self._job.model.seq_len, share * self._job.parallel.data_ranks)
@@ -144,7 +167,7 @@ class SampleFeed:
         self._prepare = functools.partial(
             _batch,
             micro_batch_size=job.batch.micro_batch_size,
-            counts=_counting(model) if job.data.masks else None,
+            counts=counting(model) if job.data.masks else None,
             device=model.device,
             chunks=own_chunks(job.model.seq_len, model.place.cp, model.layout.cp),
         )
@@ -156,6 +179,9 @@ class SampleFeed:
         self._loader: Loader | None = None
         self._reader: _Reader | None = None
         self._evaluation: _EvaluationReader | None = None
+        self._last_shared = 0
+        """Step up to which ranks add up their counts beside the notes of the one before."""
+        self._next_sum: Tensor | None = None
 
     def open(self, seed: int, steps_done: int, resumed: Meta | None) -> None:
         if self._sampler is not None:
@@ -165,6 +191,7 @@ class SampleFeed:
         self._plan = batch_plan(self._job, resumed)
         self._next = steps_done + 1
         if self._job.data.loader and self._next <= self._job.optimizer.steps:
+            self._last_shared = self._job.optimizer.steps if self._job.data.masks else 0
             try:
                 evaluation = EvaluationPlan(
                     evaluation_specs(self._job, self._corpus),
@@ -182,14 +209,31 @@ class SampleFeed:
         if step != self._next:
             raise ValueError(f"step {step}: batches come in the order of steps, and the next is {self._next}")
         self._next += 1
+        counts, self._next_sum = self._next_sum, None
         if self._reader is not None:
-            batches = self._batches(self._reader.take(step))
+            ready = self._reader.take(step)
+            self._scale(ready.scale, ready.batch, counts)
             self._reader.go_on()
-            return batches
+            return ready.micro_batches
         samples = self._plan.samples(step, self._dp)
         if not self._needs:
-            return self._batches(None, len(samples))
+            return self._batches(None, len(samples), counts)
         return self._batches(self._prepare(self._sampler.read(samples)))
+
+    def next_counts(self, step: int) -> Tensor | None:
+        if not step < self._last_shared or step + 1 != self._next:
+            return None
+        counts_2 = None if self._reader is None else self._reader.counts(step + 1)
+        if counts_2 is None:  # of a stage that reads none, or where the loader has failed, as `training` will say
+            counts_2 = self._model.zero().new_zeros(2)
+        return counts_2
+
+    def note_counts(self, counts_2: Tensor | None) -> None:
+        self._next_sum = counts_2
+
+    @property
+    def waits(self) -> bool:
+        return self._reader is not None and self._next <= self._last_shared and not self._reader.is_ready
 
     def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
         if self._evaluation is not None and global_batches == self._job.evaluation.global_batches:
@@ -270,7 +314,7 @@ class SampleFeed:
         if is_owner:
             self._loader = Loader(plan, ring, held_out)
         number = self._readers.index(rank)
-        self._reader = _Reader(ring, number, plan, self._dp, self._prepare, self._device, self._loader)
+        self._reader = _Reader(ring, number, plan, self._dp, self._ready, self._device, self._loader)
         self._evaluation = _EvaluationReader(held_out, number, plan, self._dp, self._prepare, self._loader)
 
     def _create_rings(self, shapes: Sequence[RingShape]) -> None:
@@ -279,57 +323,37 @@ class SampleFeed:
             # One after the other: the second one's room is what the first has left.
             self._rings.append(Ring.create(shape, Path(folder).expanduser() if folder else None))
 
-    def _batches(self, batch: _Batch | None, num_samples: int = 0) -> Batches:
-        """Return a rank's micro-batches; where targets are masked, the ranks begin to add up those that count."""
-        counts_2 = None if batch is None else batch.counts_2
-        scale = loss_scale(self._model, counts_2) if self._job.data.masks else None
-        if batch is None:  # of a stage that reads none: so many, and nothing in them
-            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-            return [(nothing, nothing)] * (num_samples // self._job.batch.micro_batch_size)
-        if scale is None:
+    def _ready(self, rows: Rows) -> _Ready:
+        """Make what the training takes of a step's rows, all but the ranks' sum."""
+        batch, scale = self._prepare(rows), LossScale()
+        return _Ready(batch, self._cut(batch, scale), scale)
+
+    def _cut(self, batch: _Batch, scale: LossScale) -> Batches:
+        """Return a rank's micro-batches; where targets are masked, with the call that scales their loss."""
+        if not self._job.data.masks:
             return [(tokens_BT, targets_BT) for tokens_BT, targets_BT, _ in batch.micro_batches]
         return [
             (tokens_BT, targets_BT, Packed(segments_BT, scale, self._own_t))
             for tokens_BT, targets_BT, segments_BT in batch.micro_batches
         ]
 
+    def _scale(self, scale: LossScale, batch: _Batch | None, counts_2: Tensor | None = None) -> None:
+        """Have a scale known where targets are masked: by a sum, or else the ranks begin to add up now."""
+        if self._job.data.masks:
+            if counts_2 is None:
+                scale.add_up(self._model, None if batch is None else batch.counts_2)
+            else:
+                scale.take(counts_2)
 
-def loss_scale(model: ParallelModel, counts_2: Tensor | None) -> Callable[[], Tensor]:
-    """Return a call that gives rows / targets of the whole batch: [Note: targets that do not count].
-
-    The ranks begin to add up now, and the call waits for it. Every rank calls this.
-
-    Args:
-        counts_2: this rank's targets, and how many of them count, on its device, where it is the one of those with the
-            same targets to add them, else zeros; the sum overwrites them. None: it has none to add.
-    """
-    counts = model.zero().new_zeros(2) if counts_2 is None else counts_2
-    work = model.world.start_all_reduce(counts)
-    if not model.is_last:
-        # It has no loss to scale: what it computes waits for nothing.
-        stream = model.world.stream
-        with torch.cuda.stream(stream):
-            work.wait()
-        if stream is not None:
-            counts.record_stream(stream)  # nobody holds them any more, and the sum may still be under way
-
-    @functools.cache
-    def scale() -> Tensor:
-        work.wait()
-        return counts[0] / counts[1].clamp(min=1)
-
-    return scale
-
-
-def _counting(model: ParallelModel) -> Callable[[int, int], Tensor]:
-    """Return what gives `counts_2` of `loss_scale`, in memory of the host: zeros but on the rank that has the loss."""
-    # Of tensor-parallel ranks, which hold the same targets, the first counts them; each context-parallel one its own.
-    counts, dtype, is_cuda = model.is_last and model.place.tp == 0, model.zero().dtype, model.device.type == "cuda"
-
-    def count(number: int, num_targets: int) -> Tensor:
-        return torch.tensor([number, num_targets] if counts else [0, 0], dtype=dtype, pin_memory=is_cuda)
-
-    return count
+    def _batches(self, batch: _Batch | None, num_samples: int = 0, counts_2: Tensor | None = None) -> Batches:
+        """Return a rank's micro-batches of a batch that nobody has read ahead; arguments as of `_scale`."""
+        scale = LossScale()
+        self._scale(scale, batch, counts_2)
+        if batch is not None:
+            return self._cut(batch, scale)
+        # Of a stage that reads none: so many, and nothing in them.
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        return [(nothing, nothing)] * (num_samples // self._job.batch.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -338,13 +362,28 @@ class _Batch:
 
     Args:
         micro_batches: tokens and targets [B, T], and the number of the document of each position, if they are packed.
-        counts_2: as of `loss_scale`; None where all targets count.
-        memory: tensors that all of it lies in.
+        counts_2: as of `LossScale`; None where all targets count.
     """
 
     micro_batches: Sequence[tuple[Tensor, Tensor, Tensor | None]]
     counts_2: Tensor | None
-    memory: Sequence[Tensor]
+
+
+@dataclass
+class _Ready:
+    """A batch that the training takes as it is.
+
+    Args:
+        micro_batches: of the model.
+        scale: that they have, to be set.
+        copied: event after which it is on the device; None: it is there.
+    """
+
+    batch: _Batch
+    micro_batches: Batches
+    scale: LossScale
+    step: int = 0
+    copied: torch.cuda.Event | None = None
 
 
 def _batch(
@@ -360,7 +399,7 @@ def _batch(
     [Note: lifetimes on a GPU] says what may be used again, and when.
 
     Args:
-        counts: gives what `loss_scale` adds up, of how many targets there are and how many of them count.
+        counts: gives what `LossScale` adds up, of how many targets there are and how many of them count.
         chunks: positions that this rank has of each sequence; documents are told of all positions, for attention reads
             the keys of all.
     """
@@ -373,23 +412,19 @@ def _batch(
     is_whole = len(chunks) == 1
     windows = tensor(rows.tokens if is_whole else cut_windows(rows.tokens, chunks), torch.int64)
     tokens, targets = split_windows(windows, chunks)
-    memory, segments, counts_2 = [windows, *([] if is_whole else [tokens, targets])], None, None
-    if rows.segments is not None:
-        segments = tensor(rows.segments, torch.int32)
-        memory.append(segments)
+    segments = None if rows.segments is None else tensor(rows.segments, torch.int32)
+    counts_2 = None
     if counts is not None:
         number = targets.numel()
         mask = rows.mask
         if mask is not None:
             mask = mask if is_whole else np.concatenate([mask[:, each.start : each.stop] for each in chunks], axis=1)
             targets = targets.masked_fill(~tensor(mask, torch.bool), NO_TARGET)
-            memory.append(targets)
         num_targets = number if mask is None else int(np.count_nonzero(mask))
         counts_2 = counts(number, num_targets).to(device, non_blocking=True)
-        memory.append(counts_2)
     cuts = [slice(first, first + micro_batch_size) for first in range(0, len(windows), micro_batch_size)]
     micro_batches = [(tokens[cut], targets[cut], None if segments is None else segments[cut]) for cut in cuts]
-    return _Batch(micro_batches, counts_2, memory)
+    return _Batch(micro_batches, counts_2)
 
 
 class _Closed(Exception):
@@ -400,7 +435,7 @@ class _Reader:
     """Takes a rank's rows out of the ring, a step ahead of the training.
 
     Args:
-        prepare: makes micro-batches on the device of rows.
+        prepare: makes what the training takes of rows, on the device.
         loader: to look after, on the one rank of the machine that holds it.
     """
 
@@ -410,7 +445,7 @@ class _Reader:
         reader: int,
         plan: LoaderPlan,
         dp: int,
-        prepare: Callable[[Rows], _Batch],
+        prepare: Callable[[Rows], _Ready],
         device: torch.device,
         loader: Loader | None,
     ) -> None:
@@ -418,44 +453,71 @@ class _Reader:
         self._prepare, self._device, self._loader = prepare, device, loader
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        self._batches: queue.Queue[tuple[int, _Batch, torch.cuda.Event | None] | BaseException] = queue.Queue()
-        self._allowed = threading.Semaphore(_AHEAD)
+        self._computing: torch.cuda.Stream | None = None
+        """Stream that reads what is taken."""
+        # Queues in C: a put or a get is one call, and wakes nobody who does not wait.
+        self._batches: queue.SimpleQueue[_Ready | BaseException] = queue.SimpleQueue()
+        self._allowed: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(_AHEAD):
+            self._allowed.put(None)
+        self._head: _Ready | None = None
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
 
-    def take(self, step: int) -> _Batch:
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next step's batch is there."""
+        return self._head is not None or not self._batches.empty()
+
+    def counts(self, step: int) -> Tensor | None:
+        """Wait for a step's rows, and return `counts_2` of them; None: there are none, or the loader has failed."""
+        try:
+            return self._next(step).batch.counts_2
+        except Exception:  # noqa: BLE001 - `take` raises it again
+            return None
+
+    def take(self, step: int) -> _Ready:
         """Wait for a step's rows; what the device does from here on waits for their copy."""
+        ready = self._next(step)
+        self._head = None
+        return ready
+
+    def _next(self, step: int) -> _Ready:
+        if self._head is not None:
+            return self._head
         item = self._batches.get()
         if isinstance(item, BaseException):
             self._batches.put(item)  # for whoever asks again
             raise item
-        number, batch, copied = item
-        assert number == step
-        if copied is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_event(copied)
-            for tensor in batch.memory:
-                tensor.record_stream(current)
-        return batch
+        assert item.step == step
+        if item.copied is not None:
+            self._computing = current_stream(self._device)
+            self._computing.wait_event(item.copied)
+        self._head = item
+        return item
 
     def go_on(self) -> None:
         """Read one step more. Not as one is taken: the two threads would take turns in Python while a step waits."""
-        self._allowed.release()
+        self._allowed.put(None)
 
     def close(self) -> None:
         self._is_closed.set()
-        self._allowed.release()
+        self._allowed.put(None)
         self._ring.reader_wakeup.wake()
         self._thread.join()
 
     def _run(self) -> None:
+        unread: deque[_Ready] = deque()  # [Note: lifetimes on a GPU]
         try:
             for step in range(self._plan.batches.first_step, self._plan.last_step + 1):
-                self._allowed.acquire()
+                self._allowed.get()
                 self._look_after()
+                if len(unread) > _AHEAD:  # a step was handed out, and the one before it is launched
+                    self._drop(unread)
                 self._ring.wait(step, self._look_after)
-                self._batches.put(self._copy(step))
+                unread.append(self._copy(step))
+                self._batches.put(unread[-1])
         except _Closed:
             return
         except Exception as exc:  # noqa: BLE001 - raised where the step is asked for
@@ -463,26 +525,32 @@ class _Reader:
         # To Linux the parent of a loader is the thread that has started it, maybe this one, and it dies with that.
         self._is_closed.wait()
 
+    def _drop(self, unread: deque[_Ready]) -> None:
+        """Let the copies' stream have the memory of the oldest batch once the device has read it."""
+        if self._stream is not None and self._computing is not None:
+            self._stream.wait_stream(self._computing)
+        unread.popleft()
+
     def _look_after(self) -> None:
         if self._is_closed.is_set():
             raise _Closed
         _look_after(self._ring, self._loader)
 
-    def _copy(self, step: int) -> tuple[int, _Batch, torch.cuda.Event | None]:
-        place, copies = self._plan.rows(step, self._dp), list[_Batch]()
+    def _copy(self, step: int) -> _Ready:
+        place, copies = self._plan.rows(step, self._dp), list[_Ready]()
 
         def copy(rows: Rows) -> None:
             copies.append(self._prepare(rows.part(place)))
 
         if self._stream is None:
             self._ring.take(step, self._number, copy)
-            return step, copies[0], None
-        # The device copies from pinned memory of this process, so the slot is free as soon as the host has copied.
-        with torch.cuda.stream(self._stream):
-            self._ring.take(step, self._number, copy)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._stream)
-        return step, copies[0], copied
+        else:
+            # The device copies from pinned memory of this process: the slot is free as soon as the host has copied.
+            with torch.cuda.stream(self._stream):
+                self._ring.take(step, self._number, copy)
+                copies[0].copied = self._stream.record_event()
+        copies[0].step = step
+        return copies[0]
 
 
 class _EvaluationReader:
@@ -533,7 +601,6 @@ def _joined(batches: Sequence[_Batch]) -> _Batch:
     return _Batch(
         [each for batch in batches for each in batch.micro_batches],
         torch.stack(counts).sum(0) if counts else None,
-        [tensor for batch in batches for tensor in batch.memory],
     )
 
 

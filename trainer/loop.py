@@ -36,6 +36,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from collectives.watch.monitor import Monitor
 from collectives.watch.recorder import Recorder, StepComm
@@ -170,6 +171,7 @@ class Trainer:
         self.steps = open_steps(self.model, self.optimizer, job.optimizer.max_grad_norm or math.inf)
         self.steps_done = 0
         self._before: StepComm | None = None
+        self._waited_ahead_s = 0.0  # for the next step's batches
         self._pending: Path | None = None
         self._saver: checkpoint.Saver | None = None
         self._copies: PeerCopies | None = None
@@ -412,14 +414,17 @@ class Trainer:
         begin_s = time.perf_counter()
         with self._timed("data", "batches of the step"):
             batches = self._training_batches(step)
-        data_wait_s = time.perf_counter() - begin_s if self.job.data.counts_samples else None
+        waited_s = self._waited_ahead_s + time.perf_counter() - begin_s
+        data_wait_s, self._waited_ahead_s = waited_s if self.job.data.counts_samples else None, 0.0
         if self._saver is not None and self.job.loop.cuda_graph:
             self._saver.order_updates()  # a graph has no hook before its update
         stepped = self.steps.run(step, batches, lr)
         assert stepped.grad_norm is not None
         # Copied to the host after the step, so that reading them later does not wait for the step after.
         save_epoch, save = (self._saver.epoch, self._saver.own_state()) if self._saver else (0, (0.0, 0.0, None))
-        notes = NotesInFlight(self.model, stepped.loss, stepped.grad_norm, self.stop.is_asked, save)
+        own = stepped.loss, stepped.grad_norm, self.stop.is_asked, save
+        notes = NotesInFlight(self.model, *own, self._next_counts(step))
+        self.feed.note_counts(notes.counts_2)
         # `exclude_time` may have cleared it: then something came between, and this step is timed from its own begin.
         comm, before = self.recorder.end_step(), self._before
         self._before = comm
@@ -476,10 +481,18 @@ class Trainer:
 
     def _training_batches(self, step: int) -> Batches:
         self.open_feed()  # where a caller takes steps without `run`
-        if not self.job.data.counts_samples:
+        with self.phase("waits for its batches") if self.job.data.counts_samples else contextlib.nullcontext():
             return self.feed.training(step)
-        with self.phase("waits for its batches"):
-            return self.feed.training(step)
+
+    def _next_counts(self, step: int) -> Tensor | None:
+        """Return what the ranks add up for the next batch, for which the host waits here where it is late."""
+        if not self.feed.waits:
+            return self.feed.next_counts(step)
+        begin_s = time.perf_counter()
+        with self._timed("data", "batches of the next step"), self.phase("waits for its batches"):
+            counts_2 = self.feed.next_counts(step)
+        self._waited_ahead_s = time.perf_counter() - begin_s
+        return counts_2
 
     def _check_losses(self, step: int, name: str, losses_D: Sequence[float], remedy: str) -> None:
         layout = self.job.parallel.layout
@@ -535,6 +548,7 @@ class Trainer:
             "checkpoint_save_s": 0.0,
             "checkpoint_cpu_s": 0.0,
             "checkpoint_failures": 0,
+            "checkpoint_skipped": 0,
         }
         if self.copies_beside:
             row |= {"peer_stall_s": 0.0, "peer_save_s": 0.0, "peer_failures": 0, "peer_skipped": 0}

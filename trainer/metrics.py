@@ -60,6 +60,7 @@ _COUNTERS = {
     "tokens": "tokens trained on since this start",
     "restarts": "times that the run resumed in its folder",
     "checkpoint_failures": "checkpoints for which there was no room, since this start",
+    "checkpoints_skipped": "checkpoints that were due while storage was busy, and skipped, since this start",
     "checkpoint_seconds": "time in which training waited for checkpoints, since this start",
     "checkpoint_stall_seconds": "time that checkpoints have cost the training, those beside it too, since this start",
     "checkpoint_save_seconds": "time that checkpoints beside the training took, since this start",
@@ -209,6 +210,7 @@ class _Metrics:
             self._totals["steps"] += 1
             self._totals["tokens"] += round(row["tokens_per_s"] * row["step_ms"] / 1e3)
             self._totals["checkpoint_failures"] += row["checkpoint_failures"]
+            self._totals["checkpoints_skipped"] += row.get("checkpoint_skipped", 0)
             self._totals["checkpoint_seconds"] += row["checkpoint_s"]
             self._totals["checkpoint_stall_seconds"] += row["checkpoint_stall_s"]
             self._totals["checkpoint_save_seconds"] += row["checkpoint_save_s"]

@@ -1,6 +1,7 @@
 """The numbers of a step on their way from the device to the host, which reads them while the next step runs.
 
-One all-reduce carries the losses and whether a rank was asked to stop; one copy into pinned memory brings all of it.
+One all-reduce carries the losses, whether a rank was asked to stop, and what the next step's batch is to be told of all
+ranks (`trainer.feed`); one copy into pinned memory brings all of it.
 Not covered: what is made of the numbers (`trainer.loop`).
 
 Shapes: D data-parallel ranks, W ranks.
@@ -52,6 +53,7 @@ class NotesInFlight:
         grad_norm: as `ParallelModel.grad_norm` gave it.
         is_asked: whether this rank was asked to stop.
         save: what `Saver.own_state` gave.
+        counts_2: what `Feed.next_counts` gave: it travels with the rest, and attribute `counts_2` is its sum.
     """
 
     def __init__(
@@ -61,13 +63,17 @@ class NotesInFlight:
         grad_norm: Tensor,
         is_asked: bool,
         save: tuple[float, float, Tensor | None] = (0.0, 0.0, None),
+        counts_2: Tensor | None = None,
     ) -> None:
         is_done, has_failed, lost = save
         # Filled on the device, one by one: a copy of a list would make the host wait for the step.
         flags = [loss.new_full((1,), value) for value in (float(is_asked), is_done, has_failed)]
         lost = loss.new_zeros(1) if lost is None else lost.to(loss.dtype).view(1)
-        shared = torch.cat([spread_losses(model, loss), *flags, lost])
+        self._num_counts = 0 if counts_2 is None else len(counts_2)
+        counts = [] if counts_2 is None else [counts_2]
+        shared = torch.cat([*counts, spread_losses(model, loss), *flags, lost])
         model.world.all_reduce(shared)
+        self.counts_2 = None if counts_2 is None else shared[: self._num_counts]
         own = torch.stack([grad_norm, model.own_square]).to(shared)
         self._numbers, self._arrived = _to_host(torch.cat([shared, own]))
 
@@ -75,7 +81,8 @@ class NotesInFlight:
         """Waits for the device where it is not there yet."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        *losses, num_asked, num_done, num_failed, num_lost, grad_norm, own_square = self._numbers.tolist()
+        numbers = self._numbers.tolist()[self._num_counts :]
+        *losses, num_asked, num_done, num_failed, num_lost, grad_norm, own_square = numbers
         stops, done, failures, lost = (round(each) for each in (num_asked, num_done, num_failed, num_lost))
         return Notes(losses, stops, done, failures, lost, grad_norm, own_square)
 

@@ -47,7 +47,7 @@ from netlayer.rendezvous import Groups
 from netlayer.workload.comm_bytes import bucket_limit
 from netlayer.workload.dtypes import gradient_dtype
 from netlayer.workload.fit import has_room_for_copies, has_room_for_windows
-from netlayer.workload.memory import frees_parameters, in_flight_reductions
+from netlayer.workload.memory import frees_parameters, in_flight_reductions, may_copy_gradients
 from netlayer.workload.schedule import Schedule, forward_only
 from netlayer.workload.stages import run_of
 from netlayer.workload.zero_bubble import of_job
@@ -318,8 +318,9 @@ class ParallelModel:
 
     def _takes_peer_reduce(self) -> bool:
         group = self.groups["dp"]
+        # A job may copy beside windows, and this machine may have none.
         takes_memory = self.has_windows or (self._frees and self.device.type == "cuda")
-        if group is None or self._is_wide or not (takes_memory and self.job.overlap.copies_gradients):
+        if group is None or not (takes_memory and may_copy_gradients(self.job)):
             return False
         # Asked on every rank of the group, whatever this rank's memory: it is collective.
         reason = why_unusable(group, self.device)

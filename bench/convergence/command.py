@@ -71,7 +71,8 @@ _PATH = click.Path(path_type=Path)
     default=",".join(MEGASCALE_KINDS),
     show_default=True,
     callback=read_kinds,
-    help="Runs, in order; large_batch: AdamW at LAMB's batch; none: only show the runs of --join.",
+    help="Runs, in order; large_batch: AdamW at LAMB's batch; fp8: standard with 8-bit products; none: only show the "
+    "runs of --join.",
 )
 @click.option("--tokens", callback=read_tokens, help="Tokens per run: 300M, 200000 [by model: 125m 300M, 1m 2M].")
 @click.option(

@@ -3,7 +3,8 @@
 All have the same model size, text, seed, number of tokens and held-out windows, and are evaluated at the same numbers
 of tokens. `standard` has the standard block and AdamW, `parallel` the parallel block and a sliding window (MegaScale
 3.1), `lamb` the standard block and LAMB at a larger batch, so fewer steps; `large_batch` is AdamW at that batch, and
-tells what of LAMB's curve is the batch's doing. Not covered: other machines.
+tells what of LAMB's curve is the batch's doing; `fp8` is `standard` with 8-bit products (`model.fp8`). Not covered:
+other machines.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trainer.plan import Backend, resolve
 from trainer.train import CHECKPOINTS, OnProgress, train
 
 MEGASCALE_KINDS = (STANDARD, "parallel", "lamb")
-KINDS = (*MEGASCALE_KINDS, "large_batch")
+KINDS = (*MEGASCALE_KINDS, "large_batch", "fp8")
 LAMB_EPS = 1e-6
 """Of LAMB's authors (You et al., arXiv 1904.00962), where the user sets none."""
 _LEAST_LAMB_STEPS = 4
@@ -283,7 +284,9 @@ def _job(settings: Settings, kind: str, lr: float, tokens: int) -> JobConfig:
     eps = {"eps": LAMB_EPS} if is_lamb else {}
     name = "lamb" if is_lamb else "adamw"
     optimizer_keys = {"name": name, "steps": steps, "lr": lr, "warmup_steps": warmup_steps}
-    blocks = {"parallel_block": is_parallel, "attention_window": window}
+    blocks: dict[str, object] = {"parallel_block": is_parallel, "attention_window": window}
+    if kind == "fp8" and model.fp8 == "off":  # else as the user sets it
+        blocks["fp8"] = "tensorwise"
     tree = {
         **sections,
         "name": f"convergence-{kind}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 import time
@@ -81,7 +82,7 @@ def _take_turn(name: str, run: int, step: int, order: Order, mixture: Mixture, t
     own = {
         "step_ms": [row["step_ms"] for row in rows[order.warmup :]],
         "idle_ms": feed.idle_ms()[order.warmup :],
-        "wait_ms": feed.wait_ms[order.warmup :],
+        "wait_ms": feed.waits_ms()[order.warmup :],
         "cpu_s": cpu_s,
         "bytes": num_bytes,
         "first_batch_s": first_batch_s,
@@ -127,32 +128,53 @@ class _TimedFeed:
 
     def __init__(self, inner: Feed, step: int, device: torch.device) -> None:
         self._inner, self._step, self._is_cuda = inner, step, device.type == "cuda"
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.wait_ms: list[float] = []
+        # By step: what it asks for ahead, at the end of the one before, and what it begins with.
+        self._events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[]]
+        self.wait_ms: list[float] = [0.0]
         self.first_s = 0.0
 
     def open(self, seed: int, steps_done: int, resumed: Meta | None) -> None:
         """Do nothing: it is open."""
 
     def training(self, step: int) -> Batches:
-        events = self._pair()
-        begin_s = time.perf_counter()
-        if events is not None:
-            events[0].record()
-        batches = self._inner.training(step - self._step)
-        if events is not None:
-            events[1].record()
-        end_s = time.perf_counter()
-        self.first_s = self.first_s or end_s
-        self.wait_ms.append((end_s - begin_s) * 1e3)
+        with self._timed():
+            batches = self._inner.training(step - self._step)
+        self.first_s = self.first_s or time.perf_counter()
+        self._events.append([])
+        self.wait_ms.append(0.0)
         return batches
+
+    def next_counts(self, step: int) -> torch.Tensor | None:
+        with self._timed():
+            return self._inner.next_counts(step - self._step)
+
+    def note_counts(self, counts_2: torch.Tensor | None) -> None:
+        self._inner.note_counts(counts_2)
+
+    @property
+    def waits(self) -> bool:
+        return self._inner.waits
+
+    def waits_ms(self) -> list[float]:
+        """Return the milliseconds of each step for which the host waited."""
+        return self.wait_ms[: len(self._events) - 1]
 
     def idle_ms(self) -> list[float]:
         """Return the time of each step in which the device, or on a CPU the host, had nothing but its batch to do."""
         if not self._is_cuda:
-            return self.wait_ms
+            return self.waits_ms()
         torch.cuda.synchronize()
-        return [begin.elapsed_time(end) for begin, end in self._events]
+        return [sum(begin.elapsed_time(end) for begin, end in pairs) for pairs in self._events[:-1]]
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        events, begin_s = self._pair(), time.perf_counter()
+        if events is not None:
+            events[0].record()
+        yield
+        if events is not None:
+            events[1].record()
+        self.wait_ms[-1] += (time.perf_counter() - begin_s) * 1e3
 
     def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
         return self._inner.evaluation(global_batches)
@@ -167,7 +189,7 @@ class _TimedFeed:
         if not self._is_cuda:
             return None
         pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._events.append(pair)
+        self._events[-1].append(pair)
         return pair
 
 

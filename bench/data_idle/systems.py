@@ -13,7 +13,8 @@ from bench.data_idle.rows import WEIGHTS, Order
 from trainer.checkpoint.meta import Meta
 from trainer.data.mixture import Mixture, batch_plan, sampler_spec
 from trainer.data.sampler import BatchPlan, SamplerSpec
-from trainer.feed import Feed, SampleFeed, loss_scale
+from trainer.feed import Feed, SampleFeed
+from trainer.loss_scale import LossScale
 from trainer.model.packed import NO_TARGET, Packed
 from trainer.parallel import Batches, ParallelModel
 
@@ -86,11 +87,20 @@ class LoaderFeed:
         if model.is_last and model.place.tp == 0:
             counts_2[0] = sum(mask.numel() for _, _, mask in rows)
             counts_2[1] = torch.stack([mask.sum() for *_, mask in rows]).sum()
-        scale = loss_scale(model, counts_2)
+        scale = LossScale()
+        scale.add_up(model, counts_2)
         return [
             (tokens[:, :-1], tokens[:, 1:].masked_fill(~mask, NO_TARGET), Packed(segments, scale))
             for tokens, segments, mask in rows
         ]
+
+    def next_counts(self, step: int) -> None:
+        """Return nothing: each batch is added up as it is handed out."""
+
+    def note_counts(self, counts_2: torch.Tensor | None) -> None:
+        """Do nothing: there are none."""
+
+    waits = False
 
     def evaluation(self, global_batches: int) -> Iterator[tuple[str, Batches]]:
         raise NotImplementedError

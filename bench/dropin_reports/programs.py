@@ -172,7 +172,7 @@ def frozen_before_wrapping(side: Side) -> list[Tensor]:
     module = net()
     module[0].requires_grad_(False)
     model = side.wrap(module)
-    if side.name == "ours":
+    if side.is_ours:
         return train(side, model, side.optimizer(model, torch.optim.AdamW, lr=0.01))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return train(side, model, torch.optim.AdamW(trained, lr=0.01))
@@ -212,7 +212,7 @@ def a_distributed_checkpoint_goes_on(side: Side) -> list[Tensor]:
     options: Any = {"no_dist": True} if side.ranks == 1 else {}
     model_state, state = get_state_dict(model, optimizer)
     state_dict_saver.save({"model": model_state, "optimizer": state}, checkpoint_id=folder, **options)
-    model = side.wrap(net(seed=9), bucket_bytes=300) if side.name == "ours" else side.wrap(net(seed=9))
+    model = side.wrap(net(seed=9), bucket_bytes=300) if side.is_ours else side.wrap(net(seed=9))
     optimizer = side.optimizer(model, torch.optim.AdamW, lr=0.5)
     model_state, state = get_state_dict(model, optimizer)
     loaded: dict[str, Any] = {"model": model_state, "optimizer": state}
@@ -309,7 +309,7 @@ def accumulation_under_no_sync(side: Side) -> list[Tensor]:
     def held_back(model: Any, is_early: bool) -> contextlib.AbstractContextManager[Any]:
         if side.name == "fsdp2":
             model.set_requires_gradient_sync(not is_early)
-        has_no_sync = side.name in ("ddp", "ours") and is_early
+        has_no_sync = (side.is_ours or side.name == "ddp") and is_early
         return model.no_sync() if has_no_sync else contextlib.nullcontext()
 
     return _accumulate(side, held_back)
@@ -412,7 +412,7 @@ def a_scaler_where_ranks_hold_nothing(side: Side) -> list[Tensor]:
 
 def weight_decay_by_shape(side: Side) -> list[Tensor]:
     model = side.wrap(net())
-    if side.name == "ours":
+    if side.is_ours:
         options = lambda _name, shape: {"weight_decay": 0.5 if len(shape) > 1 else 0.0}  # noqa: E731
         return train(side, model, model.optimizer(torch.optim.AdamW, options=options, lr=0.01))
     parts = [[p for p in model.parameters() if (p.ndim > 1) is is_matrix] for is_matrix in (True, False)]

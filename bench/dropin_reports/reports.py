@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -17,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.dropin_reports import programs
+from bench.dropin_reports import programs, shard_programs
 from bench.dropin_reports.sides import Side
 
 _LIMIT_S = 60.0
 _GRACE_S = 4.0
 _TOLERANCE = 1e-6
 _MESSAGE_CHARS = 240
+_IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,103 @@ REPORTS = [
             "hooks on parameters that change gradients",
             programs.hooks_that_scale_gradients,
         ),
+        (
+            "pytorch/pytorch/issues/187437",
+            "a recomputed block is called twice before one backward pass",
+            shard_programs.recomputation_of_one_block_twice,
+        ),
+        (
+            "pytorch/pytorch/issues/153354",
+            "a recomputed model is called twice before one backward pass, as preferences are learned",
+            shard_programs.recomputation_of_one_block_twice,
+        ),
+        (
+            "pytorch/pytorch/issues/106637",
+            "two losses of one graph, whose first gradients are dropped",
+            shard_programs.two_losses_of_one_graph,
+        ),
+        (
+            "pytorch/pytorch/issues/63812",
+            "a penalty on gradients, which are differentiated themselves",
+            shard_programs.a_penalty_on_gradients_of_inputs,
+        ),
+        ("pytorch/pytorch/pull/197327", "inference mode between steps", shard_programs.inference_mode_between_steps),
+        (
+            "huggingface/transformers/issues/37186",
+            "some batches have no images: only some ranks use the vision part",
+            shard_programs.images_on_some_ranks_alone,
+        ),
+        (
+            "deepspeedai/DeepSpeed/issues/4808",
+            "experts of a mixture run in another order on each rank",
+            shard_programs.experts_in_another_order_on_each_rank,
+        ),
+        (
+            "facebookresearch/fairscale/issues/796",
+            "each rank drops layers at random",
+            shard_programs.layers_dropped_at_random,
+        ),
+        (
+            "huggingface/transformers/issues/40382",
+            "the token table is resized after wrapping",
+            shard_programs.embeddings_resized_after_wrapping,
+        ),
+        (
+            "meta-pytorch/torchforge/issues/592",
+            "adapters beside frozen matrices (LoRA) get no gradients",
+            shard_programs.adapters_beside_frozen_matrices,
+        ),
+        (
+            "pytorch/pytorch/issues/169448",
+            "a full state of a model with frozen parameters",
+            shard_programs.a_full_state_with_frozen_parameters,
+        ),
+        (
+            "deepspeedai/DeepSpeed/issues/966",
+            "the last layer has the first one's parameters",
+            shard_programs.a_layer_that_ends_the_model_begins_it_too,
+        ),
+        (
+            "pytorch/pytorch/pull/110948",
+            "a frozen layer is used several times in a pass",
+            shard_programs.a_frozen_layer_used_several_times,
+        ),
+        (
+            "pytorch/pytorch/issues/117510",
+            "a frozen layer gets an input with gradients that it does not read",
+            shard_programs.a_frozen_layer_with_an_input_that_it_omits,
+        ),
+        (
+            "meta-pytorch/torchrec/pull/3199",
+            "clipping by the largest absolute value",
+            shard_programs.clipping_by_the_largest_value,
+        ),
+        ("pytorch/pytorch/issues/77812", "layers return dataclasses", shard_programs.dataclasses_between_layers),
+        (
+            "pytorch/pytorch/issues/181832",
+            "a view that a layer returns is changed in place",
+            shard_programs.an_output_changed_in_place_by_a_view,
+        ),
+        (
+            "facebookresearch/fairscale/issues/539",
+            "groups of an optimiser by module",
+            shard_programs.groups_of_an_optimizer_by_module,
+        ),
+        (
+            "pytorch/pytorch/issues/149205",
+            "the model is called before its optimiser is made",
+            shard_programs.an_optimizer_made_after_a_forward_pass,
+        ),
+        (
+            "ByteDance-Seed/VeOmni/pull/806",
+            "a fused loss reads the head's weight itself, and keeps it for the backward pass",
+            shard_programs.a_head_whose_weight_a_fused_loss_reads,
+        ),
+        (
+            "pytorch/pytorch/issues/104187",
+            "parameters are filled after a start on the meta device",
+            shard_programs.values_given_after_a_start_on_the_meta_device,
+        ),
     )
 ]
 
@@ -224,7 +323,9 @@ def _run_rank(case: Callable[[Side], list[Tensor]], name: str, rank: int, ranks:
 
 def run(report: Report, name: str, ranks: int = 2) -> str:
     """Run a report's program on one side, and return the outcome of the rank that fares worst."""
-    context = multiprocessing.get_context("fork")  # torch is imported once
+    context = multiprocessing.get_context("fork")
+    for module in _IMPORTED:  # once, and not by each process, to which it would be most of the time
+        importlib.import_module(module)
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_run_rank, args=(report.case, name, rank, ranks, folder)) for rank in range(ranks)

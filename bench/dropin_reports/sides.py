@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collectives import ShardedDataParallel
+from collectives import Reshard, ShardedDataParallel
 
 WIDTH = 8
 STEPS = 10
-SIDES = ("ddp", "fsdp2", "ours")
+SIDES = ("ddp", "fsdp2", "ours", "ours_zero2", "ours_zero3")
+_STAGES = {"ours": 1, "ours_zero2": 2, "ours_zero3": 3}
 
 
 class Side:
@@ -20,34 +21,41 @@ class Side:
 
     def __init__(self, name: str, rank: int = 0, ranks: int = 1) -> None:
         self.name, self.rank, self.ranks = name, rank, ranks
+        self.is_ours = name in _STAGES
         self.generator = torch.Generator().manual_seed(7)
 
     def wrap(self, module: nn.Module, **ours: Any) -> Any:
         """Return the module that the loop calls. Keyword arguments go to our wrapper alone."""
         if self.name == "ddp":
             return nn.parallel.DistributedDataParallel(module)
+        layers = [part for child in module.children() for part in _layers_of(child)]
+        layers = [layer for layer in layers if any(True for _ in layer.parameters())]
         if self.name == "fsdp2":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh("cpu", (self.ranks,))
-            layers = [part for child in module.children() for part in _layers_of(child)]
             for layer in layers:
-                if any(True for _ in layer.parameters()):
-                    fully_shard(layer, mesh=mesh)
+                fully_shard(layer, mesh=mesh)
             return fully_shard(module, mesh=mesh)
-        return ShardedDataParallel(module, **ours) if self.name == "ours" else module
+        if not self.is_ours:
+            return module
+        stage = _STAGES[self.name]
+        if stage == 3:
+            # What FSDP2 shards, or the module itself: the smallest that can be freed between its uses.
+            ours = {"units": layers or [module]} | ours
+        return ShardedDataParallel(module, reshard=Reshard.of_stage(stage), **ours)
 
     def optimizer(self, model: Any, kind: Any, only: Callable[[str, Any], bool] | None = None, **settings: Any) -> Any:
         """Make an optimiser of all parameters, or of those that `only` picks by name and shape."""
-        if self.name == "ours":
+        if self.is_ours:
             return model.optimizer(kind, only=only, **settings)
         named = [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
         return kind([p for name, p in named if only is None or only(name, p.shape)], **settings)
 
     def inner(self, model: Any) -> Any:
         """The module behind the wrapper."""
-        return model.module if self.name in ("ddp", "ours") else model
+        return model.module if self.is_ours or self.name == "ddp" else model
 
     def batch(self, whole: bool = False) -> Tensor:
         """Return this rank's part of the next batch, or all of it."""
@@ -70,6 +78,12 @@ def _layers_of(child: nn.Module) -> list[nn.Module]:
 def net(depth: int = 3, seed: int = 3) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth)])
+
+
+def train_step(side: Side, model: Any, optimizer: Any) -> None:
+    model(side.batch()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def train(

@@ -349,7 +349,15 @@ def _recipes(predictions: Sequence[Prediction]) -> dict[tuple[object, ...], list
         plan = each.row.plan
         job = plan.job
         overlap = job.overlap.tp, job.overlap.pp, job.overlap.dp
-        software = plan.precision, plan.kernels, plan.attention, plan.zero, plan.delayed_scaling, plan.deferred_heads
+        software = (
+            plan.precision,
+            plan.kernels,
+            plan.attention,
+            plan.zero,
+            plan.delayed_scaling,
+            plan.tp_only_amax,
+            plan.deferred_heads,
+        )
         key = (each.row.family, plan.device.name, plan.cp, job.model, job.parallel, job.batch, overlap, *software)
         groups.setdefault(tuple(map(repr, key)), []).append(each)
     return groups

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netlayer.command import RunOptions, run_options, run_options_without_config
+from netlayer.command import FiniteRange, RunOptions, run_options, run_options_without_config
 from netlayer.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from bench.estimate.step import StepEstimate
 
 _PATH = click.Path(path_type=Path)
-_DEVICE = click.option("--device", default="H100", show_default=True, metavar="NAME", help="A100, H100, H200, ...")
+_DEVICE = click.option(
+    "--device",
+    default="H100",
+    show_default=True,
+    metavar="NAME",
+    help="A100, H100, H200, H100-500W, or FILE.toml: a card of yours (docs/benchmarks.md).",
+)
 _PRECISION = click.option(
     "--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True, help="Of the blocks' GEMMs."
 )
@@ -30,7 +36,7 @@ _ZERO = click.option(
 )
 _LAUNCH = click.option(
     "--launch-us",
-    type=click.FloatRange(0),
+    type=FiniteRange(0, 1e6),
     default=0.0,
     show_default=True,
     metavar="US",
@@ -62,7 +68,7 @@ def estimate() -> None:
     show_default=True,
     help="Of norms and activations.",
 )
-@click.option("--tokens", default=1e12, show_default=True, type=click.FloatRange(1), help="Tokens to count days for.")
+@click.option("--tokens", default=1e12, show_default=True, type=FiniteRange(1, 1e18), help="Tokens to count days for.")
 @_LAUNCH
 @_FABRIC
 @run_options
@@ -252,7 +258,8 @@ def paper(options: RunOptions) -> None:
     """Print MegaScale's tables (NSDI'24) beside predictions from its smallest baseline row alone.
 
     Table 2 in seconds, the 530B model, and what each step of the ablation adds in points of MFU. Bars: seconds within
-    4%, points within 2.
+    4%, points within 2. Then Megatron-LM's authors' own steps on A100, from their 175B alone: one has the layout, the
+    batch and the cards of the 530B on 2,240 GPUs.
 
     \b
     Example:
@@ -433,7 +440,9 @@ def _print_step(plan: Plan, result: StepEstimate, slowdown: float, pp_slowdown: 
         f"{result.peak_flops / 1e12:,.1f} TFLOP/s a GPU"
     )
     click.echo(f"  {result.days(tokens):,.1f} days for {tokens:.3g} tokens, without restarts")
-    full = " (does not fit)" if result.memory.reserved > plan.device.memory_bytes else ""
+    full = ""
+    if result.memory.reserved > plan.device.memory_bytes:
+        full = " (does not fit: netlayer estimate search ranks layouts that do)"
     exchanges = result.memory.exchanges
     windows = f" and {gib(exchanges)} of windows in the memory of the peers" if exchanges else ""
     click.echo(f"  memory a rank: {result.memory}{windows}, of {gib(plan.device.memory_bytes)}{full}")

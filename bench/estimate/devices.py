@@ -1,6 +1,7 @@
 """GPUs that an estimate can be made for: data-sheet figures, and six fitted numbers a generation.
 
-Data-sheet peaks come from `netlayer.workload.peaks` by the name that the driver gives a card.
+Data-sheet peaks come from `netlayer.workload.peaks` by the name that the driver gives a card. A card that is not known
+here is a TOML file (`DeviceFile`): a known card that it is like, and what differs.
 """
 
 from __future__ import annotations
@@ -8,7 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from pydantic import Field
+
+from netlayer.config.file import parse_toml
+from netlayer.config.section import Section
+from netlayer.config.tree import build_section
 from netlayer.errors import ConfigError
 from netlayer.workload.peaks import memory_bandwidth, peak_flops
 
@@ -51,6 +58,8 @@ class Device:
         clock: speed of its multiprocessors over the usual card's, where a form has less power.
         nvlink_bps: NVLink rate of one card and direction, bits/s.
         multiprocessors: of the card.
+        bf16_flops, fp8_flops: dense peaks, FLOP/s, where a file gives them; 0: as the data sheet says.
+        own_numbers: the card's own six, where a file gives any; None: its generation's.
     """
 
     name: str
@@ -61,15 +70,25 @@ class Device:
     multiprocessors: int = 132
     memory_bps: float = 0.0
     clock: float = 1.0
+    bf16_flops: float = 0.0
+    fp8_flops: float = 0.0
+    own_numbers: Numbers | None = None
 
     def peak(self, precision: str) -> float | None:
         """Dense peak FLOP/s in `bf16` or `fp8` by the data sheet; None where the card lacks that."""
+        if flops := self.bf16_flops if precision == "bf16" else self.fp8_flops:
+            return flops
         return peak_flops(self.driver_name, {"bf16": "bfloat16", "fp8": "float8"}[precision])
 
     @property
     def bandwidth(self) -> float:
         """Bytes/s of the memory by the data sheet."""
         return self.memory_bps or memory_bandwidth(self.driver_name) or 0.0
+
+    @property
+    def numbers(self) -> Numbers:
+        """The six numbers that hold for the card."""
+        return self.own_numbers or NUMBERS[self.generation]
 
 
 _GIB = 2**30
@@ -93,20 +112,81 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _DEVICES}
 
 NUMBERS: Mapping[str, Numbers] = {
     # Fitted by `bench.estimate.fit` to the arena's public rows of H100 and H200 cards, all of them.
-    "Hopper": Numbers(gemm=0.686, gemm_fp8=0.690, attention=0.442, memory=0.822, links=0.839, spread=0.0115),
+    "Hopper": Numbers(gemm=0.691, gemm_fp8=0.683, attention=0.458, memory=0.823, links=0.849, spread=0.0143),
     # Not fitted: published figures of A100. Attention: FlashAttention-2 reaches 50 to 73% of peak (arXiv 2307.08691);
     # large GEMMs about 80% of it, which `netlayer estimate paper` calibrates; the rest as on Hopper, or a little less.
     "Ampere": Numbers(gemm=0.78, gemm_fp8=1.0, attention=0.60, memory=0.80, links=0.75, spread=0.008),
 }
 
 
+class DeviceFile(Section):
+    """A card of a TOML file: what it is like, and what differs; rates as vendors print them."""
+
+    like: str = Field(description="the known card that it is like, which gives all that is omitted")
+    driver_name: str | None = Field(None, description="as nvidia-smi prints it: whose records `tune plan` takes")
+    memory_gib: float | None = Field(None, gt=0, le=1e5, description="memory of a card, GiB")
+    memory_gbps: float | None = Field(None, gt=0, le=1e6, description="bandwidth of its memory, GB/s")
+    nvlink_gbps: float | None = Field(None, gt=0, le=1e6, description="NVLink or its like, a direction, Gb/s")
+    multiprocessors: int | None = Field(None, ge=1, le=10_000, description="multiprocessors of a card")
+    bf16_tflops: float | None = Field(None, gt=0, le=1e7, description="dense bfloat16 peak, TFLOP/s, without sparsity")
+    fp8_tflops: float | None = Field(
+        None, gt=0, le=1e7, description="dense float8 peak, TFLOP/s; omitted: twice bf16_tflops, where `like` has one"
+    )
+    gemm: float | None = Field(None, gt=0, le=1, description="share of the bfloat16 peak that large GEMMs sustain")
+    gemm_fp8: float | None = Field(None, gt=0, le=1, description="the same of the float8 peak")
+    attention: float | None = Field(None, gt=0, le=1, description="share of the bfloat16 peak of fused attention")
+    memory: float | None = Field(None, gt=0, le=1, description="share of the bandwidth that norms and casts reach")
+    links: float | None = Field(None, gt=0, le=1, description="share of the line rate that collectives reach")
+    spread: float | None = Field(None, ge=0, le=0.5, description="standard deviation of ranks' speeds over their mean")
+
+
 def device_of(name: str) -> Device:
-    """Return the device of a name, in any case.
+    """Return the device of a name, in any case, or of a TOML file.
 
     Raises:
-        ConfigError: none has it.
+        ConfigError: none has the name; the file cannot be read, or breaks a rule.
     """
+    if name.lower().endswith(".toml"):
+        return read_device(Path(name))
     known = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() not in known:
-        raise ConfigError("--device", name, "is not known", f"give one of {', '.join(DEVICES)}")
+        rest = f"give one of {', '.join(DEVICES)}, or a TOML file of yours (docs/benchmarks.md)"
+        raise ConfigError("--device", name, "is not known", rest)
     return known[name.lower()]
+
+
+def read_device(path: Path) -> Device:
+    """Return the card of a TOML file (`DeviceFile`), called as the file is.
+
+    Raises:
+        ConfigError: the file cannot be read, or breaks a rule.
+    """
+    try:
+        tree = parse_toml(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ConfigError("--device", path, "there is no such file", "give one as docs/benchmarks.md has it") from exc
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError("--device", path, f"cannot be read ({exc})", "give a readable TOML file in UTF-8") from exc
+    except ValueError as exc:  # tomllib's error is one
+        raise ConfigError("--device", path, f"is not TOML ({exc})", "fix that line") from exc
+    card = build_section(DeviceFile, tree, f"{path.name}: ")
+    base = next((device for key, device in DEVICES.items() if key.lower() == card.like.lower()), None)
+    if base is None:
+        raise ConfigError(f"{path.name}: like", card.like, "is not known", f"give one of {', '.join(DEVICES)}")
+    fp8 = base.peak("fp8") or 0.0
+    if card.bf16_tflops and fp8:
+        fp8 = 2e12 * card.bf16_tflops
+    shares = {field.name: getattr(card, field.name) for field in dataclasses.fields(Numbers)}
+    own = {key: value for key, value in shares.items() if value is not None}
+    return dataclasses.replace(
+        base,
+        name=path.stem,
+        driver_name=card.driver_name or path.stem,
+        memory_bytes=round(card.memory_gib * _GIB) if card.memory_gib else base.memory_bytes,
+        memory_bps=1e9 * card.memory_gbps if card.memory_gbps else base.bandwidth,
+        nvlink_bps=round(1e9 * card.nvlink_gbps) if card.nvlink_gbps else base.nvlink_bps,
+        multiprocessors=card.multiprocessors or base.multiprocessors,
+        bf16_flops=1e12 * card.bf16_tflops if card.bf16_tflops else base.peak("bf16") or 0.0,
+        fp8_flops=1e12 * card.fp8_tflops if card.fp8_tflops else fp8,
+        own_numbers=dataclasses.replace(base.numbers, **own) if own else None,
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from netlayer.config.tree import JobConfig
+from netlayer.workload.float8 import found_amaxes, found_of_linears
 
 # Launches of one block and micro-batch, forward and backward. reports/trainer_*.json, profiles, over blocks and
 # micro-batches: 44 (dp2_graph), 52 (pp2vp2_native3d), 54 (8_layers_native3d), 56 (125m); 36 for a parallel block
@@ -26,13 +27,16 @@ _FORWARD = 1 / 3
 _PARTS, _DIRECT, _COLLECTIVES = 14, 80, 20
 DIRECT_S = 10e-6
 """A call that Python makes of the driver itself. Assumed: no record holds it."""
-# A linear in 8 bits, tensorwise (trainer/ops/fp8.py, fp8_kernels.py, since 391176d): to quantise is three launches (a
-# scalar filled, the largest magnitude, the cast, which also transposes), of input and weight forward, of gradient and
-# weight backward, where the weight is transposed apart. A weight that travels in 8 bits is not quantised here. With
-# tensor parallelism each part of the rows is quantised as it comes, and input and gradient once more for the weight's
-# gradient; a column's input that travels in 8 bits has a scale of all ranks (largest 2, its NaN, all-reduce, scale 2,
-# cast), and is cast and transposed backward.
-_QUANTISE, _TRANSPOSE, _LINEARS, _SHARED_SCALE, _SENT_AGAIN = 3, 1, 2, 7, 2
+# A linear in 8 bits, tensorwise (trainer/ops/fp8.py, fp8_kernels.py): to quantise is three launches (a scalar filled,
+# the largest magnitude, the cast, which also transposes), or the cast alone where the largest magnitude has been found
+# (netlayer/workload/float8.py), for which a block fills its scalars at once; of input and weight forward, of gradient
+# and weight backward, where the weight is cast transposed by the magnitude of the forward pass. Gradients of queries,
+# keys and values are read and cast one by one, and not joined, but where there is a bias. A weight that travels in 8
+# bits is not quantised here, and transposed backward. With tensor parallelism each part of the rows is quantised as it
+# comes, and input and gradient once more for the weight's gradient; a column's input that travels in 8 bits has a scale
+# of all ranks (its NaN, all-reduce, scale 2, cast), and is cast and transposed backward.
+_QUANTISE, _CAST, _LINEARS, _SHARED_SCALE, _SENT_AGAIN = 3, 1, 2, 5, 2
+_PARTS_OF_QKV = 3
 # Context parallelism (trainer/ops/context_attention.py), beyond the attention's own: the exchange of keys with its
 # copies, two calls for two halves of the heads backward; and of each other rank's part.
 _CONTEXT, _CONTEXT_PART = (3, 16), (2, 6)
@@ -80,16 +84,7 @@ class Host:
         model = job.model
         if model.fp8 != "off":
             share = max(0, model.layers - model.fp8_first - model.fp8_last) / model.layers
-            of_weight = 0 if model.fp8_param_gather else _QUANTISE
-            first = _LINEARS * (_QUANTISE + of_weight)
-            second = _LINEARS * (_QUANTISE + of_weight + _TRANSPOSE)
-            if job.parallel.tp > 1:
-                parts = job.parallel.tp if job.overlap.tp else 1
-                first += _LINEARS * _QUANTISE * (parts - 1)
-                second += _LINEARS * _QUANTISE * (parts - 1 + 2)
-                if model.fp8_tp_gather:
-                    first += _SHARED_SCALE - _QUANTISE * parts
-                    second += _SENT_AGAIN - _QUANTISE
+            first, second = _narrow_launches(job, is_mlp)
             forward, backward = (
                 each + share * more * self.launch_s for each, more in ((forward, first), (backward, second))
             )
@@ -105,6 +100,27 @@ class Host:
     def optimizer_s(self, num_blocks: float, num_buckets: int) -> float:
         """Return seconds of what a step launches once: the optimiser, and the exchange of each bucket."""
         return (_OPTIMIZER * num_blocks + _BUCKET * num_buckets) * self.launch_s
+
+
+def _narrow_launches(job: JobConfig, is_mlp: bool) -> tuple[float, float]:
+    """Return launches more of a half block's two linears in 8 bits, forward and backward."""
+    model, tp = job.model, job.parallel.tp
+    inputs_found, grads_found = found_of_linears(model, tp, is_mlp=is_mlp)
+    of_weight = 0 if model.fp8_param_gather else _QUANTISE
+    fills = 0 if is_mlp else bool(found_amaxes(model, tp))
+    if tp == 1:
+        first = sum(_CAST if is_found else _QUANTISE for is_found in inputs_found)
+        second = sum(_CAST if is_found else _QUANTISE for is_found in grads_found)
+        if not is_mlp and not model.bias and not model.parallel_block:
+            second += 2 * (_PARTS_OF_QKV - 1) - 1  # each part's largest and cast, and no join
+        return first + _LINEARS * of_weight + fills, second + _LINEARS * _CAST
+    parts = tp if job.overlap.tp else 1
+    first = _LINEARS * (_QUANTISE * parts + of_weight)
+    second = _LINEARS * (_QUANTISE * (parts + 2) + (of_weight or _CAST)) - (_QUANTISE - _CAST) * inputs_found[1]
+    if model.fp8_tp_gather:
+        first += _SHARED_SCALE - _QUANTISE * parts
+        second += _SENT_AGAIN - _QUANTISE
+    return first + fills, second
 
 
 def launch_s_of(rows: Sequence[Mapping[str, Any]], system: str) -> float | None:

@@ -16,8 +16,9 @@ from bench.estimate.network import Network
 from bench.estimate.plan import Plan
 from netlayer.workload.buckets import USUAL_BLOCKS
 from netlayer.workload.dtypes import DTYPE_BYTES
+from netlayer.workload.float8 import cast_bytes
 from netlayer.workload.flops import head_flops, linear_flops, scores_flops
-from netlayer.workload.model_size import block_elements, qkv_width, table_elements, up_width
+from netlayer.workload.model_size import block_elements, linear_widths, table_elements, up_width
 
 POINTWISE = {"fused": 1.0, "compiled": 1.2, "eager": 2.2}
 """Time of norms and activations over that of fused kernels: geometric means of the rows of ours, Inductor's and torch's
@@ -34,6 +35,10 @@ PARTS = 4
 part lies under nothing)."""
 _FORWARDS_OF_ATTENTION = 2.5
 """Products of fused attention's backward over its forward's: five to two, for it computes the scores again."""
+_SCORE_BYTES = 13.0, 19.0
+"""Bytes a score that attention without fusion moves forward and backward, a row of scores whole: two products, a
+softmax with its scale and mask, and a dropout with its mask of one byte, each tensor of two bytes read or written once
+(of these Korthikanti et al., arXiv 2205.05198, section 4.1, keep five of a score)."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +143,9 @@ class Operators:
         gemm = tokens * linear_flops(model)[is_mlp] / tp / self._narrow
         if plan.waits_for_nccl:  # products leave it some multiprocessors throughout
             gemm /= 1 - 2 * USUAL_BLOCKS / plan.device.multiprocessors
-        inputs, outputs = self._widths(is_mlp)
+        inputs, outputs = map(sum, linear_widths(model, tp, is_mlp=is_mlp))
         writes = ENDS * 2 * tokens / self._bandwidth
-        attention = 0.0 if is_mlp else tokens * self._keys_flops(window) / tp / self._attention
+        attention, attention_backward = (0.0, 0.0) if is_mlp else self._attention_s(window)
         scale = POINTWISE[plan.kernels] / self._bandwidth
         has_norm = not (model.parallel_block and is_mlp)
         # Bytes a token. A norm with the sum before it reads two tensors and writes two; so does its backward.
@@ -180,7 +185,7 @@ class Operators:
             forward_again = forward
         second = Times(
             (2 + again) * gemm + writes * (inputs + again * outputs),
-            (_FORWARDS_OF_ATTENTION + (recompute == "full")) * attention,
+            attention_backward,
             backward + casts_backward + sums + forward_again + again * casts_forward,
             exposed[1] + (exposed[0] if recompute == "full" else 0.0),
             2 * keys_exposed,
@@ -249,51 +254,48 @@ class Operators:
             return 0.0
         return min(elements, plan.narrow_share * model.layers / parallel.pp * block_elements(model, parallel.tp))
 
+    def _attention_s(self, window: int) -> tuple[float, float]:
+        """Return seconds between the linears of attention, forward, and backward with what is computed again."""
+        plan = self.plan
+        model, tp = plan.job.model, plan.job.parallel.tp
+        again = model_recompute(plan) == "full"
+        if plan.attention != "unfused":
+            forward = plan.tokens * self._keys_flops(window) / tp / self._attention
+            return forward, (_FORWARDS_OF_ATTENTION + again) * forward
+        # A mask is applied to all scores of a sequence, and saves none of their products.
+        products = plan.tokens * 4 * model.attention_width * model.seq_len / tp / self._attention
+        scores = plan.tokens * model.seq_len * model.heads / tp
+        forward, backward = (
+            number * products + num_bytes * scores / self._bandwidth
+            for number, num_bytes in zip((1, 2), _SCORE_BYTES, strict=True)
+        )
+        return forward, backward + (again or model.recomputes("core_attn")) * forward
+
     def _keys_flops(self, window: int) -> float:
         """Forward FLOPs a token of causal attention."""
         model = self.plan.job.model
         layer = next(layer for layer in range(model.layers) if model.window(layer) == window)
         return scores_flops(model, layer)
 
-    def _widths(self, is_mlp: bool) -> tuple[float, float]:
-        """Return the widths of the inputs of a half block's two linears on a rank, and those of their outputs."""
-        model, tp = self.plan.job.model, self.plan.job.parallel.tp
-        h = model.hidden
-        if is_mlp:
-            return h + model.ffn_hidden / tp, up_width(model) / tp + h
-        return h + model.attention_width / tp, qkv_width(model) / tp + h
-
     def _casts(self, is_mlp: bool) -> tuple[float, float]:
         """Return seconds of FP8's casts: of a linear's input, and of its output's gradient, each also transposed.
 
-        A tensor is read and written twice in a byte an element, and with current scaling read once more before, for its
-        largest magnitude. This trainer quantises weights too, in every pass that they have not travelled for in 8 bits
-        ([Note: what is kept], `trainer.ops.fp8`; `blockwise` has more, which is not counted).
+        Transformer Engine's: a tensor is read and written twice in a byte an element, and with current scaling read
+        once more before. This trainer's are the workload's to say.
         """
         plan = self.plan
         if plan.precision != "fp8":
             return 0.0, 0.0
-        inputs, outputs = self._widths(is_mlp)
+        model, tp = plan.job.model, plan.job.parallel.tp
         scale = plan.narrow_share / self._bandwidth
         if plan.narrow_exchanges:
+            inputs, outputs = map(sum, linear_widths(model, tp, is_mlp=is_mlp))
             num_bytes = 4 if plan.delayed_scaling else 6
             return num_bytes * plan.tokens * inputs * scale, num_bytes * plan.tokens * outputs * scale
-        # Bytes an element: read for the largest magnitude; read, and written in 8 bits (each way of the two, one more).
-        largest, cast, transpose = 2.0, 2.0 + 1.0, 1.0 + 1.0
-        model, tp = plan.job.model, plan.job.parallel.tp
-        of_weights = 0.0 if model.fp8_param_gather else (largest + cast) * self._elements(is_mlp)
-        if tp == 1:
-            first, second = (largest + cast + 1.0) * inputs, (largest + cast + 1.0) * outputs
-        else:
-            # Rows are quantised as they arrive, and for the weight's gradient once more over all of them.
-            first = (largest + cast) * inputs
-            second = (largest + cast) * (2 * outputs + inputs)
-            if model.fp8_tp_gather:  # its own rows before they travel, which they do in both passes
-                first += ((largest + cast) / tp - (largest + cast)) * model.hidden
-                second += (cast / tp + transpose - (largest + cast)) * model.hidden
+        each, elements = cast_bytes(model, tp, is_mlp=is_mlp), self._elements(is_mlp)
         return (
-            scale * (plan.tokens * first + of_weights),
-            scale * (plan.tokens * second + of_weights + transpose * self._elements(is_mlp)),
+            scale * (plan.tokens * each.forward + elements * each.forward_weight),
+            scale * (plan.tokens * each.backward + elements * each.backward_weight),
         )
 
     def _weight_sums(self, is_mlp: bool) -> float:

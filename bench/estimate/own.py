@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.estimate.devices import DEVICES, NUMBERS, Device
+from bench.estimate.devices import DEVICES, Device
 from bench.estimate.host import Host, launch_s_of
 from bench.estimate.plan import Plan, Precision
 from bench.estimate.step import estimate_step
@@ -25,8 +25,8 @@ MEDIAN_BAR, WORST_BAR = 0.05, 0.10
 _LATER = (("overlap", "zero_bubble", False), ("parallel", "balance", False), ("model", "operators", "torch"))
 """Keys of techniques that are on by default and came after the first records: a record without the key ran without.
 Triton's operators came on 2026-11-23, the key with them: records of the day before are of torch's."""
-_FP8_PASSES = "2026-11-28T08:20"
-"""Time of 391176d, from which on 8-bit products have the passes and launches that are counted here."""
+_FP8_PASSES = "2026-11-28T10:45"
+"""Time of 293703a, from which on 8-bit products have the passes and launches that are counted here."""
 OURS = "ours"
 _ROUNDS = 4
 
@@ -114,7 +114,7 @@ def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
 
 def _step_s(plan: Plan, factor: float) -> float:
     """Return a step whose device takes `factor` times as long as its numbers say."""
-    numbers = NUMBERS[plan.device.generation]
+    numbers = plan.device.numbers
     scaled = {name: getattr(numbers, name) / factor for name in ("gemm", "gemm_fp8", "attention", "memory", "links")}
     return estimate_step(plan, dataclasses.replace(numbers, **scaled)).step_s
 

@@ -28,7 +28,7 @@ from netlayer.workload.stages import run_of
 Precision = Literal["bf16", "fp8"]
 Kernels = Literal["fused", "compiled", "eager"]
 KERNELS: tuple[Kernels, ...] = ("fused", "compiled", "eager")
-Attention = Literal["current", "previous"]
+Attention = Literal["current", "previous", "unfused"]
 Under = Literal["rows", "parts"]
 CHANNELS = 16
 """Channels that NCCL's collectives usually take, each a block on a multiprocessor."""
@@ -67,7 +67,7 @@ class Plan:
             parameters are gathered for each forward and each backward, gradients reduced after each backward.
         kernels: of norms and activations: fused (Triton, Transformer Engine), compiled (Inductor), eager.
         attention: a kernel made for this generation of GPUs (Hopper: cuDNN's, FlashAttention-3; Ampere:
-            FlashAttention-2), or for the one before.
+            FlashAttention-2), or for the one before, or products whose scores pass the memory (Megatron-LM until 2022).
         deferred_heads: micro-batches whose gradients of the head's weights the last stage computes when its passes are
             done, while the others still compute (Megatron's `defer_embedding_wgrad_compute` and its limit).
         recompute_share: share of a forward's linears that backward computes again, where it is not 0 or 1.
@@ -77,7 +77,9 @@ class Plan:
             cuts them.
         dp_channels: channels of data-parallel collectives: multiprocessors that computation lacks meanwhile.
         delayed_scaling: FP8's maxima of a pass are all-reduced over all ranks of its stage when it ends: Transformer
-            Engine's delayed scaling, where it is not told to keep to the tensor-parallel group.
+            Engine's delayed scaling.
+        tp_only_amax: they are all-reduced in the tensor-parallel group alone, whose ranks meet at each linear anyway
+            (Megatron's `tp_only_amax_red`; before Transformer Engine 1.6 NVTE_DP_AMAX_REDUCE_INTERVAL=0).
         host: what launching costs; None: not modelled. A job with `loop.cuda_graph` has none.
     """
 
@@ -95,6 +97,7 @@ class Plan:
     dp_buckets: int = 0
     dp_channels: int = CHANNELS
     delayed_scaling: bool = False
+    tp_only_amax: bool = False
     host: Host | None = None
 
     @functools.cached_property

@@ -24,9 +24,10 @@ from netlayer.workload.flops import step_flops, utilisation
 ROWS_FILE = Path(__file__).with_name("rows.csv")
 ASIDE_FILE = Path(__file__).with_name("rows_aside.csv")
 """Rows that no fit sees, by facts alone: read once the model stood, and never to choose by."""
-Scaling = Literal["delayed", "current", "unknown"]
-"""Scales of FP8: by maxima of earlier passes, reduced over ranks; by the tensor's own; or the source does not say, and
-then the row counts as current scaling, which adds no meeting of ranks that nobody has published."""
+Scaling = Literal["delayed", "delayed-tp", "current", "unknown"]
+"""Scales of FP8: by maxima of earlier passes, reduced over all ranks of a stage or in the tensor-parallel group alone
+(`Plan.tp_only_amax`); by the tensor's own; or the source does not say, and then the row counts as current scaling,
+which adds no meeting of ranks that nobody has published."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def _row(cells: dict[str, Any], place: str) -> Row:
         deferred_heads=numbers["deferred_heads"],
         recompute_share=0.5 if recompute == "half" else None,
         bucket_mb=float(cells.get("bucket_mb") or 0),
-        delayed_scaling=scaling == "delayed",
+        delayed_scaling=scaling in ("delayed", "delayed-tp"),
+        tp_only_amax=scaling == "delayed-tp",
     )
     tokens = numbers["gbs"] * numbers["seq"]
     step_s = float(cells["step_s"] or tokens / numbers["gpus"] / float(cells["tokens_s_gpu"]))
@@ -145,6 +147,7 @@ def plan_of(
     nic_bps: int = 400_000_000_000,
     bucket_mb: float = 0.0,
     delayed_scaling: bool = False,
+    tp_only_amax: bool = False,
 ) -> Plan:
     """Return the plan of a published run: eight GPUs a server, a NIC each, gradients reduced in bfloat16.
 
@@ -193,4 +196,5 @@ def plan_of(
         deferred_heads=deferred_heads,
         recompute_share=recompute_share,
         delayed_scaling=delayed_scaling,
+        tp_only_amax=tp_only_amax,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from bench.estimate.devices import NUMBERS, Numbers
+from bench.estimate.devices import Numbers
 from bench.estimate.plan import Plan
 from bench.estimate.step import StepEstimate, estimate_step, memory_of, quick_step_s
 from netlayer.config.tree import JobConfig
@@ -77,7 +77,7 @@ def search(
     Raises:
         ConfigError: none fits.
     """
-    numbers = numbers or NUMBERS[base.device.generation]
+    numbers = numbers or base.device.numbers
     refused: Counter[str] = Counter()
     layouts = list(_layouts(base))
     least_bytes: int | None = None

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from bench.estimate.devices import NUMBERS, Numbers
+from bench.estimate.devices import Numbers
 from bench.estimate.network import Network
 from bench.estimate.operators import Operators
 from bench.estimate.plan import CHANNELS, Plan
@@ -122,12 +122,12 @@ def estimate_step(
     """Predict a step.
 
     Args:
-        numbers: fitted ones; by default those of the device's generation.
+        numbers: fitted ones; by default those of the device.
         slowdown: of rings that leave a server; see `network.fabric_slowdowns`.
         pp_slowdown: of messages between stages that do.
         exact: run the schedule; False: its closed form, for the first look at many layouts.
     """
-    numbers = numbers or NUMBERS[plan.device.generation]
+    numbers = numbers or plan.device.numbers
     timing = _Timing(plan, numbers, slowdown, pp_slowdown)
     pp, count = plan.job.parallel.pp, plan.num_micro_batches
     pipeline = timing.pipeline_s(exact)
@@ -254,7 +254,7 @@ class _Timing:
     def _meeting(self, time: float) -> tuple[float, float]:
         """Return what a pass of so many seconds waits where ranks meet at its end: for the network, and for jitter."""
         plan = self.plan
-        if plan.delayed_scaling and plan.precision == "fp8":
+        if plan.delayed_scaling and not plan.tp_only_amax and plan.precision == "fp8":
             ranks = plan.job.parallel.tp * plan.group_size * plan.job.parallel.dp_replicate
             return self.network.small_all_reduce(ranks), jitter_of(time) * slowest_of(ranks)
         return 0.0, pipeline_wait(plan.job) * jitter_of(time)

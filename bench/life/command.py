@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from netlayer.command import RunOptions, run_options
+from netlayer.command import FiniteRange, RunOptions, run_options
 from netlayer.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class _Numbers(_ParamType):
 
 @click.command()
 @click.option("--life", "life_file", type=_PATH, help="TOML of rates and times [default: bench/life/defaults.toml].")
-@click.option("--days", type=click.FloatRange(0.1, 3650), help="Length of the run [default: the life's].")
+@click.option("--days", type=FiniteRange(0.1, 3650), help="Length of the run [default: the life's].")
 @click.option(
     "--checkpoint-every",
     "checkpoints",
@@ -195,9 +195,14 @@ def _policies(
         rule = f"is above cluster.servers = {life.servers}"
         raise ConfigError("--standbys", f"{max(standbys):g}", rule, "give fewer standbys")
     config = options.load_config()
-    most = config.job.parallel.dp if "job" in config.model_fields_set else life.servers
+    limits = {"cluster.servers": life.servers}  # a replica fails with its server
+    if "job" in config.model_fields_set:
+        limits["job.parallel.dp"] = dp = config.job.parallel.dp
+        if (uneven := next((number for number in replicas if dp % number), None)) is not None and uneven <= dp:
+            rule = f"must divide job.parallel.dp = {dp}: a replica is a part of its ranks"
+            raise ConfigError("--replicas", f"{uneven:g}", rule, "give another number")
+    owner, most = min(limits.items(), key=lambda limit: limit[1])
     if max(replicas) > most:
-        owner = "job.parallel.dp" if "job" in config.model_fields_set else "cluster.servers"
         raise ConfigError("--replicas", f"{max(replicas):g}", f"is above {owner} = {most}", "give fewer replicas")
     saves = list(checkpoints or _CHECKPOINTS)
     young = young_s(life)
@@ -345,7 +350,8 @@ def _print_policies(study: Study, top: int) -> None:
         for rank, result in enumerate(results[:top], start=1)
     ]
     gpus = life.servers * life.gpus_per_server
-    title = f"simulated: {gpus:,} GPUs on {life.servers:,} servers for {life.days:g} days"
+    servers = f"{life.servers:,} server{'s' * (life.servers != 1)}"
+    title = f"simulated: {gpus:,} GPUs on {servers} for {life.days:g} days"
     headings = ["", "policy", "of all", "ETTR", "90% of runs", "closed form", "stops", "loses by (points)"]
     note = "of all: ETTR of all servers, standbys among them. Closed form: Daly, a null model."
     if len(results) > top:

@@ -249,11 +249,11 @@ def _cases(report: Report, page: _Page) -> None:
         {
             "run": result.case.name,
             "published": f"{result.case.published.text} ({result.case.published.by})",
+            "verdict": result.verdict + ("" if result.is_narrow else ", too wide"),
             "low": result.low,
             "median": result.middle,
             "high": result.high,
             "width / points": 100 * result.width,
-            "verdict": result.verdict + ("" if result.is_narrow else ", too wide"),
             "closed form": result.closed,
             "runs that agree": result.share,
         }

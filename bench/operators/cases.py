@@ -8,18 +8,17 @@ Shapes: B sequences, T positions, M = T * B rows, D hidden, F inside the MLP, H 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.adamw import adamw
+from torch.utils.checkpoint import checkpoint
 
-from collectives.tensor.autotuned_gemm import can_tune
-from collectives.tensor.gemm import add_matmul, multiply
+from bench.operators.case import Case, Sizes, Way
+from bench.operators.products import products, products_in_8_bits, rotary
 from collectives.triton_support import HAS_TRITON
 from trainer.ops.activation import bias_gelu, swiglu
 from trainer.ops.attention import attention, flex_window, window_mask
@@ -30,52 +29,6 @@ from trainer.ops.norm import add_norm
 if HAS_TRITON:
     from trainer.ops.join_kernels import join_and_sum
     from trainer.optim.adamw_kernel import adamw_step
-
-Way = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """One micro-batch of a model; 7B's. `shard`: elements that an optimiser steps, 7B's block."""
-
-    batch: int = 4
-    positions: int = 2048
-    hidden: int = 4096
-    ffn: int = 16_384
-    heads: int = 32
-    vocab: int = 50_304
-    window: int = 512
-    shard: int = 201_326_592
-    dtype: torch.dtype = torch.bfloat16
-
-
-TINY = Sizes(batch=2, positions=24, hidden=32, ffn=40, heads=2, vocab=70, window=5, shard=999, dtype=torch.float32)
-"""For CPUs: shows that it works, not how fast it is."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """An operator.
-
-    Args:
-        inputs: every one gets a gradient, where there is a backward pass; else a way may write to them.
-        ways: by system.
-        plain: the definition, for float64.
-        bytes_moved, flops: least of each direction; 0: not what bounds it.
-        directions: what is timed: a forward pass, and it and its backward; or, of what is no part of a graph, the call.
-    """
-
-    name: str
-    inputs: list[Tensor]
-    ways: dict[str, Way]
-    plain: Way
-    bytes_moved: Sequence[float] = (0, 0)
-    flops: Sequence[float] = (0, 0)
-    directions: Sequence[str] = ("forward", "forward+backward")
-
-    @property
-    def has_backward(self) -> bool:
-        return "forward+backward" in self.directions
 
 
 def build_cases(sizes: Sizes, device: torch.device, compiles: bool, seed: int) -> Iterator[Case]:
@@ -88,17 +41,17 @@ def build_cases(sizes: Sizes, device: torch.device, compiles: bool, seed: int) -
 
     yield from _norms(sizes, random, compiles)
     yield from _activations(sizes, random, compiles)
-    yield _loss(
-        sizes, random, compiles, torch.randint(sizes.vocab, (_rows(sizes),), device=device, generator=generator)
-    )
+    yield _loss(sizes, random, compiles, torch.randint(sizes.vocab, (sizes.rows,), device=device, generator=generator))
     yield from _attentions(sizes, random, compiles)
-    yield from _products(sizes, random)
+    yield from products(sizes, random)
+    yield from products_in_8_bits(sizes, random)
+    yield from rotary(sizes, random)
     yield _joined(sizes, random)
     yield _adamw(sizes, random)
 
 
 def _norms(sizes: Sizes, random: Callable[..., Tensor], compiles: bool) -> Iterator[Case]:
-    once = 4 * _rows(sizes) * sizes.hidden * sizes.dtype.itemsize  # two in, two out; backward three in, one out
+    once = 4 * sizes.rows * sizes.hidden * sizes.dtype.itemsize  # two in, two out; backward three in, one out
     for name, has_bias in (("layer_norm + add", True), ("rms_norm + add", False)):
 
         def way(operators: Operators) -> Way:
@@ -111,7 +64,7 @@ def _norms(sizes: Sizes, random: Callable[..., Tensor], compiles: bool) -> Itera
 
 def _activations(sizes: Sizes, random: Callable[..., Tensor], compiles: bool) -> Iterator[Case]:
     shape = sizes.positions, sizes.batch
-    once = _rows(sizes) * sizes.ffn * sizes.dtype.itemsize
+    once = sizes.rows * sizes.ffn * sizes.dtype.itemsize
 
     def gelu(operators: Operators) -> Way:
         return lambda x, bias: bias_gelu(x, bias, operators)
@@ -135,35 +88,37 @@ def _loss(sizes: Sizes, random: Callable[..., Tensor], compiles: bool, targets_M
         logits_MV = F.linear(x_MD, weight_VD)
         return F.cross_entropy(logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32)), targets_M)
 
-    inputs = [random(_rows(sizes), sizes.hidden), random(sizes.vocab, sizes.hidden, std=sizes.hidden**-0.5)]
+    inputs = [random(sizes.rows, sizes.hidden), random(sizes.vocab, sizes.hidden, std=sizes.hidden**-0.5)]
     ways: dict[str, Way] = {name: ours(name) for name in _operators(inputs[0])}
     ways["whole logits"] = plain
     if compiles:
         ways["whole logits, compiled"] = torch.compile(plain, dynamic=False)
-    product = 2.0 * _rows(sizes) * sizes.hidden * sizes.vocab
+    product = 2.0 * sizes.rows * sizes.hidden * sizes.vocab
     return Case("head + cross entropy", inputs, ways, plain, flops=(product, 3 * product))
 
 
 def _attentions(sizes: Sizes, random: Callable[..., Tensor], compiles: bool) -> Iterator[Case]:
     """Yield the cases of causal attention, full and with a window, ours beside cuDNN's and FlashAttention."""
-    heads = sizes.positions, sizes.batch, sizes.heads, sizes.hidden // sizes.heads
     scale = 4.0 * sizes.batch * sizes.positions * sizes.hidden  # of a query and one key, forward
 
+    is_shared = sizes.kv_heads != sizes.heads
+
     def inputs() -> list[Tensor]:
-        qkv = random(sizes.positions, sizes.batch, 3 * sizes.hidden)
-        return [each.view(heads).permute(1, 2, 0, 3) for each in torch.split(qkv, sizes.hidden, dim=-1)]
+        qkv = random(sizes.positions, sizes.batch, sum(sizes.qkv))
+        cuts = torch.split(qkv, sizes.qkv, dim=-1)
+        return [each.view(*each.shape[:2], -1, sizes.head_width).permute(1, 2, 0, 3) for each in cuts]
 
     tensors = inputs()
     on_gpu = tensors[0].is_cuda
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_shared)
 
     def only(backend: SDPBackend) -> Way:
         def way(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_shared)
 
         return way
 
@@ -173,20 +128,38 @@ def _attentions(sizes: Sizes, random: Callable[..., Tensor], compiles: bool) -> 
     if on_gpu:
         ways |= {"cudnn": only(SDPBackend.CUDNN_ATTENTION), "flash": only(SDPBackend.FLASH_ATTENTION)}
     flops = scale * (sizes.positions + 1) / 2
-    yield Case("attention, full", tensors, ways, plain, flops=(flops, 3.5 * flops))
+    yield Case("attention, full", tensors, ways, _by_group(plain, sizes.kv_heads), flops=(flops, 3.5 * flops))
 
     tensors = inputs()
     window = sizes.window
 
     def plain_window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(q, k, v, window_mask(q.shape[2], window, q.device))
+            return F.scaled_dot_product_attention(
+                q, k, v, window_mask(q.shape[2], window, q.device), enable_gqa=is_shared
+            )
 
     ways = {"ours": lambda q, k, v: attention(q, k, v, window)}
     if on_gpu:
         ways = {"flex (ours)": lambda q, k, v: flex_window(q, k, v, window), "flash": _flash(window)}
     keys = window - window * (window - 1) / 2 / sizes.positions
-    yield Case(f"attention, window {window}", tensors, ways, plain_window, flops=(scale * keys, 3.5 * scale * keys))
+    yield Case(
+        f"attention, window {window}",
+        tensors,
+        ways,
+        _by_group(plain_window, sizes.kv_heads),
+        flops=(scale * keys, 3.5 * scale * keys),
+    )
+
+
+def _by_group(attend: Way, num_groups: int) -> Way:
+    """Attend one head of keys and values after the other: all scores of 8,192 tokens are 17 GB in float64, a copy."""
+
+    def way(*tensors_BHTK: Tensor) -> Tensor:
+        groups = zip(*(each.chunk(num_groups, dim=1) for each in tensors_BHTK), strict=True)
+        return torch.cat([checkpoint(attend, *group, use_reentrant=False) for group in groups], dim=1)
+
+    return way
 
 
 def _flash(window: int) -> Way:
@@ -203,49 +176,6 @@ def _flash(window: int) -> Way:
     return way
 
 
-def _products(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[Case]:
-    """The four linears of a block, each with its two backward products; the weight's gradient is in float32.
-
-    "measured algorithm" is torch's where none is faster.
-    """
-    num_rows, hidden, ffn = _rows(sizes), sizes.hidden, sizes.ffn
-
-    def forward(tuned: bool) -> Way:
-        return lambda x, weight, bias=None: multiply(x, weight.t(), bias, tuned=tuned)
-
-    def backward(tuned: bool) -> Way:
-        return lambda dy, weight: multiply(dy, weight, tuned=tuned)
-
-    def weight_gradient(tuned: bool) -> Way:
-        def way(dy: Tensor, x: Tensor) -> Tensor:
-            wide = torch.promote_types(dy.dtype, torch.float32)
-            sum_NK = torch.empty(dy.shape[1], x.shape[1], dtype=wide, device=dy.device)
-            add_matmul(sum_NK, dy.t(), x, is_first=True, tuned=tuned)
-            return sum_NK
-
-        return way
-
-    for name, features_in, features_out, has_bias in (
-        ("qkv", hidden, 3 * hidden, True),
-        ("projection", hidden, hidden, False),
-        ("MLP in", hidden, ffn, False),
-        ("MLP out", ffn, hidden, True),
-    ):
-        x, dy = random(num_rows, features_in), random(num_rows, features_out)
-        weight = random(features_out, features_in, std=features_in**-0.5)
-        bias = [random(features_out)] if has_bias else []
-        flops = (2.0 * num_rows * features_in * features_out,)
-        for direction, way, plain, inputs in (
-            ("forward", forward, F.linear, [x, weight, *bias]),
-            ("backward", backward, torch.mm, [dy, weight]),
-            ("weight's gradient", weight_gradient, lambda dy, x: dy.t() @ x, [dy, x]),
-        ):
-            ways = {"torch": way(False)}
-            if can_tune(x, weight.t()):
-                ways["measured algorithm"] = way(True)
-            yield Case(f"product, {name}", inputs, ways, plain, flops=flops, directions=(direction,))
-
-
 def _joined(sizes: Sizes, random: Callable[..., Tensor]) -> Case:
     """Backward of the joined q, k, v projection: concatenated gradients, and their sum for the bias."""
 
@@ -253,7 +183,7 @@ def _joined(sizes: Sizes, random: Callable[..., Tensor]) -> Case:
         joined_MN = torch.cat(parts_MD, 1)
         return joined_MN, joined_MN.sum(0)
 
-    inputs = [random(_rows(sizes), sizes.hidden) for _ in range(3)]
+    inputs = [random(sizes.rows, sizes.hidden) for _ in range(3)]
     ways: dict[str, Way] = {"torch": plain}
     if uses_triton("triton", inputs[0]):
         ways = {"triton": lambda *parts_MD: join_and_sum(parts_MD), **ways}
@@ -305,7 +235,3 @@ def _both(way: Callable[[Operators], Way], tensor: Tensor, compiles: bool) -> di
 
 def _operators(tensor: Tensor) -> tuple[Operators, ...]:
     return ("triton", "torch") if uses_triton("triton", tensor) else ("torch",)
-
-
-def _rows(sizes: Sizes) -> int:
-    return sizes.batch * sizes.positions

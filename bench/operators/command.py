@@ -29,7 +29,7 @@ from netlayer.workload.peaks import memory_bandwidth, peak_flops
 if TYPE_CHECKING:
     import torch
 
-    from bench.operators.cases import Case
+    from bench.operators.case import Case
 
 _TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
 _SLEEP_CYCLES = 10_000_000  # about 5 ms: the host launches all calls of a round meanwhile
@@ -103,31 +103,37 @@ class OperatorRow:
 
 @click.command()
 @run_options_without_config
+@click.option("--model", type=click.Choice(["7b", "llama3-8b"]), default="7b", show_default=True, help="Its shapes.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
     "--only",
     default="",
-    help="Cases whose name holds one of these, with commas: norm, gelu, swiglu, head, attention, product, join, adamw.",
+    help="Cases whose name holds one of these, with commas: norm, gelu, swiglu, head, attention, product, rotary, "
+    "join, adamw, 8 bits.",
 )
 @click.option("--compile/--no-compile", "compiles", default=None, help="torch.compile beside [on GPUs].")
 @click.option("--repeats", type=click.IntRange(1), default=10, show_default=True, help="Calls in a round.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Turns of each system.")
-def command(options: RunOptions, device: str, only: str, compiles: bool | None, repeats: int, rounds: int) -> None:
+def command(
+    options: RunOptions, model: str, device: str, only: str, compiles: bool | None, repeats: int, rounds: int
+) -> None:
     """Compare operators; exit 1 where one computes something else.
 
     \b
     Examples:
       python -m bench.operators --json operators.json         # 7B's shapes on a GPU, tiny ones on a CPU
       python -m bench.operators --only attention,adamw --no-compile
+      python -m bench.operators --model llama3-8b --only product,rotary   # nvmath-python's too, where it is installed
     """
     import torch
 
-    from bench.operators.cases import TINY, Sizes, build_cases
+    from bench.operators.case import TINY, sizes_of
+    from bench.operators.cases import build_cases
 
     if device == "cuda" and not torch.cuda.is_available():
         raise HardwareMissing("no CUDA device: leave --device out, or give cpu")
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    place, sizes = torch.device("cuda" if on_gpu else "cpu"), Sizes() if on_gpu else TINY
+    place, sizes = torch.device("cuda" if on_gpu else "cpu"), sizes_of(model) if on_gpu else TINY
     compiles = on_gpu if compiles is None else compiles
     out, started = open_out(options.out, "operators"), utc_now()
     name = torch.cuda.get_device_name() if on_gpu else "CPU"
@@ -150,7 +156,14 @@ def command(options: RunOptions, device: str, only: str, compiles: bool | None, 
         rows=[row.to_row() for row in rows],
         started_utc=started,
         ended_utc=utc_now(),
-        arguments={**options.arguments(), "device": device, "only": only, "repeats": repeats, "rounds": rounds},
+        arguments={
+            **options.arguments(),
+            "model": model,
+            "device": device,
+            "only": only,
+            "repeats": repeats,
+            "rounds": rounds,
+        },
         config={"sizes": shape, "compile": compiles},
         environment=environ.snapshot(options.seed),
         devices=[name],
@@ -219,6 +232,8 @@ def check(rows: Sequence[OperatorRow]) -> None:
 
 def _tolerance(case: Case, output: torch.Tensor) -> float:
     """Return the relative tolerance: by the inputs' dtype if the case has a backward pass, else by the output's."""
+    if case.tolerance is not None:
+        return case.tolerance
     dtype = case.inputs[0].dtype if case.has_backward else output.dtype
     return _TOLERANCE[str(dtype).removeprefix("torch.")]
 
@@ -326,7 +341,7 @@ def _figures(case: Case, direction: str, each_us: list[float], name: str) -> Fig
     p10_us, p90_us, p99_us = (percentile(each_us, percent) for percent in (10, 90, 99))
     bytes_moved, flops = case.bytes_moved[index], case.flops[index]
     if flops:
-        needed, peak = flops, peak_flops(name, "bfloat16")
+        needed, peak = flops, peak_flops(name, case.peak)
     else:
         needed, peak = bytes_moved, memory_bandwidth(name)
     share = needed / peak / (median_us * 1e-6) if peak else None

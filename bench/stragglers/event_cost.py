@@ -6,7 +6,8 @@ No ranks, no kernels: one thread records steps of collectives and waits, as a te
 the monitor converts them and writes its file. The time is that of each thread alone (`thread_time`), so a busy machine
 changes little, and the least of several rounds counts. `host` takes marks by the host's clock, as on the CPU. `events`
 goes the way of CUDA with events that do nothing: what Python takes there, without the driver. Not covered: the driver's
-own time, and threads that wait for each other (`bench.monitor_overhead`).
+own time, and threads that wait for each other: `--device cuda` measures these on one GPU
+(`bench.stragglers.device_cost`), `bench.monitor_overhead` what is left of it in a step.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from unittest import mock
 import click
 import torch
 
+from bench.stragglers.device_cost import DeviceRow, measure_device
+from bench.stragglers.device_cost import describe as describe_device
 from collectives import clock
 from collectives.watch.monitor import Monitor
 from collectives.watch.recorder import Recorder
 from netlayer import environ
 from netlayer.command import RunOptions, open_out, run_options
+from netlayer.errors import HardwareMissing
 from netlayer.observe.events.schema import Origin
 from netlayer.observe.events.transport import FileTransport
 from netlayer.results import RunRecord, utc_now, write_text
@@ -62,43 +66,51 @@ class Row:
 
 @click.command()
 @run_options
-@click.option("--records", type=click.IntRange(1), default=600, show_default=True, help="Collectives and waits a step.")
+@click.option("--records", type=click.IntRange(2), help="Collectives and waits a step; else 600, on a GPU 68.")
 @click.option("--rounds", type=click.IntRange(1), default=8, show_default=True, help="The least counts.")
-def command(options: RunOptions, records: int, rounds: int) -> None:
-    """Print what a record and an event cost in processor time.
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Of the marks.")
+def command(options: RunOptions, records: int | None, rounds: int, device: str) -> None:
+    """Print what a record and an event cost in processor time; on a GPU also what one thread holds up the other.
 
     \b
     Examples:
       python -m bench.stragglers.event_cost
       python -m bench.stragglers.event_cost --records 2000 --out runs/event_cost
+      python -m bench.stragglers.event_cost --device cuda              # about 40 s on one GPU
     """
-    started = utc_now()
-    rows = [measure("host", records, rounds), measure("events", records, rounds)]
+    started, rows = utc_now(), list[Row | DeviceRow]()
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise HardwareMissing("--device cuda: torch finds no GPU")
+        rows.append(measure_device(torch.device("cuda", 0), (records or 68) // 2, rounds))
+    else:
+        rows += [measure(marks, records or 600, rounds) for marks in ("host", "events")]
     record = RunRecord(
         name="bench.stragglers.event_cost",
         source="measured",
         rows=[asdict(row) for row in rows],
         started_utc=started,
         ended_utc=utc_now(),
-        arguments={**options.arguments(), "records": records, "rounds": rounds},
+        arguments={**options.arguments(), "records": records, "rounds": rounds, "device": device},
         config={},
         environment=environ.snapshot(options.seed),
-        devices=["CPU"],
+        devices=[row.device for row in rows if isinstance(row, DeviceRow)] or ["CPU"],
     )
     if options.out:
         record.save(open_out(options.out, "event-cost") / "records")
     if options.json_file:
         write_text(options.json_file, record.to_json())
     if str(options.json_file) != "-":
-        click.echo(describe(rows))
+        click.echo("\n".join(describe_device(row) for row in rows if isinstance(row, DeviceRow)) or describe(rows))
 
 
-def describe(rows: Sequence[Row]) -> str:
+def describe(rows: Sequence[Row | DeviceRow]) -> str:
     """The rows as a table."""
     lines = [f"{'marks':8}{'record':>10}{'segment':>10}{'event':>10}{'batch of 2':>12}   processor time, us"]
     lines += [
         f"{row.marks:8}{row.record_us:10.2f}{row.segment_us:10.2f}{row.event_us:10.2f}{row.batch_us:12.0f}"
         for row in rows
+        if isinstance(row, Row)
     ]
     return "\n".join(lines)
 
@@ -109,7 +121,7 @@ def measure(marks: str, records: int, rounds: int) -> Row:
     device = "cpu" if marks == "host" else "cuda:0"
     with (
         tempfile.TemporaryDirectory() as folder,
-        contextlib.nullcontext() if marks == "host" else _idle_events(),
+        contextlib.nullcontext() if marks == "host" else idle_events(),
         _no_collection(),
     ):
         transport = FileTransport(Path(folder), origin)
@@ -149,7 +161,8 @@ def _record_step(recorder: Recorder, step: int, num: int) -> None:
     for _ in range(num):
         with recorder.launching("tensor", "all_gather", 1 << 20, lane="tensor all_gather") as collective:
             pass
-        with recorder.waiting(collective):
+        # As a communicator has it: the stream waits for the collective's own end.
+        with recorder.waiting(collective, until=recorder.arrival(collective, is_end=True)):
             pass
     recorder.end_step()
 
@@ -184,9 +197,15 @@ class _Stream:
     def __init__(self, device: object = None) -> None:
         self.device = device
 
+    def record_event(self) -> _IdleEvent:
+        return _IdleEvent()
+
+    def wait_event(self, event: _IdleEvent) -> None:
+        """Wait for nothing."""
+
 
 @contextlib.contextmanager
-def _idle_events() -> Iterator[None]:
+def idle_events() -> Iterator[None]:
     """Have marks by CUDA events on a machine without CUDA."""
     stream = _Stream()
     with (
@@ -196,6 +215,8 @@ def _idle_events() -> Iterator[None]:
             Stream=_Stream,
             is_current_stream_capturing=lambda: False,
             set_device=lambda _: None,
+            synchronize=lambda _=None: None,
+            get_device_name=lambda _=None: "none",
             current_stream=lambda _=None: stream,
         ),
         mock.patch.multiple(torch._C, create=True, _cuda_getCurrentStream=lambda _: (0, 0, 1)),

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from bench.estimate.command import make_record
-from netlayer.command import RunOptions, run_options, run_options_without_config
+from netlayer.command import FiniteRange, RunOptions, run_options, run_options_without_config
 from netlayer.errors import ConfigError, HardwareMissing
 
 if TYPE_CHECKING:
     from bench.estimate.devices import Device
     from bench.tune.planner import Inputs, Planned
     from bench.tune.profile import Profile
+    from congestion.nic.profile.file import Profile as NicProfile
     from netlayer.config.tree import Config
     from netlayer.progress import Stages
 
@@ -29,7 +30,13 @@ def tune() -> None:
 
 
 @tune.command()
-@click.option("--device", default="H100", show_default=True, metavar="NAME", help="A100, H100, H200, or none.")
+@click.option(
+    "--device",
+    default="H100",
+    show_default=True,
+    metavar="NAME",
+    help="A100, H100, H200, FILE.toml (docs/benchmarks.md), or none.",
+)
 @click.option("--nccl", help="Release of NCCL that will run [default: the one beside torch, else the newest known].")
 @click.option(
     "--measured",
@@ -78,6 +85,7 @@ def plan(
       netlayer tune plan --config examples/h200x8.toml --device H200 --measured probe.json --out runs/tune
       netlayer tune plan --config examples/laptop.toml --device none --measured probe.json --json -
     """
+    from bench.tune.export import check_fabric_options
     from bench.tune.planner import make_plan
     from netlayer.progress import Stages
     from netlayer.results import utc_now
@@ -92,6 +100,9 @@ def plan(
     config = options.load_config()
     config.check_world()
     with Stages() as stages:
+        if nic is not None:
+            first = next(iter(_load_profiles(nic_profiles).values()))
+            check_fabric_options(config, first, nic, switches, chip)
         inputs = read_inputs(options, config, device, nccl, records, nic_profiles, simulate, stages)
         with stages.open("plan") as bar:
             planned = make_plan(inputs, bar)
@@ -115,7 +126,7 @@ def plan(
 )
 @click.option("--max-bytes", default="64MiB", show_default=True, help="Largest size, of the whole buffer.")
 @click.option(
-    "--seconds", default=240.0, show_default=True, type=click.FloatRange(1, 3600), help="Begin nothing after so long."
+    "--seconds", default=240.0, show_default=True, type=FiniteRange(1, 3600), help="Begin nothing after so long."
 )
 @run_options_without_config
 def probe(
@@ -245,16 +256,11 @@ def read_inputs(
     """Read what a plan is made from, and simulate the NIC profiles where that is wished."""
     from bench.tune.evidence import read_facts
     from bench.tune.planner import Inputs
-    from congestion.nic.profile.file import load_profile
-    from netlayer.commands.example_files import examples_folder
     from netlayer.nccl.environment import NEWEST, installed_nccl, parse_release
 
     release = nccl or installed_nccl() or NEWEST
     parse_release("--nccl", release)
-    paths = nic_profiles or [examples_folder() / "profiles" / f"{name}.toml" for name in _PROFILES]
-    profiles = {path.stem: load_profile(path) for path in paths}
-    if len(profiles) < len(paths):
-        raise ConfigError("--nic-profile", None, "names two files alike", "rename one of them")
+    profiles = _load_profiles(nic_profiles)
     facts = read_facts(records)
     trials = {}
     if simulate:
@@ -266,6 +272,18 @@ def read_inputs(
             trials = run_trials(config, profiles, range(options.seed, options.seed + SEEDS), bar)
     chosen, why = _device(config, device)
     return Inputs(config, chosen, release, profiles, facts, trials, why, seed=options.seed)
+
+
+def _load_profiles(files: Sequence[Path]) -> dict[str, NicProfile]:
+    """Read NIC profiles, by default those of the examples, by their names."""
+    from congestion.nic.profile.file import load_profile
+    from netlayer.commands.example_files import examples_folder
+
+    paths = files or [examples_folder() / "profiles" / f"{name}.toml" for name in _PROFILES]
+    profiles = {path.stem: load_profile(path) for path in paths}
+    if len(profiles) < len(paths):
+        raise ConfigError("--nic-profile", None, "names two files alike", "rename one of them")
+    return profiles
 
 
 def _device(config: Config, name: str) -> tuple[Device | None, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import tomlkit
 from bench.tune.nccl_tuner import read_rows, to_csv
 from bench.tune.planner import Planned, communicators_of
 from congestion.nic.commands.env import lines
+from congestion.nic.profile.file import Profile
 from netlayer.config.file import to_toml
-from netlayer.config.tree import build_config
+from netlayer.config.tree import Config, build_config
+from netlayer.errors import ConfigError
 
 TUNER, ENVIRONMENT, NIC, JOB, PLACEMENT = "tuner.csv", "nccl.env.sh", "nic.toml", "job.toml", "placement.csv"
 
@@ -58,8 +61,25 @@ def write_export(planned: Planned, folder: Path, nic: str | None, switches: str 
         (folder / TUNER).write_text(to_csv(rows, communicators_of(config), [source]), encoding="utf-8")
         notes.append(f"{TUNER}: NCCL_TUNER_CONFIG_FILE, with NCCL_TUNER_PLUGIN naming NCCL's example tuner")
     if nic and planned.leaves_server:
-        notes.append(_fabric(folder, nic, switches, chip))
+        _plan_fabric(folder / JOB, folder / NIC, nic, switches, chip, folder / "fabric")
+        notes.append("fabric/: scripts of the NICs" + " and files of the switches" * bool(switches))
     return notes
+
+
+def check_fabric_options(config: Config, profile: Profile, nic: str, switches: str | None, chip: str | None) -> None:
+    """Plan the fabric with a NIC profile and write nothing, so that a long plan does not end in a refusal.
+
+    Raises:
+        ConfigError: nothing leaves the server.
+        ClickException: `nic fabric` refuses something.
+    """
+    if config.cluster.servers == 1:
+        raise ConfigError("--nic", nic, "has no effect where cluster.servers = 1, which sends nothing", "omit it")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / JOB).write_text(to_toml(config), encoding="utf-8")
+        (folder / NIC).write_text(tomlkit.dumps(profile.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+        _plan_fabric(folder / JOB, folder / NIC, nic, switches, chip, None)
 
 
 def _environment(planned: Planned) -> str:
@@ -72,13 +92,15 @@ def _environment(planned: Planned) -> str:
     return "\n".join(text) + "\n"
 
 
-def _fabric(folder: Path, nic: str, switches: str | None, chip: str | None) -> str:
-    """Run `netlayer nic fabric` on what was written; its table goes nowhere, its errors to the caller."""
+def _plan_fabric(
+    cluster: Path, profile: Path, nic: str, switches: str | None, chip: str | None, out: Path | None
+) -> None:
+    """Run `netlayer nic fabric`; its table goes nowhere, its errors to the caller."""
     from congestion.nic.commands.fabric import fabric
 
-    arguments = ["--cluster", str(folder / JOB), "--profile", str(folder / NIC), "--nic", nic]
+    arguments = ["--cluster", str(cluster), "--profile", str(profile), "--nic", nic]
     arguments += ["--switches", switches] if switches else []
     arguments += ["--chip", chip] if chip else []
+    arguments += ["--out", str(out)] if out else []
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        fabric.main([*arguments, "--out", str(folder / "fabric")], prog_name="nic fabric", standalone_mode=False)
-    return "fabric/: scripts of the NICs" + " and files of the switches" * bool(switches)
+        fabric.main(arguments, prog_name="nic fabric", standalone_mode=False)

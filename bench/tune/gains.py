@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.estimate.devices import NUMBERS, Numbers
+from bench.estimate.devices import Numbers
 from bench.estimate.fit import WIDTH
 from bench.estimate.network import phase_slowdowns
 from bench.estimate.plan import Plan
@@ -78,8 +78,7 @@ class State:
 class StepModel:
     """Steps of states under the same draws."""
 
-    def __init__(self, generation: str, fabric: FabricModel | None, draws: int = DRAWS, seed: int = 0) -> None:
-        centre = NUMBERS[generation]
+    def __init__(self, centre: Numbers, fabric: FabricModel | None, draws: int = DRAWS, seed: int = 0) -> None:
         self.numbers = [centre, *draw_numbers(centre, draws - 1, seed)]
         self.fabric = fabric
         self._steps: dict[tuple[object, ...], Floats] = {}
@@ -120,7 +119,7 @@ def gain_of(saved: Floats, evidence: Any, of: Any = "step time") -> Gain:
 
 
 def draw_numbers(centre: Numbers, count: int, seed: int) -> list[Numbers]:
-    """Draw numbers around a generation's: normal with the prior's widths, shares at most 1."""
+    """Draw numbers around a card's: normal with the prior's widths, shares at most 1."""
     rng = np.random.default_rng([seed, 45])
     values, widths = np.array(centre.values()), np.array(WIDTH.values())
     names = [each.name for each in dataclasses.fields(Numbers)]

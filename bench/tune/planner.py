@@ -174,7 +174,7 @@ def _start_step(planned: Planned) -> None:
         return
     plan = Plan(job=planned.job, cluster=inputs.config.cluster, device=inputs.device, zero=inputs.zero)
     planned.state = State(check_plan(plan))
-    planned.model = StepModel(inputs.device.generation, planned.fabric, inputs.draws, inputs.seed)
+    planned.model = StepModel(inputs.device.numbers, planned.fabric, inputs.draws, inputs.seed)
 
 
 def _plan_placement(planned: Planned) -> None:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives.clock import PooledEvent
 from collectives.transport.communicator import CommContext
 from collectives.transport.current_stream import current_stream
 from collectives.watch.recorder import Collective, Recorder
@@ -138,9 +139,10 @@ class Link(CommContext):
         with torch.cuda.stream(self.stream):
             operation = self.counted(self.kind, tensor.nbytes, str(message))
             collective, _ = self._issue(tensor, message)
-            landed = self.stream.record_event()
+            landed = self.arrival(collective, is_end=True)
         if operation is not None:
-            operation.until(landed.query)
+            event: torch.cuda.Event = landed.keep() if isinstance(landed, PooledEvent) else landed
+            operation.until(event.query)
         return _Streamed(self, tensor, collective, landed)
 
     def _launch_watched(self, tensor: Tensor, message: Message) -> Transfer:
@@ -199,13 +201,17 @@ class Link(CommContext):
 class _Streamed:
     """A message on a link's stream; see [Note: memory]."""
 
-    def __init__(self, link: Link, tensor: Tensor, collective: Collective | None, landed: torch.cuda.Event) -> None:
-        self._link, self._tensor, self._collective, self._landed = link, tensor, collective, landed
+    def __init__(
+        self, link: Link, tensor: Tensor, collective: Collective | None, landed: PooledEvent | torch.cuda.Event
+    ) -> None:
+        self._link, self._tensor, self._collective = link, tensor, collective
+        self._mark = landed if isinstance(landed, PooledEvent) else None
+        self._landed = landed.event if isinstance(landed, PooledEvent) else landed
         self._waited = False
 
     def wait(self) -> None:
         if not self._waited:
-            with self._link.waiting(self._collective):
+            with self._link.waiting(self._collective, self._mark):
                 current_stream(self._link.device).wait_event(self._landed)
             self._waited = True
 

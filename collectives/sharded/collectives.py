@@ -1,11 +1,9 @@
-"""Collectives of a sharded model: all-gathers of parameters, reduce-scatters of gradients, and the comparison of steps.
+"""Collectives of a sharded model's gradients: their reduce-scatters, and the comparison of steps.
 
-A `ReduceScatter` has three backends: gloo, NCCL with or without windows, and copy engines. An `AllGather` has gloo, and
-NCCL with or without windows, from which its copy engines gather where the group was made for that. Each backend chooses
-the buffers, and launches the collective on a communicator. `collectives.sharded.reduce` and
-`collectives.sharded.gather` decide which bucket is launched when; the buffers of a bucket are in
-`collectives.sharded.bucket`. The comparison of steps, a collective before a round of reductions, stays here so that a
-gradient passes no further module.
+A `ReduceScatter` has three backends: gloo, NCCL with or without windows, and copy engines. Each chooses the buffers,
+and launches the collective on a communicator. `collectives.sharded.reduce` decides which bucket is launched when; the
+buffers of a bucket are in `collectives.sharded.bucket`, all-gathers of parameters in `collectives.sharded.gather`. The
+comparison of steps, a collective before a round of reductions, stays here so that a gradient passes no further module.
 
 [Note: float16] It ends at 65,504, which a sum over ranks soon passes where their mean does not. So gradients are
 divided before the sum, by a power of two no less than the number of ranks (it rounds nothing but what is subnormal),
@@ -55,44 +53,6 @@ from collectives.transport.symmetric import why_unusable
 from collectives.transport.windows import Windows
 from netlayer.errors import CheckFailed
 from netlayer.workload.buckets import COPIES_AT_ONCE, buffer_sizes
-
-
-class AllGather:
-    """All-gathers of buckets' parameters, in place: on gloo or NCCL, or from NCCL's windows.
-
-    Args:
-        comm: which nothing else uses but calls from the same place in every rank's program.
-        plans: of the buckets whose parameters shall lie in windows; none: they lie in memory as any other.
-    """
-
-    def __init__(self, comm: Communicator, plans: Sequence[BucketPlan] = ()) -> None:
-        self.comm, self._windows = comm, None
-        # One rank alone exchanges nothing: windows would only cost memory.
-        if plans and comm.group is not None:
-            room = sum(Windows.room(plan.padded_numel, _dtype_of(plan)) for plan in plans)
-            self._windows = Windows(comm.group, comm.device, room)
-
-    def allocate(self, plan: BucketPlan) -> Tensor | None:
-        """Return the memory for a bucket's unsharded parameters, [N], as they travel; None: any memory will do."""
-        return None if self._windows is None else self._windows.take(plan.padded_numel, _dtype_of(plan))
-
-    def __call__(
-        self,
-        unsharded_N: Tensor,
-        prepare: Callable[[], None] | None = None,
-        after: torch.cuda.Event | None = None,
-    ) -> Work:
-        """Gather every rank's own slice on all ranks; arguments as in `Communicator.all_gather`."""
-        return self.comm.all_gather(unsharded_N, prepare, after)
-
-    def close(self) -> None:
-        """Give the windows back, once the device has come here. Every rank does so at the same point; twice is once."""
-        if self._windows is not None:
-            self._windows.close()
-
-
-def _dtype_of(plan: BucketPlan) -> torch.dtype:
-    return torch.uint8 if plan.is_float8 else plan.dtype
 
 
 @dataclass(frozen=True)
@@ -482,9 +442,15 @@ class StepCheck:
         self._num_reductions = 0
         self._coming: tuple[Tensor, torch.cuda.Event, object] | None = None
         """Numbers of an earlier round on their way to the host, the event after that, and what is read until then."""
+        self._launched: tuple[Work, Tensor] | None = None
+        """The gather of this round, and its numbers, where `end_round` waits for it."""
 
-    def begin_round(self) -> None:
+    def begin_round(self, waits: bool = True) -> None:
         """Compare the places of all ranks; every rank calls it before the first reduction of a round.
+
+        Args:
+            waits: where the host has to. False: `end_round` does, for the other ranks may come here only after other
+                collectives, which this one has yet to launch.
 
         Raises:
             CheckFailed: ranks are at different steps.
@@ -505,10 +471,11 @@ class StepCheck:
             numbers.chunk(comm.world_size)[comm.rank].copy_(own, non_blocking=True)
 
         work = comm.all_gather(numbers, prepare, is_recorded=False)
-        # On the CPU nothing comes by itself; and the first round must be judged before what may hang is launched.
+        # On the CPU nothing comes by itself; and the first round is to be judged before what may hang is launched.
         if comm.stream is None or self._num_reductions == 1:
-            work.wait()
-            self._judge(numbers)
+            self._launched = work, numbers
+            if waits:
+                self.end_round()
             return
         on_host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
 
@@ -519,6 +486,13 @@ class StepCheck:
         assert work.done_event is not None
         # Both are read on the device until the event: they must not be freed, and used again, before.
         self._coming = on_host, work.done_event, (numbers, own)
+
+    def end_round(self) -> None:
+        """Wait for what `begin_round` has left; errors as there."""
+        if self._launched is not None:
+            (work, numbers), self._launched = self._launched, None
+            work.wait()
+            self._judge(numbers)
 
     def _look_at_earlier(self) -> None:
         if self._coming is not None and not self._comm.is_capturing:

@@ -53,8 +53,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from collectives.arguments import as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan
-from collectives.sharded.collectives import AllGather, Reduction, open_reduce_scatter
-from collectives.sharded.gather import ParameterGather
+from collectives.sharded.collectives import Reduction, open_reduce_scatter
+from collectives.sharded.gather import AllGather, ParameterGather, inside_backward
 from collectives.sharded.gradient import clip_pieces
 from collectives.sharded.optimizer_state import named_state
 from collectives.sharded.optimizer_steps import OptimizerSteps, Options, ScalerCheck, build_optimizer, drop_gradients
@@ -83,7 +83,7 @@ from collectives.sharded.prepare import (
     usual_bytes,
     wire_dtype,
 )
-from collectives.sharded.reduce import GradientReduce, GradientState, inside_backward
+from collectives.sharded.reduce import GradientReduce, GradientState
 from collectives.sharded.reshard import ReshardingGather
 from collectives.sharded.slot import DeferredWeightGrads
 from collectives.sharded.state import (
@@ -255,8 +255,8 @@ class ShardedDataParallel(StandIn):
         parameters, self._has_optimizer = tuple(module.parameters()), False
         # Buckets start from rank 0's values already; frozen parameters and buffers are in none, and follow here.
         frozen = same_start(module, [*replicas, self.reduce_comm], param_dtype)
-        gathers = self.buckets, self._all_gather, overlap.prefetch, overlap.enabled, self.start_step
-        resharding = ReshardingGather(*gathers, reshards) if reshards else None
+        gathers = self.buckets, self._all_gather, overlap.prefetch, overlap.enabled, self.start_step, reshards
+        resharding = ReshardingGather(*gathers) if reshards else None
         self._gather = resharding or ParameterGather(*gathers)
         self._gather.compares_each_step = data_writes != "ignore"
         travels = self._reduce_scatter, in_flight, overlap.enabled, stage, self._gather

@@ -39,11 +39,51 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from collectives.sharded.bucket import Bucket
-from collectives.sharded.collectives import AllGather
+from collectives.sharded.bucket import Bucket, BucketPlan
 from collectives.sharded.float8 import Float8Bucket, share_scales
-from collectives.transport.communicator import Work
+from collectives.transport.communicator import Communicator, Work
 from collectives.transport.current_stream import current_stream
+from collectives.transport.windows import Windows
+
+
+class AllGather:
+    """All-gathers of buckets' parameters, in place: on gloo or NCCL, or from NCCL's windows.
+
+    From windows NCCL's copy engines gather, where the group was made for that.
+
+    Args:
+        comm: which nothing else uses but calls from the same place in every rank's program.
+        plans: of the buckets whose parameters shall lie in windows; none: they lie in memory as any other.
+    """
+
+    def __init__(self, comm: Communicator, plans: Sequence[BucketPlan] = ()) -> None:
+        self.comm, self._windows = comm, None
+        # One rank alone exchanges nothing: windows would only cost memory.
+        if plans and comm.group is not None:
+            room = sum(Windows.room(plan.padded_numel, _dtype_of(plan)) for plan in plans)
+            self._windows = Windows(comm.group, comm.device, room)
+
+    def allocate(self, plan: BucketPlan) -> Tensor | None:
+        """Return the memory for a bucket's unsharded parameters, [N], as they travel; None: any memory will do."""
+        return None if self._windows is None else self._windows.take(plan.padded_numel, _dtype_of(plan))
+
+    def __call__(
+        self,
+        unsharded_N: Tensor,
+        prepare: Callable[[], None] | None = None,
+        after: torch.cuda.Event | None = None,
+    ) -> Work:
+        """Gather every rank's own slice on all ranks; arguments as in `Communicator.all_gather`."""
+        return self.comm.all_gather(unsharded_N, prepare, after)
+
+    def close(self) -> None:
+        """Give the windows back, once the device has come here. Every rank does so at the same point; twice is once."""
+        if self._windows is not None:
+            self._windows.close()
+
+
+def _dtype_of(plan: BucketPlan) -> torch.dtype:
+    return torch.uint8 if plan.is_float8 else plan.dtype
 
 
 class ParameterGather:
@@ -55,7 +95,7 @@ class ParameterGather:
         prefetch: all-gathers launched ahead of the one that is waited for; None: all.
         overlap: False: each is waited for at once, all of them in `unshard`.
         start_step: unshards shards that have changed, where somebody reads a parameter before that; None: `unshard`.
-        reshards: indices of the buckets that are freed now: for `collectives.sharded.reshard`.
+        reshards: indices of the buckets that are freed after use, and are freed now: for `ReshardingGather`.
     """
 
     def __init__(
@@ -94,12 +134,18 @@ class ParameterGather:
         """Buckets that are freed after use."""
         self._freed = set(self.reshards)
         """Buckets to gather before their next use, the same on every rank between passes."""
+        self._viewed: set[int] = set()
+        """Buckets that were freed and whose memory has stayed: see [Note: views] of `collectives.sharded.reshard`."""
         self._float8 = {index: bucket for index, bucket in enumerate(buckets) if isinstance(bucket, Float8Bucket)}
         for index, bucket in enumerate(buckets):
             watch_access(bucket.parameters, self, index)
             if index in self._freed or not bucket.is_readable:
                 mark_pending(bucket.parameters)
+        self._prepare()
         self._start_float8()
+
+    def _prepare(self) -> None:
+        """Set what a subclass holds besides, before the first gather is launched."""
 
     def _start_float8(self) -> None:
         """Gather what travels in 8 bits and stays: their parameters have no values yet."""
@@ -355,7 +401,7 @@ class ParameterGather:
 
     def _is_there(self, index: int) -> bool:
         """Whether there are values of a bucket's parameters that somebody may have written."""
-        return index in self._float8 or index not in self._freed
+        return index in self._float8 or index not in self._freed or index in self._viewed
 
     def _sync_masters(self, index: int) -> None:
         bucket = self.buckets[index]
@@ -412,8 +458,8 @@ class ParameterGather:
         while self._to_launch and self._to_launch[0] - index <= self._depth:
             self._launch(self._to_launch.popleft())
 
-    def _launch(self, index: int) -> None:
-        """Launch the all-gather of one bucket; without overlap, wait for it."""
+    def _launch(self, index: int, waits: bool = True) -> None:
+        """Launch the all-gather of one bucket; without overlap, wait for it, unless `waits` is False."""
         bucket = self.buckets[index]
         prepare = None if index in self._in_place else bucket.copy_in_shard
         after = self._after.pop(index, None)
@@ -422,9 +468,13 @@ class ParameterGather:
         # The version that travels: a later one was changed too late, see `check_unchanged`.
         self._versions[index] = bucket.master_S._version
         self._works[index] = work
-        if not self.overlap:
-            work.wait()
-            self._note_current(index)
+        if waits and not self.overlap:
+            self._wait_launched(index)
+
+
+def inside_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread right now."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # [Note: parameters that others read]

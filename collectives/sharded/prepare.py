@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from collectives.alike import first_difference
 from collectives.arguments import as_device, as_dtype
 from collectives.sharded.bucket import Bucket, BucketPlan, plan_buckets
-from collectives.sharded.collectives import AllGather, free_bytes
+from collectives.sharded.collectives import free_bytes
 from collectives.sharded.float8 import Float8Bucket, Float8Weights, Quantiser
+from collectives.sharded.gather import AllGather
 from collectives.sharded.policies import MOST_OF_FREE
 from collectives.transport.communicator import Communicator
 from collectives.transport.nccl_options import nccl_options

@@ -32,13 +32,13 @@ from torch import Tensor, nn
 
 from collectives.sharded.bucket import Bucket
 from collectives.sharded.collectives import ReduceScatter, StepCheck, StepState, announced_step
+from collectives.sharded.gather import ParameterGather, inside_backward
 from collectives.sharded.gradient import ReducedPieces
 from collectives.sharded.slot import DeferredWeightGrads, GradientSlot, Promise, SlotSource, Write, set_slot_source
 from collectives.transport.communicator import Work
 from collectives.transport.current_stream import current_stream
 
 if TYPE_CHECKING:
-    from collectives.sharded.gather import ParameterGather
     from collectives.sharded.optimizer_steps import BackwardStep
     from collectives.sharded.wrapped import ReshardHooks
 
@@ -98,9 +98,10 @@ class ReduceScatterQueue:
         if self._works:
             self._works[-1][1].launch_rest()
 
-    def wait_for_room(self) -> None:
-        """Wait until no more reduce-scatters are in flight than `in_flight` allows."""
-        while len(self._works) > (self.in_flight if self.overlap else 0):
+    def wait_for_room(self, most: int | None = None) -> None:
+        """Wait until at most so many reduce-scatters are in flight; None: as `in_flight` and `overlap` allow."""
+        most = most if most is not None else self.in_flight if self.overlap else 0
+        while len(self._works) > most:
             self._wait_first()
 
     def wait_all(self) -> None:
@@ -537,8 +538,13 @@ class GradientReduce:
             promise()
         self._promises.clear()
         if self.state in _IN_ROUND:
+            # The other ranks may wait for gathers of units that this pass has not used, before their next reduction.
+            if self.reshard is not None:
+                self.reshard.end_backward()
             self._end_reduction()
-            self._advise()
+            if self._num_reductions > 1 and self.stage == 1 and not self._advised:
+                self._advised = True
+                logger.info("gradients are reduced each backward pass; put all but a step's last one under no_sync()")
             self._show_reduced()
         else:
             # Complete buckets were folded as they came; of the others some parameters got no gradient in this pass.
@@ -627,13 +633,17 @@ class GradientReduce:
         # Gathers are launched and steps compared before any reduction: one order of collectives on all ranks.
         if self._gather is not None:
             self._gather.launch_all()
-            self._step_check.begin_round()
+            # In stage 3 a rank may come here after gathers that this one launches later: of units it does not use.
+            self._step_check.begin_round(waits=self.reshard is None)
         self._next = len(self.buckets) - 1
 
     def _launch_down_to(self, index: int) -> None:
         """Launch the reductions of all buckets after this one, for ranks that may need gathers to fill theirs."""
+        is_late = self.reshard is not None and self.reshard.gradients_come_late
+        # Without overlap as many as with it: the other ranks may come to one only after gathers that are to follow.
+        most = len(self.buckets) if is_late else self.reduce_scatters.in_flight
         while self._next > index:
-            self._launch_next(waits=self.reshard is None or not self.reshard.gradients_come_late)
+            self._launch_next(most)
 
     def _launch_while_ready(self) -> None:
         while self._next >= 0 and self._missing[self._next] == 0:
@@ -641,6 +651,7 @@ class GradientReduce:
 
     def _end_reduction(self) -> None:
         """Launch the reductions that are left, and complete the optimiser's step where it is in the backward pass."""
+        self._step_check.end_round()
         while self._next >= 0:
             self._launch_next()
         self.reduce_scatters.launch_rest()
@@ -652,8 +663,8 @@ class GradientReduce:
         self.state = GradientState.STEPPED if is_stepping else GradientState.REDUCED
         self._num_reductions += 1
 
-    def _launch_next(self, waits: bool = True) -> None:
-        """Launch the reduction of the next bucket, and let a step inside the backward pass follow it."""
+    def _launch_next(self, most: int | None = None) -> None:
+        """Launch the reduction of the next bucket; a step inside the backward pass follows it. See `wait_for_room`."""
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
         self._join_writers()
@@ -668,8 +679,7 @@ class GradientReduce:
         if self.state is GradientState.STEPPING and self.post_reduce_hook is not None:
             self.post_reduce_hook.reduced(index, work)
         # Last: the next bucket may be filled while as many as allowed are in flight.
-        if waits:
-            self.reduce_scatters.wait_for_room()
+        self.reduce_scatters.wait_for_room(most)
 
     def _adds(self, index: int) -> bool:
         """Whether a reduction of this bucket adds to one of the same step, or to what the user has left there."""
@@ -688,13 +698,3 @@ class GradientReduce:
             # A whole number, for these travel as int64.
             gather_in_backward=0 if hook is None else round(hook.share * 1e6),
         )
-
-    def _advise(self) -> None:
-        if self._num_reductions > 1 and self.stage == 1 and not self._advised:
-            self._advised = True
-            logger.info("gradients are reduced once per backward pass; put all but a step's last one under no_sync()")
-
-
-def inside_backward() -> bool:
-    """Whether autograd runs a backward pass on this thread right now."""
-    return torch._C._current_graph_task_id() != -1

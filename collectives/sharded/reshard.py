@@ -18,6 +18,12 @@ in a forward pass that records them, stays likewise until the shards change: the
 hook before. Not covered: a view that is made inside the forward pass of the unit itself, whose parameters need no
 gather then: autograd saves such views too, and nothing tells them apart.
 
+[Note: units that a pass does not use] Ranks may use different units of the module, in any order: each gathers the
+others at the end of its pass, and reduces zeros for them. Not covered, for each rank then waits for the other until
+their timeout: more of the module's last units in a row than reductions are in flight (without overlap, one), all of
+which one rank uses and another does not; and a backward pass through no unit at all, but through parts outside the
+units, beside one through some.
+
 [Note: what a pass that raised has not read] Nor does what was read past the hooks decide about collectives, for a rank
 whose pass has raised may lack reads of the others. So after each step all ranks launch an all-reduce of one byte a
 bucket that reshards: whether this rank holds a view of it. What any rank holds they gather together, for the view to
@@ -32,37 +38,22 @@ does not take part in; and such late gradients of more buckets than are in fligh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from collectives.sharded.bucket import Bucket
-from collectives.sharded.collectives import AllGather
 from collectives.sharded.gather import ParameterGather, mark_pending
 from collectives.transport.communicator import Work
 
 
 class ReshardingGather(ParameterGather):
-    """Publishes shards as a `ParameterGather` does, and frees what it has gathered.
+    """Publishes shards as a `ParameterGather` does, and frees what it has gathered; `prefetch` None: one."""
 
-    Args:
-        buckets, all_gather, overlap, start_step: as there.
-        prefetch: all-gathers launched ahead of the one that is waited for; None: one.
-        reshards: indices of the buckets that are freed after use, and are freed now.
-    """
-
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        all_gather: AllGather,
-        prefetch: int | None,
-        overlap: bool,
-        start_step: Callable[[], None] | None = None,
-        reshards: Collection[int] = (),
-    ) -> None:
+    def _prepare(self) -> None:
+        """Set what it knows of passes, reads and views."""
         # All that stays first: a pass waits for it before it calls a unit.
-        order = sorted(range(len(buckets)), key=lambda index: (index in reshards, index))
+        order = sorted(range(len(self.buckets)), key=lambda index: (index in self.reshards, index))
         self._position = {index: position for position, index in enumerate(order)}
         """Of a bucket in the order of a forward pass's gathers."""
         self._kept: set[int] = set()
@@ -84,10 +75,8 @@ class ReshardingGather(ParameterGather):
         """Whether the other ranks may have read what this one has not: a pass has raised since the shards changed."""
         self._needed: set[int] = set()
         """Buckets that a backward pass may read without a hook before: their memory stays until the shards change."""
-        self.has_been_needed = False
-        """Whether any ever was."""
-        self._viewed: set[int] = set()
-        """Buckets whose memory has stayed when they were freed: needed, or the program here held a view."""
+        self.gradients_come_late = False
+        """Whether gradients may be complete only after later gathers: a bucket was needed, or not used by a pass."""
         self._exchange: tuple[Work, Tensor, Tensor] | None = None
         """The last exchange of views, and what is read until it has landed."""
         self._direction = 1
@@ -97,7 +86,6 @@ class ReshardingGather(ParameterGather):
         """Passes that no backward pass has followed yet."""
         self._staying: frozenset[int] = frozenset()
         """`last_unit` in a forward pass with gradients."""
-        super().__init__(buckets, all_gather, prefetch, overlap, start_step, reshards)
 
     @property
     def _depth(self) -> int:
@@ -111,7 +99,7 @@ class ReshardingGather(ParameterGather):
             # Read without gradients in a pass that records them, it is current, and read again unnoticed.
             if torch.is_grad_enabled() or (self._in_forward and self._with_gradients):
                 self._needed.add(index)
-                self.has_been_needed = True
+                self.gradients_come_late = True
 
     def wait_all(self) -> None:
         """Make every parameter ready to be read, with the values of the last `unshard`."""
@@ -161,6 +149,9 @@ class ReshardingGather(ParameterGather):
                 [index in viewed for index in order], dtype=torch.uint8, device="cpu", pin_memory=on_cuda
             )
             shared = own.to(self.comm.device, non_blocking=True) if on_cuda else own
+            # In each step, also of a program that never reads so. To leave it out all ranks would have to know that
+            # none has read: a rank whose pass has raised does not, and may be alone in that. What else travels each
+            # step would tell it too late (a rank may read until here), or the host would have to wait for that.
             # Launched by every rank, and waited for by those that cannot tell; on the CPU nothing comes by itself.
             work = self.comm.start_all_reduce(shared, torch.distributed.ReduceOp.MAX, is_recorded=False)
             self._exchange = work, shared, own
@@ -181,7 +172,7 @@ class ReshardingGather(ParameterGather):
         if index in self._freed:  # used again, or past the passes
             self._launch(index)
 
-    def _launch(self, index: int) -> None:
+    def _launch(self, index: int, waits: bool = True) -> None:
         if index in self.reshards:
             # The computation so far may still read what lay in this memory.
             self._after.pop(index, None)
@@ -190,10 +181,11 @@ class ReshardingGather(ParameterGather):
                 self._take_over(index)
             self.buckets[index].allocate()
             self._freed.discard(index)
-        super()._launch(index)
-
-    def _is_there(self, index: int) -> bool:
-        return super()._is_there(index) or index in self._viewed
+        # What is gathered on the way to another bucket stays marked, as with overlap: a read of it has to be noted.
+        super()._launch(index, waits and index not in self.reshards)
+        if waits and not self.overlap and index in self._works:
+            self._works[index].wait()
+            self._wait_at_home()
 
     def launch_all(self) -> None:
         if self._direction > 0:
@@ -216,10 +208,13 @@ class ReshardingGather(ParameterGather):
             unit = self.unit_of.get(self._to_launch[0])
             indices = {index for index in self._to_launch if unit is not None and self.unit_of.get(index) == unit}
             indices = indices or {self._to_launch[0]}
+            # Without overlap too, none is waited for yet: the other ranks come to it by way of the reductions.
             for index in [each for each in self._to_launch if each in indices]:
-                self._launch(index)
+                self._launch(index, waits=False)
             self._to_launch = deque(index for index in self._to_launch if index not in indices)
             before_wait(max(indices))
+            for index in indices if not self.overlap else ():
+                self._wait_launched(index)
             # Nobody here has asked for it: it is freed at once, for all of them together may not fit.
             self.free(indices - self._staying)
         # Prefetched, and not used in this pass.
@@ -249,6 +244,10 @@ class ReshardingGather(ParameterGather):
         self.launch_all()
         self._direction, self._staying, self._num_forwards = -1, frozenset(), 0
         self._to_launch = deque(sorted(self._freed, reverse=True))
+
+    def note_unused(self) -> None:
+        """Note that a backward pass through units has come to its end here: what is left of it goes unused."""
+        self.gradients_come_late |= self._direction < 0 and bool(self._to_launch)
 
     def end_backward(self, before_wait: Callable[[int], None] = lambda _index: None) -> None:
         """End the pass: launch what is left of it, and free all that reshards.

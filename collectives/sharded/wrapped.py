@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,8 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from collectives.sharded.bucket import Bucket
-from collectives.sharded.gather import ParameterGather
-from collectives.sharded.reduce import inside_backward
+from collectives.sharded.gather import ParameterGather, inside_backward
 from collectives.sharded.reshard import ReshardingGather
 
 logger = logging.getLogger(__name__)
@@ -270,8 +270,8 @@ class ReshardHooks:
 
     @property
     def gradients_come_late(self) -> bool:
-        """Whether a unit's gradients may be complete only after gathers of other units: it is read past its hooks."""
-        return self._gather.has_been_needed
+        """Whether gradients may be complete only after later gathers: of what is read past hooks, or goes unused."""
+        return self._gather.gradients_come_late
 
     def take_part(self, before_wait: Callable[[int], None]) -> None:
         """Complete, for the other ranks' sake, a backward pass that raised here, or that this rank had none of.
@@ -292,15 +292,17 @@ class ReshardHooks:
         # Recomputation: the backward pass that has gathered them goes on to use them.
         if torch._C._current_graph_task_id() != -1:
             return
-        tensors = [leaf for leaf in tree_leaves(called[-1]) if isinstance(leaf, Tensor)]
+        tensors = list(_tensors_in(called[-1]))
         storages = {self._buckets[index].unsharded_N.untyped_storage()._cdata for index in indices}
         if any(_storage_of(tensor) in storages for tensor in tensors):
             self._gather.keep(indices)  # [Note: what stays]
             return
         if torch.is_grad_enabled():
             for tensor in tensors:
-                if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._before_backward, indices))  # type: ignore[no-untyped-call]
+                # A write in place into a view replaces its part of the graph, with the hook, but not the base's.
+                for each in (tensor, tensor._base):
+                    if each is not None and each.grad_fn is not None:
+                        each.register_hook(functools.partial(self._before_backward, indices))  # type: ignore[no-untyped-call]
             if is_last:
                 return
         self._gather.free(indices)
@@ -312,12 +314,29 @@ class ReshardHooks:
             self._pass = number
             self._gather.begin_backward()
             # The engine calls it when this backward pass is through, and not if it raises.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self._gather.wait_for(indices)
+        # Of gradients that are to be differentiated themselves: nothing tells when that pass reads these parameters.
+        if torch.is_grad_enabled():
+            self._gather.keep(indices)
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """End the pass for the gathers, if one has begun here; a second call does nothing."""
         self._pass = -1
+        self._gather.note_unused()
         self._gather.end_backward()
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors of what a module returns: in containers that torch knows, and in dataclasses."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        for leaf in tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
+                seen.add(id(leaf))  # one may hold another that holds it
+                waiting += [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
 
 
 def _storage_of(tensor: Tensor) -> int | None:

@@ -126,15 +126,21 @@ class Products(Protocol):
         tuned: bool,
         spared: int,
         scale: Tensor | None = None,
+        amax: Tensor | None = None,
     ) -> Computes:
         """Return dy^T x, still to be computed; arguments as of `collectives.tensor.gemm.WeightGradient`.
 
         Args:
             scale: of `x`, as in `multiply`.
+            amax: largest magnitude of `x`, float32, []; None: it is not known.
         """
 
-    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange) -> Tensor | None:
-        """Return the scale of all ranks' rows, by which they are to travel; None: they travel as they are."""
+    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange, amax: Tensor | None = None) -> Tensor | None:
+        """Return the scale of all ranks' rows, by which they are to travel; None: they travel as they are.
+
+        Args:
+            amax: largest magnitude of this rank's rows, float32, []; None: it is not known.
+        """
 
     def narrow(self, x_mK: Tensor, scale: Tensor) -> Tensor:
         """Return rows as they travel by a scale, [m, .], of a dtype that an exchange carries."""
@@ -171,10 +177,11 @@ class PlainProducts:
         tuned: bool,
         spared: int,
         scale: Tensor | None = None,  # noqa: ARG002
+        amax: Tensor | None = None,  # noqa: ARG002
     ) -> WeightGradient:
         return WeightGradient(dy, x, tuned, spared)
 
-    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange) -> None:  # noqa: ARG002
+    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange, amax: Tensor | None = None) -> None:  # noqa: ARG002
         return None
 
     def narrow(self, x_mK: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG002
@@ -228,11 +235,12 @@ class ColumnParallelLinear(nn.Module):
         biases = [_part(linear.bias, 0, exchange) for linear in drawn] if bias else None
         self.bias = nn.Parameter(torch.cat(biases)) if biases else None
 
-    def forward(self, x: Tensor, again: Again | None = None) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, x: Tensor, again: Again | None = None, amax: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
         """[s / W, ..., K] -> [s, ..., N / W], or one such tensor for each of several `out_features`.
 
         Args:
             again: gives `x` once more in the backward pass, where it is called without a gradient; None: it is kept.
+            amax: largest magnitude of `x`, where it is known, for products that scale by it (`Products.shared_scale`).
 
         Raises:
             ValueError: another shape or dtype of the input, or ranks that give different numbers of rows, or
@@ -247,7 +255,7 @@ class ColumnParallelLinear(nn.Module):
         bias_N = self.bias if self.adds_bias else None
         keeps = exchange.keeps_gathered and torch.is_grad_enabled() and self.weight.requires_grad
         ys: tuple[Tensor, ...] = _Column.apply(  # type: ignore[no-untyped-call]
-            self, keeps, again, x_mK, self.weight, bias_N
+            self, keeps, again, amax, x_mK, self.weight, bias_N
         )
         gathers_again = exchange.defers and not keeps and self.weight.requires_grad
         context = ys[0].grad_fn if gathers_again else None
@@ -322,11 +330,14 @@ class RowParallelLinear(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(_part(linear.weight, 1, exchange).clone()) for linear in drawn])
         self.bias = nn.Parameter(drawn[0].bias.detach().clone()) if bias else None
 
-    def forward(self, *inputs: Tensor, again: Sequence[Again | None] = ()) -> Tensor:
+    def forward(
+        self, *inputs: Tensor, again: Sequence[Again | None] = (), amaxes: Sequence[Tensor | None] = ()
+    ) -> Tensor:
         """[s, ..., K / W] each -> [s / W, ..., N].
 
         Args:
             again: for each input what gives it once more in the backward pass; None: it is kept. Empty: all are.
+            amaxes: for each its largest magnitude, for products that scale by it; None: not known. Empty: none is.
 
         Raises:
             ValueError: another number, shape or dtype of inputs, rows that do not divide by the number of ranks, or
@@ -346,7 +357,9 @@ class RowParallelLinear(nn.Module):
         flat = [x.reshape(-1, x.shape[-1]) for x in inputs]
         bias_N = self.bias if self.adds_bias else None
         none = [None] * len(flat)
-        y_mN = _Row.apply(self, list(again) or none, bias_N, *flat, *self.weights)  # type: ignore[no-untyped-call]
+        y_mN = _Row.apply(  # type: ignore[no-untyped-call]
+            self, list(again) or none, list(amaxes) or none, bias_N, *flat, *self.weights
+        )
         return y_mN.view(rows[0] // self.exchange.world_size, *rows[1:], -1)  # type: ignore[no-any-return]
 
     @classmethod
@@ -381,6 +394,7 @@ class _Column(torch.autograd.Function):
         linear: ColumnParallelLinear,
         keeps: bool,
         again: Again | None,
+        amax: Tensor | None,
         x_mK: Tensor,
         weight_NK: Tensor,
         bias_N: Tensor | None,
@@ -392,7 +406,7 @@ class _Column(torch.autograd.Function):
         ctx.features_in = weight_NK.shape[1]
         y_MN = x_mK.new_empty(exchange.world_size * x_mK.shape[0], weight_NK.shape[0])
         # Kept for the backward pass, which quantises the same rows; it is of all ranks', so they have one order.
-        ctx.scale = linear.products.shared_scale(x_mK, exchange)
+        ctx.scale = linear.products.shared_scale(x_mK, exchange, amax)
         gathering = exchange.gather(_as_sent(ctx, x_mK))
         factor_KN = linear.products.factor(ctx.in_8_bits or weight_NK, is_transposed=True)
         for rows, part in gathering.parts():
@@ -410,7 +424,7 @@ class _Column(torch.autograd.Function):
         """Return gradients of input, weight and bias; the input's is reduce-scattered under the weight's product."""
         linear: ColumnParallelLinear = ctx.linear
         exchange = linear.exchange
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[3:]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[4:]
         # Where only the rank's own rows were kept, they are gathered again, under the product for dx, or earlier.
         early, ctx.early, ctx.is_done = ctx.early, None, True
         (x, weight_NK), gathering = early or _unpacked(ctx, gathers=needs_weight and not ctx.keeps)
@@ -434,16 +448,22 @@ class _Column(torch.autograd.Function):
         if gathering is not None and not exchange.defers:
             gathering.close()
         dx_mK = None if scattering is None else scattering.result()
-        return None, None, None, dx_mK, dweight_NK, dbias_N
+        return None, None, None, None, dx_mK, dweight_NK, dbias_N
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, linear: RowParallelLinear, again: Sequence[Again | None], bias_N: Tensor | None, *tensors: Tensor
+        ctx: Any,
+        linear: RowParallelLinear,
+        again: Sequence[Again | None],
+        amaxes: Sequence[Tensor | None],
+        bias_N: Tensor | None,
+        *tensors: Tensor,
     ) -> Tensor:
+        """Return this rank's rows of the sum of all ranks' products, which are scattered as they are computed."""
         inputs, weights, exchange = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :], linear.exchange
-        ctx.linear, ctx.has_bias, ctx.again = linear, bias_N is not None, again
+        ctx.linear, ctx.has_bias, ctx.again, ctx.amaxes = linear, bias_N is not None, again, amaxes
         ctx.shapes = [x_MK.shape for x_MK in inputs]
         last_column, exchange.last_column = exchange.last_column, None
         ctx.before = None if last_column is None else last_column()
@@ -468,7 +488,7 @@ class _Row(torch.autograd.Function):
         linear: RowParallelLinear = ctx.linear
         exchange, tensors = linear.exchange, ctx.saved_tensors
         inputs, weights = list(tensors[: len(tensors) // 2]), tensors[len(tensors) // 2 :]
-        needs_bias, *needs = ctx.needs_input_grad[2:]
+        needs_bias, *needs = ctx.needs_input_grad[3:]
         dy_mN = dy_mN.contiguous()
         gathering = exchange.gather(dy_mN)
         before, ctx.before = ctx.before, None
@@ -490,16 +510,19 @@ class _Row(torch.autograd.Function):
             if again is not None:
                 inputs[index] = again(dx_MK).view(ctx.shapes[index])
         whole = functools.cache(functools.partial(_whole, gathering, ctx.sources))
-        of_weights = zip(inputs, needs[len(inputs) :], ctx.sources, ctx.next_functions[-len(weights) :], strict=True)
+        accumulators = [node for node, _ in ctx.next_functions[-len(weights) :]]
+        of_weights = zip(inputs, needs[len(inputs) :], ctx.sources, accumulators, ctx.amaxes, strict=True)
         dweights = [
-            _weight_gradient(linear, whole, functools.partial(_same, x_MK), source, accumulator) if need else None
-            for x_MK, need, source, (accumulator, _) in of_weights
+            _weight_gradient(linear, whole, functools.partial(_same, x_MK), source, accumulator, amax=amax)
+            if need
+            else None
+            for x_MK, need, source, accumulator, amax in of_weights
         ]
         if not exchange.defers:
             gathering.close()
         if summing is not None:
             summing.wait()
-        return None, None, dbias_N, *dinputs, *dweights
+        return None, None, None, dbias_N, *dinputs, *dweights
 
 
 def _unpacked(ctx: Any, gathers: bool) -> tuple[tuple[Tensor, Tensor | None], Gathering | None]:
@@ -526,12 +549,13 @@ def _weight_gradient(
     source: SlotSource | None,
     accumulator: object,
     scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Tensor | None:
     """dy^T x, as `WeightGradient.into` has it: where the exchange defers, its factors are not read before they must."""
     exchange = linear.exchange
     if not exchange.defers:
         dy, x = (functools.partial(_same, give()) for give in (dy, x))
-    gradient = linear.products.weight_gradient(dy, x, linear.tuned, exchange.spared, scale)
+    gradient = linear.products.weight_gradient(dy, x, linear.tuned, exchange.spared, scale, amax)
     promise = gradient.promised(source, accumulator) if exchange.defers and source is not None else None
     if promise is None:
         return gradient.into(source, accumulator)

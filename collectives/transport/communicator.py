@@ -48,6 +48,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.arguments import as_device
+from collectives.clock import PooledEvent
 from collectives.torch_names import Collect, all_gather_single, reduce_scatter_single
 from collectives.transport.current_stream import current_stream
 from collectives.transport.leftovers import release_left
@@ -117,8 +118,11 @@ class CommContext:
             return nullcontext()
         return self.recorder.launching(group, kind, num_bytes, can_capture=False, **more)
 
-    def waiting(self, collective: Collective | None) -> AbstractContextManager[None]:
+    def waiting(self, collective: Collective | None, until: PooledEvent | None = None) -> AbstractContextManager[None]:
         """Record the wait in the block, of the computation for a collective; None: it was not recorded.
+
+        Args:
+            until: as of `Recorder.waiting`.
 
         Raises:
             CollectiveFailed: a collective is overdue.
@@ -128,7 +132,18 @@ class CommContext:
             self.track.watch.check()
         if self.recorder is None or collective is None or self.is_capturing:
             return nullcontext()
-        return self.recorder.waiting(collective, can_capture=False)
+        return self.recorder.waiting(collective, can_capture=False, until=until)
+
+    def arrival(self, collective: Collective | None, *, is_end: bool) -> PooledEvent | torch.cuda.Event:
+        """Mark the communicator's stream, which is current, for others to wait for; arguments of `Recorder.arrival`.
+
+        Of a collective that is recorded it is a mark whose time can be read, so that nothing else need be launched.
+        """
+        assert self.stream is not None
+        mark = None
+        if self.recorder is not None and collective is not None:
+            mark = self.recorder.arrival(collective, is_end=is_end)
+        return self.stream.record_event() if mark is None else mark
 
     def counted(self, kind: str, num_bytes: int, detail: str = "") -> Operation | None:
         """The collective that is launched next, for the watch; arguments and errors as in `Track.launch`."""
@@ -159,7 +174,7 @@ class Work:
         comm: Communicator,
         collective: Collective | None,
         work: dist.Work | None,
-        landed: torch.cuda.Event | None,
+        landed: PooledEvent | torch.cuda.Event | None,
         then: Callable[[], None] | None,
         keep: Sequence[Tensor],
         kind: str = "collective",
@@ -168,12 +183,19 @@ class Work:
     ) -> None:
         self._lent = lent
         self._comm, self._collective, self._work, self._kind = comm, collective, work, kind
-        self._arrival_event = self._done_event = landed
+        self._arrive(landed)
         self._then, self._keep = [] if then is None else [then], keep
         # Until `launch_rest`, there is no event yet that a follower's stream could wait for.
         self._rest, self._callbacks = late, list[tuple[Callable[[], None], torch.cuda.Stream | None]]()
         self._joined: list[Work] = []
         self._done = False
+
+    def _arrive(self, landed: PooledEvent | torch.cuda.Event | None) -> None:
+        # Held: a mark goes back to its pool with the last reference to it.
+        self._mark = landed if isinstance(landed, PooledEvent) else None
+        event = landed.event if isinstance(landed, PooledEvent) else landed
+        self._arrival_event: torch.cuda.Event | None = event
+        self._done_event: torch.cuda.Event | None = event
 
     def launch_rest(self) -> None:
         """Launch on the communicator what was left for later, such as the sum of what peers sent. Twice does no
@@ -183,7 +205,7 @@ class Work:
         with torch.cuda.stream(self._comm.stream):
             self._rest()
             if self._comm.stream is not None:
-                self._arrival_event = self._done_event = self._comm.stream.record_event()
+                self._arrive(self._comm.arrival(self._collective, is_end=False))
         self._rest = None
         following, self._callbacks = self._callbacks, []
         # In the order in which they came: one may use what the one before has computed.
@@ -194,6 +216,8 @@ class Work:
     def done_event(self) -> torch.cuda.Event | None:
         """Event after it and after all that follows it; None on the CPU. Lands it, if it has not."""
         self.launch_rest()
+        if self._mark is not None and self._done_event is self._mark.event:
+            return self._mark.keep()  # the caller may hold it for longer than this work
         return self._done_event
 
     def then(self, function: Callable[[], None], stream: torch.cuda.Stream | None) -> None:
@@ -236,7 +260,7 @@ class Work:
         if self._done:
             return
         self.launch_rest()
-        with self._comm.waiting(self._collective):
+        with self._comm.waiting(self._collective, self._mark):
             if self._arrival_event is not None:
                 current_stream(self._comm.device).wait_event(self._arrival_event)
             elif self._work is not None:
@@ -595,7 +619,7 @@ class Communicator(CommContext):
             collective, _ = self._issue(kind, buffer, start, async_op=False, is_recorded=is_recorded)
             # On the communicator and before the event: whoever waits for the work waits for this.
             _call(then)
-            return Work(self, collective, None, self.stream.record_event(), None, keep, kind)
+            return Work(self, collective, None, self.arrival(collective, is_end=then is None), None, keep, kind)
 
     def _issue(
         self, kind: str, buffer: Tensor, issue: Issue, async_op: bool, is_recorded: bool = True

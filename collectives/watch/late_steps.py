@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from collectives.clock import has_happened
 from netlayer.observe.events import Mark, Origin
 
 if TYPE_CHECKING:
@@ -102,6 +103,13 @@ def describe_wait(wait: Collective | None, ranks_of: Callable[[str], str | None]
         return None
     facts = {name: wait.labels[name] for name in ("peer", "micro_batch") if name in wait.labels}
     return {"waits_for": wait.kind, "group": wait.group, "group_ranks": ranks_of(wait.group), **facts}
+
+
+def is_over(part: Any) -> bool:
+    """Whether a part of a step (computation, wait, collective) is known to have ended; only queries."""
+    end = part.ended if hasattr(part, "ended") else part.end
+    # What a wait ends with may have happened before the device has come to the wait.
+    return end is not None and has_happened(end) and (part.start is None or has_happened(part.start))
 
 
 class LateSteps:

@@ -45,8 +45,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from collectives.clock import DeviceEvents, TimeBase, device_events, exempt_from_captures, has_happened
-from collectives.watch.late_steps import LateSteps
+from collectives.watch.late_steps import LateSteps, is_over
 from collectives.watch.processor import ProcessorLaps
+from collectives.watch.recorder import wait_times
 from collectives.watch.ring import Ring
 from netlayer.observe.events.clocks import RankClock
 from netlayer.observe.events.columns import EventColumns, Series, SeriesTable
@@ -535,8 +536,7 @@ class Monitor:
         def pending(parts: Iterable[Any]) -> list[Any]:
             new = [part for part in tuple(parts) if id(part) not in handed]
             if is_late:
-                ends = [part.ended if hasattr(part, "ended") else part.end for part in new]
-                new = [part for part, end in zip(new, ends, strict=True) if end is not None and has_happened(end)]
+                new = list(filter(is_over, new))
                 handed.update(map(id, new))
             return new
 
@@ -544,17 +544,16 @@ class Monitor:
             times = self._times([mark for done in some for mark in (done.start, done.end)])
             for done, start_ns, end_ns in zip(some, times[::2], times[1::2], strict=True):
                 rows.append_segment(self._computation(rows.table, done.name, done.labels), comm.step, start_ns, end_ns)
+        for some in _portions(pending(comm.collectives)):
+            self._add_collectives(rows, some)
         for some in _portions(pending(comm.waits)):
-            times = self._times([mark for wait in some for mark in (wait.start, wait.end)])
-            starts, ends = times[::2], times[1::2]
+            starts, ends = wait_times(some, self._time_base, self._times)
             long = [at for at in range(len(some)) if ends[at] - starts[at] >= _LEAST_WAIT_NS]
             waited_for = [some[at].collective for at in long]
             rows.series += [self._wait(rows.table, one) for one in waited_for]
             rows.starts += [starts[at] for at in long]
             rows.ends += [ends[at] for at in long]
             _append_sizes(rows, waited_for, [comm.step] * len(long))
-        for some in _portions(pending(comm.collectives)):
-            self._add_collectives(rows, some)
 
     def _add_processor_wait(self, rows: EventColumns, wait_ns: int, before_ns: int, timing: str) -> None:
         """Append what the training thread waited for a processor in the step that was appended just now."""
@@ -573,6 +572,10 @@ class Monitor:
         rows.series += [self._series_of(rows.table, one) for one in some]
         rows.starts += times[::2]
         rows.ends += times[1::2]
+        if self._events is not None:
+            base = self._time_base
+            for one, end_ns in zip(some, times[1::2], strict=True):
+                one.placed = base, end_ns
         _append_sizes(rows, some, [one.step for one in some])
 
     def _computation(self, table: SeriesTable, name: str, labels: Mapping[str, Any]) -> int:

@@ -25,13 +25,22 @@ import sys
 import time
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from collectives.clock import TimeBase, device_events, has_happened, is_before, seconds_between, union
+from collectives.clock import (
+    PooledEvent,
+    TimeBase,
+    device_events,
+    has_happened,
+    is_before,
+    seconds_between,
+    union,
+    wait_for,
+)
 from collectives.watch.processor import ProcessorLaps
 
 if TYPE_CHECKING:
@@ -71,6 +80,7 @@ class Collective:
         wait_start_ns, wait_end_ns: the host in the call that waits for it.
         start, end: when it ran. On CUDA events on the stream, from when it could start there. On the CPU the
             end is when it was noticed: by the wait for it, unless the communicator watches its collectives.
+        placed: the end on the clock of whoever has read it, and by which time base, for the waits that end with it.
     """
 
     __slots__ = (
@@ -87,6 +97,7 @@ class Collective:
         "launch_end_ns",
         "launch_start_ns",
         "num_bytes",
+        "placed",
         "seq",
         "start",
         "step",
@@ -110,6 +121,7 @@ class Collective:
         self.launch_start_ns = self.launch_end_ns = self.wait_start_ns = self.wait_end_ns = 0
         self.start: Mark | None = None
         self.end: Mark | None = None
+        self.placed: tuple[TimeBase, int] | None = None
 
     @property
     def ended(self) -> Mark | None:
@@ -177,9 +189,12 @@ class _Timed:
         del self._recorder, self._start
         if kind is None and start is not None:
             events = recorder._events
-            self.start, self.end = start, time.perf_counter_ns() if events is None else events.take_unchecked()
+            self.start, self.end = start, time.perf_counter_ns() if events is None else self._end(events)
             if recorder._open is not None:
                 self._keep(recorder._open)
+
+    def _end(self, events: DeviceEvents) -> PooledEvent:
+        return events.take_unchecked()
 
     def _keep(self, comm: StepComm) -> None:
         raise NotImplementedError
@@ -202,14 +217,19 @@ class Computation(_Timed):
 
 
 class Wait(_Timed):
-    """Wait of the compute stream for a collective."""
+    """Wait of the compute stream for a collective.
 
-    __slots__ = ("_begin_ns", "collective")
+    Its end is, where it is known, the mark that the stream waits for: it lies before `start` where nobody had to wait.
+    """
+
+    __slots__ = ("_begin_ns", "_until", "collective")
 
     _begin_ns: int | None
 
-    def __init__(self, recorder: Recorder, collective: Collective, can_capture: bool) -> None:
-        self._recorder, self.collective, self._can_capture = recorder, collective, can_capture
+    def __init__(
+        self, recorder: Recorder, collective: Collective, can_capture: bool, until: PooledEvent | None = None
+    ) -> None:
+        self._recorder, self.collective, self._can_capture, self._until = recorder, collective, can_capture, until
 
     def __enter__(self) -> None:
         self.collective.wait_start_ns = time.perf_counter_ns()
@@ -225,8 +245,33 @@ class Wait(_Timed):
         if kind is None:
             self.collective.wait_end_ns = time.perf_counter_ns()
 
+    def _end(self, events: DeviceEvents) -> PooledEvent:
+        return events.take_unchecked() if self._until is None else self._until
+
     def _keep(self, comm: StepComm) -> None:
         comm._waits.append(self)
+
+
+def wait_times(
+    waits: Sequence[Wait], base: TimeBase, times: Callable[[Sequence[Mark]], list[int]]
+) -> tuple[list[int], list[int]]:
+    """Return begins and ends of waits that are over; of those that end with their collective by `Collective.placed`.
+
+    Args:
+        base: by which that must have been read.
+        times: gives the time of each mark.
+    """
+    ends, marks = list[int | None](), [wait.start for wait in waits]
+    for wait in waits:
+        one = wait.collective
+        if one.placed is not None and one.placed[0] is base and wait.end is one.end:
+            ends.append(one.placed[1])
+        else:
+            ends.append(None)
+            marks.append(wait.end)
+    all_times = times(marks)
+    others = iter(all_times[len(waits) :])
+    return all_times[: len(waits)], [next(others) if end is None else end for end in ends]
 
 
 @dataclass
@@ -308,7 +353,9 @@ class StepComm:
     @cached_property
     def exposed_s(self) -> float:
         """Seconds in which the compute stream waited for a communication: [Note: what is exposed]."""
-        return sum(seconds_between(wait.start, wait.end) - self._idle_s(wait) for wait in self._waits)
+        # Whatever was waited for has ended by then, and every wait has begun.
+        wait_for(self._marks[-1])
+        return sum(max(0.0, seconds_between(wait.start, wait.end) - self._idle_s(wait)) for wait in self._waits)
 
     @property
     def exposed_comm(self) -> float:
@@ -327,7 +374,8 @@ class StepComm:
             spans.append(Span(done.name, COMPUTE, ns(done.start), ns(done.end), {"step": self.step, **done.labels}))
         for wait in self._waits:
             labels = {"step": self.step, **wait.collective.labels}
-            spans.append(Span(f"wait for {wait.collective.kind}", WAIT, ns(wait.start), ns(wait.end), labels))
+            begin_ns = ns(wait.start)
+            spans.append(Span(f"wait for {wait.collective.kind}", WAIT, begin_ns, max(begin_ns, ns(wait.end)), labels))
         for one in self.collectives:
             end = one.ended
             if one.start is not None and end is not None:
@@ -503,9 +551,26 @@ class Recorder:
             opened.collectives.append(collective)
         return collective
 
-    def waiting(self, collective: Collective, *, can_capture: bool = True) -> AbstractContextManager[None]:
-        """Record the wait in the block: the host's, or the one that it puts into the compute stream."""
-        return Wait(self, collective, can_capture)
+    def waiting(
+        self, collective: Collective, *, can_capture: bool = True, until: PooledEvent | None = None
+    ) -> AbstractContextManager[None]:
+        """Record the wait in the block: the host's, or the one that it puts into the compute stream.
+
+        Args:
+            until: mark for which the stream waits, which is the wait's end then: nothing is launched for it.
+        """
+        return Wait(self, collective, can_capture, until)
+
+    def arrival(self, collective: Collective, *, is_end: bool) -> PooledEvent | None:
+        """Return a mark of the current stream for others to wait for; None: marks are no events.
+
+        Args:
+            collective: that has landed there.
+            is_end: whether that is its end, and nothing was launched on the stream since: it has a mark then.
+        """
+        if is_end and isinstance(collective.end, PooledEvent):
+            return collective.end
+        return None if self._events is None else self._events.take_unchecked()
 
     def computing(self, name: str, **labels: Label) -> AbstractContextManager[None]:
         """Record the computation in the block, for a trace; outside a step nothing is recorded."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,11 @@ class CheckpointConfig(Section):
     )
     asynchronous: bool = Field(
         True, description="copy the state to the host under the next step, and write it beside the training"
+    )
+    when_busy: Literal["wait", "skip"] = Field(
+        "wait",
+        description="what training does where a save is due and storage is not through with the one before: wait for "
+        "it, or skip the save, which is said and counted; one that keep_every_steps keeps is always waited for",
     )
     copy_gbps: float = Field(
         0.0, ge=0, description="limit of a rank's copy to the host, GB/s, which spreads it over a step; 0: none"
@@ -67,6 +72,9 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
+        if self.when_busy == "skip" and not self.asynchronous:
+            rule = "has no effect where training waits for each save"
+            raise ConfigError("job.checkpoint.when_busy", self.when_busy, rule, "set asynchronous = true, or omit it")
         if self.peer_copies and not (self.peer_interval or self.every_steps):
             rule = "has no effect, for peer_interval and every_steps are 0"
             raise ConfigError("job.checkpoint.peer_copies", self.peer_copies, rule, "set peer_interval")

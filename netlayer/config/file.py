@@ -17,6 +17,7 @@ from netlayer.commands.example_files import examples_folder
 from netlayer.config.renamed import RENAMED, with_new_keys
 from netlayer.config.tree import Config, Section, build_config
 from netlayer.errors import ConfigError
+from netlayer.workload.presets import MODELS
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,10 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = (), *, opti
     """
     # Before the overrides: one of them may give by its new name what the file has by the old one.
     tree = with_new_keys(_read_toml(path, option), warn=True) if path else {}
+    of_file = dict(_model_of(tree))
     for override in overrides:
         _apply_override(tree, override)
+    _warn_of_preset(of_file, _model_of(tree))
     # Once, when all is in: a rule between two fields must not see one of them before its override.
     return build_config(tree)
 
@@ -109,6 +112,29 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError("--set", override, f"{name} is a value in the file, not a table", "fix the file")
         tree = below
     tree[last] = value
+
+
+def _model_of(tree: dict[str, Any]) -> dict[str, Any]:
+    job = tree.get("job")
+    model = job.get("model") if isinstance(job, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
+def _warn_of_preset(of_file: dict[str, Any], model: dict[str, Any]) -> None:
+    """Warn where `--set model.preset` names a model, and sizes of the file make it another one."""
+    name = model.get("preset")
+    if name == of_file.get("preset") or not isinstance(name, str) or name not in MODELS:
+        return
+    sizes = MODELS[name]
+    kept = [key for key in sizes if key in of_file and model[key] == of_file[key] != sizes[key]]
+    if kept:
+        values = ", ".join(f"{key} = {model[key]}" for key in kept)
+        logger.warning(
+            "--set model.preset=%s: the file's %s stay, for keys go before a preset; to have the preset's, take them "
+            "out of the file, or --set them too",
+            name,
+            values,
+        )
 
 
 def _resolve(path: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ _FAMILIES = {
 }
 TOGETHER = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "barrier")
 """Families of collectives that end on no rank before all have launched them."""
-_UNEVEN = ("all_to_all", "_v")  # kinds whose sizes may legitimately differ between ranks
+_UNEVEN = ("all_to_all", "alltoall", "_v")  # kinds whose sizes may legitimately differ between ranks
 _ONE_SIDED = {"scatter": "inputs", "gather": "outputs"}  # tensors that only the root has
 
 
@@ -105,7 +105,7 @@ class Launch:
         names: list[tuple[str, ...] | None] = [tuple(sorted(set(side))) for side in dtypes]
         if self.num_bytes is not None:
             counts[0] = self.num_bytes
-        if any(mark in self.kind for mark in _UNEVEN):
+        if any(mark in self.kind.lower() for mark in _UNEVEN):
             counts = [None, None]
         if kind in _ONE_SIDED:
             side = 0 if _ONE_SIDED[kind] == "inputs" else 1

@@ -29,6 +29,7 @@ from netlayer.printing import printable
 
 _REMEDY = "give dumps of Flight Recorder, the output of ncclras, or reports of netlayer's watch"
 _STDIN = Path("-")
+_WATCHDOG = "Watchdog caught collective operation timeout"
 # A full buffer of Flight Recorder (2,000 entries, 8 frames each) has 0.6 MB; RAS writes 0.4 KB a rank and communicator.
 _MAX_BYTES = 64 << 20
 # JSON takes up to 100 bytes of memory for two of the file; 2 million objects are some hundred MB.
@@ -179,8 +180,7 @@ def _parse(path: Path, data: bytes) -> flight_recorder.Dump | list[ras.Query] | 
     except (ValueError, RecursionError):
         if queries := ras.from_text(text):
             return queries
-        shape = "looks like JSON, but is damaged or" if text.lstrip().startswith("{") else "is"
-        raise ValueError(f"{shape} nothing that this command knows") from None
+        raise ValueError(_unknown(text)) from None
     if flight_recorder.is_dump(trees[0]):
         return flight_recorder.parse(trees[0], path)
     if any(map(ras.is_json, trees)):
@@ -188,6 +188,17 @@ def _parse(path: Path, data: bytes) -> flight_recorder.Dump | list[ras.Query] | 
     if reports.is_report(trees[0]):
         return trees[:1]
     raise ValueError("is JSON, but nothing that this command knows")
+
+
+def _unknown(text: str) -> str:
+    """Return what is wrong with a text that is none of the known kinds."""
+    if _WATCHDOG in text:
+        return (
+            "is a log of PyTorch's watchdog, which says who waited and not for whom: that is in the dumps that ranks"
+            " write beside it (with TORCH_NCCL_TRACE_BUFFER_SIZE=2000, in newer versions TORCH_FR_BUFFER_SIZE=2000)"
+        )
+    shape = "looks like JSON, but is damaged or" if text.lstrip().startswith("{") else "is"
+    return f"{shape} nothing that this command knows"
 
 
 def _check_kind(data: bytes) -> None:

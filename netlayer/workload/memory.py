@@ -273,10 +273,21 @@ def takes_windows(job: JobConfig) -> bool:
 
 
 def may_copy_gradients(job: JobConfig) -> bool:
-    """Whether copy engines may carry gradients to the peers: beside windows, or where parameters come and go."""
-    parallel = job.parallel
-    fits = 2 <= parallel.dp_cp <= MOST_COPYING_RANKS and job.model.dtype != "float64"
-    return fits and job.overlap.copies_gradients and (takes_windows(job) or frees_parameters(job))
+    """Whether copy engines may carry gradients to the peers, as far as a job can tell; the rest is the machine's."""
+    return job.overlap.copies_gradients and not why_no_copies(job)
+
+
+def why_no_copies(job: JobConfig) -> str:
+    """Return why gradients are not copied to the peers, whatever `overlap.peer_reduce` says; or nothing."""
+    ranks = job.parallel.dp_cp
+    if ranks == 1:
+        return "job.parallel.dp is 1: none are " + ("reduced" if job.parallel.gradient_ranks == 1 else "scattered")
+    if ranks > MOST_COPYING_RANKS:
+        return f"they are scattered over {ranks} ranks, and copied among {MOST_COPYING_RANKS} at most"
+    if job.model.dtype == "float64":
+        return "job.model.dtype is float64"
+    # Beside windows, or where parameters come and go.
+    return "" if takes_windows(job) or frees_parameters(job) else "job.overlap.windows is false"
 
 
 def in_flight(job: JobConfig, stage: int) -> int:

@@ -136,6 +136,14 @@ def table_elements(job: JobConfig) -> int:
     return table_rows(job) * job.model.hidden
 
 
+def linear_widths(model: ModelConfig, tp: int, *, is_mlp: bool) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the widths of the inputs of a half block's two linears on a rank, and those of their outputs."""
+    hidden = model.hidden
+    if is_mlp:
+        return (hidden, model.ffn_hidden / tp), (up_width(model) / tp, hidden)
+    return (hidden, model.attention_width / tp), (qkv_width(model) / tp, hidden)
+
+
 def qkv_width(model: ModelConfig) -> int:
     return model.attention_width + 2 * model.kv_width
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench.checkpoint_stall import PARTS_WAYS, USUAL_WAYS, SaveRow, command, net_ratio, table, verdicts, written_ratio
+from bench.checkpoint_stall import USUAL_WAYS, SaveRow, command, net_ratio, read_ways, table, verdicts, written_ratio
+from bench.checkpoint_training import PARTS_WAYS
 from netlayer.errors import NetlayerError
 
 
@@ -103,3 +104,29 @@ def test_the_bars_are_judged_beside_what_comes_without_a_save(rows: list[SaveRow
     assert f": {stall}" in lines[0]
     assert f": {steps}" in lines[1]
     assert not verdicts([row for row in rows if row.way == "none"])
+
+
+def test_saves_at_an_interval_have_verdicts_of_their_own() -> None:
+    rows = saves(0.004, 0.001)
+    short = [replace(row, way="third", interval_steps=7, skipped=2) for row in rows if row.way == "ours"]
+    lines = verdicts([*rows, *short, rows[0]])
+    assert [line.partition(",")[0] for line in lines] == ["ours", "ours", "third", "third"]
+    assert "one due every 7 steps, 4 skipped" in table(short)
+
+
+def test_an_interval_needs_a_save_that_shows_it() -> None:
+    assert read_ways("none,ours,third", "gloo") == ["none", "ours", "third"]
+    with pytest.raises(NetlayerError, match=r"--ways.*third.*needs a save of ours before it.*name ours first"):
+        read_ways("none,third,ours", "gloo")
+
+
+@pytest.mark.slow(minutes=3)
+def test_at_a_third_of_what_storage_sustains_saves_are_skipped(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    options = ["--ranks", "2", "--backend", "gloo", "--model", "1m", "--layers", "2", "--micro-batches", "1"]
+    options += ["--turns", "1", "--ways", "ours,third", "--json", str(record)]
+    result = CliRunner().invoke(command, ["--folder", str(tmp_path / "out"), *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    rows = json.loads(record.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["ours", "third", "third", "third"]
+    assert len({row["interval_steps"] for row in rows[1:]}) == 1

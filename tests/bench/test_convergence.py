@@ -139,6 +139,13 @@ def test_runs_are_evaluated_at_the_same_numbers_of_tokens_on_as_many_windows() -
     assert (len(at), windows) == (1, {32})
 
 
+def test_a_run_in_8_bits_differs_from_the_standard_one_by_its_products_alone() -> None:
+    standard, fp8 = (plan.job for plan in plans(SETTINGS, ["standard", "fp8"], 50 * STEP_TOKENS))
+    assert (standard.model.fp8, fp8.model.fp8) == ("off", "tensorwise")
+    model = fp8.model.model_copy(update={"fp8": standard.model.fp8})
+    assert fp8.model_copy(update={"model": model, "name": standard.name}) == standard
+
+
 def test_a_run_that_broke_off_is_no_baseline_and_is_named() -> None:
     curves = made("standard", [8, 7, 6], whole=False), made("parallel", [8, 6, 4, 3, 2])
     rows = run_rows(*curves)

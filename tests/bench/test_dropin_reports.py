@@ -30,8 +30,12 @@ def test_the_table_is_of_these_programs() -> None:
 def test_the_wrapper_trains_the_same_or_says_what_to_do() -> None:
     for row in rows():
         assert row["ours"] == "equal" or any(
-            word in row["ours"] for word in ("give ", "take ", "requires a gradient")
+            word in row["ours"] for word in ("give ", "take ", "requires a gradient", "do that before")
         ), row
+        assert row["ours_zero2"] == row["ours"]
+        # In stage 3 every forward pass is a collective call: docs/dropin.md says so.
+        if row["program"] != "uneven_evaluation":
+            assert row["ours_zero3"] == row["ours"]
 
 
 # More of them are cases of tests/collectives/dropin_cases.py.
@@ -46,8 +50,10 @@ def test_the_wrapper_trains_the_same_or_says_what_to_do() -> None:
 )
 def test_a_program_shows_what_the_table_says(program: str) -> None:
     report = next(report for report in REPORTS if report.case.__name__ == program)
-    [expected] = {row["ours"] for row in rows() if row["program"] == program}
-    assert run(report, "ours") == expected
+    # Not those that wait until their timeout, and then say which rank was the first.
+    for side in ("ours", "ours_zero3"):
+        [expected] = {row[side] for row in rows() if row["program"] == program}
+        assert "imed out" in expected or run(report, side) == expected
 
 
 def test_an_unknown_program_is_named(capsys: pytest.CaptureFixture[str]) -> None:

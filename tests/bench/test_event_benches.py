@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench.event_stream import describe as describe_stream
 from bench.event_stream import measure
-from bench.monitor_overhead import Block, RankResult, compare, describe
+from bench.monitor_overhead import Block, RankResult, block_seconds, compare, describe, whole_pairs
+from bench.stragglers import device_cost
 from bench.stragglers.event_cost import describe as describe_cost
+from bench.stragglers.event_cost import idle_events
 from bench.stragglers.event_cost import measure as measure_cost
 from collectives import Recorder
 
@@ -81,3 +85,47 @@ def test_costs_are_of_all_that_was_recorded(marks: str) -> None:
     assert row.num_events == 200
     assert min(row.record_us, row.segment_us, row.event_us, row.batch_us) > 0
     assert marks in describe_cost([row])
+
+
+def test_the_bench_on_a_device_reads_all_that_it_has_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With events that do nothing: its parts fit together."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **_: zeros(*sizes))
+    for name, value in {"_WINDOW_S": 0.05, "_BURSTS": 2, "_STEPS": 1}.items():
+        monkeypatch.setattr(device_cost, name, value)
+    with idle_events():
+        row = device_cost.measure_device(torch.device("cuda", 0), pairs=3, rounds=1)
+    assert min(row.plain_us, row.recorded_us, row.event_us, row.torch_us, row.query_us, row.operator_us) > 0
+    assert row.runtime_us is None or row.runtime_us > 0
+    text = device_cost.describe(row)
+    assert "3 collectives and as many waits a step" in text
+
+
+def test_records_beside_the_jobs_are_launched_over_its_blocks() -> None:
+    from bench.monitor_overhead import SwitchedRecorder, _launch_between_blocks
+
+    blocks = torch.nn.ModuleDict({str(number): torch.nn.Identity() for number in range(4)})
+    system = SimpleNamespace(model=SimpleNamespace(chunks=[SimpleNamespace(module=SimpleNamespace(blocks=blocks))]))
+    recorder = SwitchedRecorder()
+    _launch_between_blocks(system, device_cost.Pairs(torch.device("cpu"), recorder), 6)  # type: ignore[arg-type]
+    for way, num in (("on", 6), ("off", 0)):
+        recorder.way = way
+        recorder.begin_step(1)
+        for block in blocks.values():
+            block(torch.zeros(1))
+        assert recorder.end_step().num_collectives == num
+
+
+@pytest.mark.parametrize(("left_s", "blocks", "seconds"), [(float("inf"), 40, 8.5), (40.0, 8, 5.0), (10.0, 16, 2.0)])
+def test_blocks_fit_into_the_time_that_is_left(left_s: float, blocks: int, seconds: float) -> None:
+    assert block_seconds(left_s, blocks) == seconds
+
+
+def test_of_an_interrupted_run_the_whole_pairs_of_all_ranks_are_kept() -> None:
+    blocks = [Block("off", 1.0), Block("on", 1.1), Block("on", 1.2)]
+    so_far = {rank: RankResult(blocks[: 3 - rank], 10, 0, 0, 0, "CPU") for rank in range(2)}
+    results = whole_pairs(so_far, 2)
+    row = compare(results, "on", "1m", "dp2")
+    assert (row.pairs, row.ratio, row.noise) == (1, pytest.approx(1.1), 0.0)
+    assert "a record costs" not in describe([row])
+    assert whole_pairs(so_far, 3) == []  # a rank has told nothing yet

@@ -6,9 +6,10 @@ They are added to the cases of `tests.collectives.cases`.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +45,9 @@ from tests.collectives.cases import (
 from tests.collectives.settings import shard
 
 
-def stage3(model: Net, how: Callable[..., ShardedDataParallel] = wrap64, **settings: Any) -> ShardedDataParallel:
+def stage3(
+    model: Net | Chained, how: Callable[..., ShardedDataParallel] = wrap64, **settings: Any
+) -> ShardedDataParallel:
     return how(model, units=model.blocks, stage=3, **settings)
 
 
@@ -244,28 +247,38 @@ def graphs_of_several_passes_train_in_stage_3(rank: int, world_size: int) -> Non
 
 @case
 def an_exception_on_one_rank_costs_one_step_in_stage_3(rank: int, world_size: int) -> None:
-    for place in ("backward", "forward"):
-        expected = train(stage3(net()), 3, rank, world_size) if place == "backward" else None
-        sharded = stage3(net(), in_flight=1)
+    """With overlap and without: there a rank that takes part must not wait for a gather that others come to later."""
+    expected = train(stage3(net()), 3, rank, world_size)
+    last = rank == world_size - 1
+    for settings, place in itertools.product(
+        ({"in_flight": 1}, {"overlap": False}), ("backwards", "backward", "forward")
+    ):
+        sharded = stage3(net(), **settings)
         optimizer = sharded.optimizer(adamw)
         for step, tokens in enumerate(batches(3, world_size)):
-            if step == 1 and place == "backward":
-                # Ranks stop at different places: they have launched different numbers of gathers and reductions.
-                handle = sharded.module.blocks[rank % 3].register_full_backward_pre_hook(_interrupt)
-                assert_raises(ZeroDivisionError, "interrupted", sharded(tokens).backward)
-                handle.remove()
-                optimizer.zero_grad()
-            if step == 1 and place == "forward" and rank == world_size - 1:
-                handle = sharded.module.blocks[1].register_forward_pre_hook(_interrupt)
+            is_bad = step == 1 and (last or place == "backwards")
+            # Ranks stop at different places: they have launched different numbers of gathers and reductions.
+            block = sharded.module.blocks[rank % 3 if place == "backwards" else 1]
+            if is_bad and place == "forward":
+                handle = block.register_forward_pre_hook(_interrupt)
                 assert_raises(ZeroDivisionError, "interrupted", functools.partial(sharded, tokens))
                 handle.remove()
-            else:
+            elif is_bad:
+                handle = block.register_full_backward_pre_hook(_interrupt)
+                assert_raises(ZeroDivisionError, "interrupted", sharded(tokens).backward)
+                handle.remove()
+            if step == 1 and place != "forward":  # and once more, on every rank
+                if not is_bad:
+                    sharded(tokens).backward()
+                optimizer.zero_grad()
+                is_bad = False
+            if not is_bad:
                 sharded(tokens[rank::world_size]).backward()
             optimizer.step()
             optimizer.zero_grad()
         state = sharded.full_state_dict()
         assert_alike_on_ranks(state, world_size)
-        if expected is not None:
+        if place != "forward":
             assert_same(state, expected)
 
 
@@ -419,6 +432,102 @@ def what_units_hand_out_stays_in_stage_3(rank: int, world_size: int) -> None:
     assert_raises(RuntimeError, "version", alone.backward)
 
 
+@dataclasses.dataclass
+class Hidden:
+    x: Tensor
+    whole: object = None
+
+
+class Chained(nn.Module):
+    """Layers whose outputs are dataclasses, or views that are changed in place; each may be skipped."""
+
+    def __init__(self, boxes: bool, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(boxes) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index not in skipped:
+                before = x
+                hidden = block(x)
+                x = hidden.x if isinstance(hidden, Hidden) else hidden
+                x += before
+        y: Tensor = self.head(x)
+        return y.square().mean()
+
+
+class Layer(nn.Module):
+    def __init__(self, boxes: bool) -> None:
+        super().__init__()
+        self.linear, self.boxes = nn.Linear(WIDTH, WIDTH), boxes
+
+    def forward(self, x: Tensor) -> Tensor | Hidden:
+        y: Tensor = self.linear(x.tanh().unsqueeze(0)).squeeze(0)
+        if not self.boxes:
+            return y
+        inner = Hidden(y.clone())
+        inner.whole = inner  # one that holds itself
+        return inner
+
+
+def chained(boxes: bool = False) -> Chained:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(0)
+        return Chained(boxes).to(torch.get_default_device(), torch.float64)
+
+
+def rows(num: int, world_size: int) -> Iterator[Tensor]:
+    generator = torch.Generator("cpu").manual_seed(7)
+    for _ in range(num):
+        x = torch.randn(2 * world_size, WIDTH, generator=generator, dtype=torch.float64, device="cpu")
+        yield x.to(torch.get_default_device())
+
+
+@case
+def any_outputs_of_units_begin_their_backward_pass(rank: int, world_size: int) -> None:
+    """Dataclasses, views that are changed in place; and gradients that are differentiated themselves."""
+    for boxes, penalises in ((True, False), (False, False), (False, True)):
+        plain = chained(boxes)
+        sharded = stage3(copy.deepcopy(plain))
+        pairs = [(sharded, sharded.optimizer(adamw)), (plain, adamw(plain.parameters()))]
+        for x in rows(3, world_size):
+            for model, optimizer in pairs:
+                # As one process does that has all ranks' rows.
+                parts = (
+                    [x[rank::world_size]] if model is sharded else [x[each::world_size] for each in range(world_size)]
+                )
+                for part in parts:
+                    part = part.clone().requires_grad_(penalises)
+                    loss = model(part.clone())
+                    if penalises:
+                        [slope] = torch.autograd.grad(loss, part, create_graph=True)
+                        loss = loss + slope.square().sum()
+                    (loss / len(parts)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_close(sharded.full_state_dict(), dict(plain.state_dict()), rtol=1e-9, atol=1e-11)
+        assert sum(held_bytes(sharded)) == 0
+
+
+@case
+def ranks_may_use_different_units_in_stage_3(rank: int, world_size: int) -> None:
+    """In the first pass too; with a part outside the units, whose gradient is the first."""
+    skipped = [[(1, 2, 3), (0, 3), (0, 1, 2), ()], [(0, 1, 2), (1, 2, 3), (3,), (0, 2, 3)]]
+    for settings in ({}, {"prefetch": 3}):
+        plain = chained()
+        sharded = stage3(copy.deepcopy(plain), unused="skip", **settings)
+        ours, theirs = sharded.optimizer(adamw), adamw(plain.parameters())
+        for step, x in enumerate(rows(4, world_size)):
+            sharded(x[rank::world_size], skipped[rank % 2][step]).backward()
+            for other in range(world_size):
+                (plain(x[other::world_size], skipped[other % 2][step]) / world_size).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_close(sharded.full_state_dict(), dict(plain.state_dict()), rtol=1e-9, atol=1e-11)
+
+
 @case
 def an_alias_of_any_parameter_keeps_its_bucket(rank: int, world_size: int) -> None:
     """Of the bucket that is current when it is made, too: all are read after the others were freed."""
@@ -560,7 +669,8 @@ def an_exception_before_a_read_costs_one_step_in_stage_3(rank: int, world_size: 
     def penalise_later(weight: Tensor) -> Tensor:
         return measure(weight) + penalise(weight)  # current by then: nothing notices the second read
 
-    for reads, is_first in itertools.product((measure, hold, penalise, penalise_later), (True, False)):
+    every = (measure, hold, penalise, penalise_later)
+    for reads, is_first, overlap in itertools.product(every, (True, False), (True, False)):
         views.clear()
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
@@ -568,7 +678,10 @@ def an_exception_before_a_read_costs_one_step_in_stage_3(rank: int, world_size: 
         model = model.to(torch.get_default_device(), torch.float64)
         plain = copy.deepcopy(model)
         plain.reads = measure if reads is hold else reads
-        sharded = stage3(model, in_flight=100 if is_first else 1, prefetch=1 + is_first)
+        how: dict[str, Any] = {"in_flight": 100 if is_first else 1}
+        # Without overlap what one gather takes along is current too, and a read of it must be noted all the same.
+        how |= {"prefetch": 1 + is_first} if overlap else {"overlap": False}
+        sharded = stage3(model, **how)
         gather: Any = sharded._gather
         optimizer, theirs = sharded.optimizer(adamw), adamw(plain.parameters())
         for step, tokens in enumerate(batches(4, world_size)):

@@ -18,7 +18,7 @@ from collectives.sharded.slot import GradientSlot, slot_source
 from tests.collectives.cases import CASES, accumulate, adamw, assert_close, assert_raises, batches, case, train
 from tests.collectives.harness import Case, opens_groups
 from tests.collectives.settings import shard
-from tests.collectives.stand_ins import Nowhere
+from tests.collectives.stand_ins import windows_nowhere
 from tests.collectives.step_cases import GPU_CASES, pair_of_one, train_in_backward
 
 WIDTH = 12
@@ -125,7 +125,7 @@ def gradients_in_slots_are_those_of_autograd(rank: int, world_size: int) -> None
         settings = {name: value() if callable(value) else value for name, value in plain.items()}
         if run not in expected:
             expected[run], _ = trained(False, torch.float64, run, rank, world_size)
-        with mock.patch("collectives.sharded.collectives.Windows", Nowhere):
+        with windows_nowhere():
             state, given = trained(True, torch.float64, run, rank, world_size, **settings)
         assert given >= STEPS * 5, (run, plain, given)
         # Not to the bit: into a slot the product is added to what lies there, which a library may do by another kernel

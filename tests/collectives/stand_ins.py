@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,16 @@ class Nowhere(Windows):
         taken = super().take(numel, dtype)
         assert taken.numel() == numel, "all that is taken was counted beforehand"
         return taken
+
+
+@contextmanager
+def windows_nowhere() -> Iterator[None]:
+    """Have windows of parameters and of gradients be `Nowhere`."""
+    with (
+        mock.patch("collectives.sharded.gather.Windows", Nowhere),
+        mock.patch("collectives.sharded.collectives.Windows", Nowhere),
+    ):
+        yield
 
 
 class Summed:

@@ -47,7 +47,7 @@ from tests.collectives.cases import (
     wrap64,
 )
 from tests.collectives.harness import Case, opens_groups
-from tests.collectives.stand_ins import Nowhere, Summed
+from tests.collectives.stand_ins import Nowhere, Summed, windows_nowhere
 
 
 def train_in_backward(
@@ -375,7 +375,7 @@ def muted_communicators_launch_nothing(rank: int, world_size: int) -> None:
 @case
 def buffers_that_take_turns_change_nothing(rank: int, world_size: int) -> None:
     expected = train(wrap64(net()), 2, rank, world_size)
-    with mock.patch("collectives.sharded.collectives.Windows", Nowhere):
+    with windows_nowhere():
         for settings in ({}, {"in_flight": 1}, {"groups": pair_of_one()}, {"param_dtype": torch.float64}):
             sharded = wrap64(net(), windows=True, **settings)
             assert all(plan.shard_numel % ALIGNMENT_BYTES == 0 for plan in sharded.plans)
@@ -442,7 +442,7 @@ def sums_of_divided_losses_are_means(rank: int, world_size: int) -> None:
         return sharded.full_state_dict()
 
     expected = trained(True)
-    with mock.patch("collectives.sharded.collectives.Windows", Nowhere):
+    with windows_nowhere():
         for settings in ({}, {"overlap": False}, {"windows": True}, {"windows": True, "stage": 2}):
             assert_close(trained(False, **settings), expected, rtol=1e-12, atol=1e-12)
 
@@ -705,6 +705,7 @@ def windows_and_copies_are_taken_where_they_can_be_had(rank: int, world_size: in
         with contextlib.ExitStack() as stack:
             for name, value in (
                 ("collectives.Windows", Nowhere),
+                ("gather.Windows", Nowhere),
                 ("collectives.PeerReduce", Summed),
                 ("collectives.why_unusable", mock.Mock(return_value=None)),
                 ("collectives.free_bytes", mock.Mock(return_value=free)),

@@ -34,7 +34,7 @@ def test_an_update_behind_a_collective_is_waited_for_apart(monkeypatch: pytest.M
             return "updated"
 
     @contextmanager
-    def waiting(_: object) -> Iterator[None]:
+    def waiting(_: object, _until: object) -> Iterator[None]:
         calls.append("waiting")
         yield
         calls.append("waited")
@@ -64,7 +64,7 @@ def test_a_collective_behind_another_is_recorded_where_the_computation_waits(mon
             return "mean"
 
     @contextmanager
-    def waiting(collective: str) -> Iterator[None]:
+    def waiting(collective: str, _until: object) -> Iterator[None]:
         calls.append(f"record of {collective}")
         yield
 

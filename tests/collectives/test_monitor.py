@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import threading
@@ -9,6 +10,7 @@ import time
 from collections import Counter as Count
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -517,3 +519,105 @@ def test_the_ring_counts_whole_steps() -> None:
 def test_among_ranks(case: Case, ranks: Ranks, run_case: RunCase) -> None:
     failed = [f"rank {rank}: {outcome}" for rank, outcome in enumerate(run_case(case, ranks)) if outcome]
     assert not failed, "\n".join(failed)
+
+
+def test_a_wait_ends_with_the_mark_that_the_stream_waits_for(
+    fake_cuda: None, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is launched for its end; one whose collective had ended before it is none."""
+    records: list[FakeEvent] = []
+    record = FakeEvent.record
+
+    def noted(event: FakeEvent, stream: FakeStream) -> None:
+        records.append(event)
+        record(event, stream)
+
+    monkeypatch.setattr(FakeEvent, "record", noted)
+    monitor, recorder = Monitor(kept, ORIGIN, device="cuda:0", interval_s=600), Recorder("cuda")
+    recorder.groups["gather"] = [0, 1]
+    monitor.follow(recorder)
+    recorder.begin_step(1)
+    del records[:]
+    for _ in range(2):
+        with recorder.launching("gather", "all_gather", 8) as collective:
+            pass
+        landed = recorder.arrival(collective, is_end=True)
+        assert landed is collective.end
+        with recorder.waiting(collective, until=landed):
+            pass
+    assert len(records) == 6  # two of each collective, one of its wait
+    _, landed_late, waits, _, landed_before, waits_too = records
+    landed_late.at_ns, landed_before.at_ns = waits.at_ns + 5_000_000, waits_too.at_ns - 1000
+    time.sleep(0.006)
+    comm = recorder.end_step()
+    assert monitor.flush()
+    [wait], done = kept.segments("wait"), kept.segments("collective")
+    assert wait.end_ns == done[0].end_ns
+    assert wait.end_ns - wait.start_ns == pytest.approx(5_000_000, abs=2)
+    assert comm.exposed_s == pytest.approx(5e-3)
+    lengths = [span.end_ns - span.start_ns for span in comm.spans() if span.name.startswith("wait")]
+    assert lengths == [pytest.approx(5_000_000, abs=2), 0]
+    monitor.close()
+
+
+def test_a_mark_that_somebody_keeps_is_not_recorded_again(fake_cuda: None) -> None:
+    events = clock_module.device_events("cuda:0")
+    kept_mark, other = events.take_unchecked(), events.take_unchecked()
+    event, pooled = kept_mark.keep(), other.event
+    del kept_mark, other
+    again = [events.take_unchecked() for _ in range(3)]
+    assert pooled in [mark.event for mark in again]
+    assert event not in [mark.event for mark in again]
+
+
+class FakeRuntime:
+    """CUDA's runtime, whose events are numbers: milliseconds, or None for one that has not happened."""
+
+    def __init__(self, device: int = 0) -> None:
+        self.device, self.calls, self.forgotten = device, 0, 0
+        self.cudaEventElapsedTime = MagicMock(side_effect=self._elapsed)
+        self.cudaGetDevice = MagicMock(side_effect=self._get_device)
+        self.cudaGetLastError = MagicMock(side_effect=self._forget)
+
+    def _elapsed(self, place: int, start: int, end: int) -> int:
+        self.calls += 1
+        if end == NEVER:
+            return 600
+        ctypes.c_float.from_address(place).value = end - start
+        return 0
+
+    def _get_device(self, place: Any) -> int:
+        place._obj.value = self.device
+        return 0
+
+    def _forget(self) -> int:
+        self.forgotten += 1
+        return 0
+
+
+NEVER = 999
+
+
+def test_times_by_the_runtime_are_torchs_at_one_call_each(fake_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(ctypes, "PyDLL", lambda _path: runtime)
+    monkeypatch.setattr(clock_module, "_runtime_path", lambda: "libcudart.so.13")
+    clock_module.runtime_clock.cache_clear()
+    base = clock_module.TimeBase(by_events=True, device="cuda:0")
+    assert base._reference is not None
+    base._reference.event.cuda_event = 10
+    events = clock_module.device_events("cuda:0")
+    marks = [events.take_unchecked() for _ in range(3)]
+    for number, mark in enumerate(marks, 1):
+        mark.event.cuda_event = 10 + number
+    try:
+        assert base.ns_of_ended(marks, 5) == [base.taken_ns + 5 + number * 1_000_000 for number in (1, 2, 3)]
+        assert runtime.calls == 3
+        # One that has not happened, one before the reference, another device, the host's clock: by torch, as ever.
+        by_torch = base.ns_by_torch(marks)
+        for number, device in ((NEVER, 0), (9, 0), (11, 1)):
+            marks[1].event.cuda_event, runtime.device = number, device
+            assert base.ns_of_ended(marks) == by_torch
+        assert runtime.forgotten == 1
+    finally:
+        clock_module.runtime_clock.cache_clear()

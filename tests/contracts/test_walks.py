@@ -15,6 +15,11 @@ MOST = {
     "gradient": 5,
     "reduced gradient": 5,
     "gradient to optimiser": 7,
+    "parameter in stage 3": 5,
+    "reshard in stage 3": 4,
+    "parameter in stage 3, backward": 5,
+    "gradient in stage 3": 5,
+    "reduced gradient in stage 3": 5,
     "packet": 25,
     "flow": 39,
     "nic apply": 18,
@@ -29,6 +34,11 @@ _PARAGRAPHS = {
     "gradient": "**A gradient**",
     "reduced gradient": "**A reduced gradient**",
     "gradient to optimiser": "**A gradient**",
+    "parameter in stage 3": "**A unit's parameters**",
+    "reshard in stage 3": "**The same unit's parameters**",
+    "parameter in stage 3, backward": "**A unit's parameters**",
+    "gradient in stage 3": "**Its gradient**",
+    "reduced gradient in stage 3": "**A reduced gradient**",
     "packet": "**A packet**",
     "flow": "**A flow**",
     "nic apply": "**`nic apply`**",
@@ -45,20 +55,18 @@ _FIELDS = {"netlayer.config.tree", "congestion.simulation.settings"}
 # Both compile the simulator's kernels, for minutes, in a process of their own.
 _COMPILED = ("packet", "flow")
 _SLOW = {name: [pytest.mark.slow(minutes=4)] for name in _COMPILED}
-# Walks of one program, whose processes with torch are profiled once for all of them.
-_OF_RANKS = ("gradient", "reduced gradient", "gradient to optimiser")
 
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, walks.Outcome]:
-    return walks.follow_all(_OF_RANKS, tmp_path_factory.mktemp("walks"))
+    return walks.follow_all(walks.OF_RANKS, tmp_path_factory.mktemp("walks"))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_SLOW.get(name, [])) for name in MOST])
 def test_a_walk_stays_as_short_and_goes_as_the_architecture_says(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    outcome = request.getfixturevalue("of_ranks")[name] if name in _OF_RANKS else walks.follow(name, tmp_path)
+    outcome = request.getfixturevalue("of_ranks")[name] if name in walks.OF_RANKS else walks.follow(name, tmp_path)
     assert len(outcome.entered) <= MOST[name], outcome.entered
     if name == "job file":
         assert len(outcome.to_via) <= MOST_UP_TO_THE_LOOP, outcome.to_via

@@ -97,3 +97,17 @@ def test_what_python_cannot_read_is_one_line(tmp_path: Path, text: str, message:
     with pytest.raises(ConfigError, match=message) as raised:
         load_config(tmp_path / "job.toml")
     assert len(str(raised.value)) < 400
+
+
+def test_a_preset_beside_sizes_of_the_file_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The file's sizes go before it, so that the job has neither model; those that are set again do not count."""
+    file = tmp_path / "job.toml"
+    file.write_text("[job.model]\nlayers = 32\nhidden = 4096\nheads = 32\n")
+    config = load_config(file, ["model.preset=llama3-70b", "model.hidden=8192"])
+    assert (config.job.model.layers, config.job.model.hidden) == (32, 8192)
+    assert "--set model.preset=llama3-70b: the file's layers = 32, heads = 32 stay" in caplog.text
+    caplog.clear()
+    load_config(file, ["model.preset=llama3-70b", "model.layers=80", "model.hidden=8192", "model.heads=64"])
+    file.write_text('[job.model]\npreset = "llama3-70b"\nlayers = 8\n')
+    load_config(file, ["model.seq_len=4096"])
+    assert not caplog.text

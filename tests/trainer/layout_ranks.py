@@ -28,7 +28,7 @@ from netlayer.config.tree import JobConfig
 from netlayer.launch.rank import RankContext
 from netlayer.layout import ParallelLayout
 from netlayer.rendezvous import create_groups, open_world
-from tests.collectives.stand_ins import Nowhere, Summed
+from tests.collectives.stand_ins import Summed, windows_nowhere
 from trainer.checkpoint import restore
 from trainer.checkpoint import save as checkpoint
 from trainer.checkpoint.meta import find
@@ -167,7 +167,7 @@ def copied(context: RankContext, jobs: Sequence[JobConfig], steps: int, url: str
         mock.patch.object(ParallelModel, "_takes_windows", return_value=True),
         mock.patch.object(ParallelModel, "_takes_peer_reduce", lambda model: model.job.overlap.peer_reduce),
         mock.patch("collectives.sharded.collectives.why_unusable", return_value=None),
-        mock.patch("collectives.sharded.collectives.Windows", Nowhere),
+        windows_nowhere(),
         mock.patch("collectives.sharded.collectives.PeerReduce", side_effect=Summed) as opened,
     ):
         found = run_rank(context, jobs, steps, url)

@@ -113,6 +113,24 @@ def test_a_save_waits_for_the_one_before_and_says_so(
     assert max(stalled.values()) > stalled[2]
 
 
+def test_a_save_is_skipped_where_storage_is_busy_but_one_that_stays_for_ever(
+    text_folder: Path, corpus: Corpus, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first save lasts as long as the run waits for none: those of steps 2 and 3 are left out, 4 is waited for."""
+    monkeypatch.setenv(SLOW, "0.01")
+    job = job_of(text_folder, keep=9, every_steps=1, keep_every_steps=4, when_busy="skip")
+    rows, warnings = train(job, corpus, tmp_path)
+    assert losses(rows) == whole[0]
+    there = [int(path.name[-1]) for path in checkpoints_in(tmp_path)]
+    assert there[0] == 1
+    assert {4, 8, 9} <= set(there)
+    assert len(there) + sum(row["checkpoint_skipped"] for row in rows) == 9
+    assert [line for line in warnings if "no checkpoint, storage has not finished" in line] == [
+        line for line in warnings if line.startswith("step 2: no checkpoint")
+    ]
+    assert all(line.startswith(("step 4:", "step 8:")) for line in warnings if "training waited" in line)
+
+
 def test_checkpoints_of_every_so_many_steps_stay(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
     train(job_of(text_folder, keep=1, every_steps=1, keep_every_steps=4), corpus, tmp_path)
     assert [int(path.name[-1]) for path in checkpoints_in(tmp_path)] == [4, 8, 9]

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from netlayer.config.file import to_toml
 from netlayer.config.tree import Config, EvaluationConfig, JobConfig
@@ -30,6 +31,7 @@ from trainer.data.ring import PREFIX, SHARED_MEMORY
 from trainer.data.sampler import Sampler
 from trainer.feed import SampleFeed
 from trainer.loop import RankInfo, Row, Trainer, run
+from trainer.loss_scale import LossScale
 from trainer.model.gpt import build_model
 from trainer.plan import prepare_data, resolve
 from trainer.train import TrainResult, train
@@ -108,6 +110,41 @@ def test_read_ahead_or_not_losses_are_the_same_to_the_bit(sets: dict[str, Any], 
     for row in evaluated:
         assert row["validation_loss"] == (row["validation_loss_held_out"] + row["validation_loss_other"]) / 2
     assert all(row["data_wait_ms"] >= 0 for row in ahead)
+
+
+def test_a_step_whose_batch_was_read_ahead_begins_without_an_operator_or_a_sum(
+    sets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks add up its targets beside the notes of the step before; the first step's and evaluations' apart."""
+    job = set_job(sets, data={"packing": "documents"})
+    trainer = Trainer(job, prepare_mixture(job), 0, ALONE)
+    sums, operators = list[None](), list[str]()
+    add_up = LossScale.add_up
+    monkeypatch.setattr(LossScale, "add_up", lambda *args: (sums.append(None), add_up(*args)))
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operators.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    training = trainer.feed.training
+
+    def seen(step: int) -> Any:
+        with Seen():
+            return training(step)
+
+    monkeypatch.setattr(trainer.feed, "training", seen)
+    trainer.step(1)
+    assert len(sums) == 1
+    del operators[:]
+    trainer.step(2)
+    trainer.step(3)
+    assert (len(sums), operators) == (1, [])
+    trainer.evaluate(EVALUATED.global_batches)
+    assert len(sums) == 3  # of two sets
+    trainer.step(4)
+    assert (len(sums), operators) == (3, [])
+    trainer.close()
 
 
 def test_no_rank_reads_held_out_sequences_beside_the_loader(sets: dict[str, Any], monkeypatch: Any) -> None:

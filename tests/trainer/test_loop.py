@@ -28,7 +28,7 @@ ALONE = RankInfo(0, 1, torch.device("cpu"))
 ROW_KEYS = ["step", "loss", "lr", "grad_norm", "step_ms", "tokens_per_s", "exposed_comm", "memory_gib"]
 ROW_KEYS += ["mfu_full", "mfu_causal", "eval_s", "checkpoint_s", "checkpoint_stall_s", "checkpoint_save_s"]
 ROW_KEYS += ["checkpoint_cpu_s"]
-ROW_KEYS += ["checkpoint_failures"]
+ROW_KEYS += ["checkpoint_failures", "checkpoint_skipped"]
 
 
 def losses(job: JobConfig, corpus: Corpus, seed: int = 0) -> tuple[list[float], list[Row]]:

@@ -51,7 +51,7 @@ def test_prometheus_gets_the_last_row_the_last_evaluation_and_sums(
 ) -> None:
     monkeypatch.setattr("trainer.metrics.time.time", lambda: 1.75e9)
     port = free_port()
-    counted = {"steps": 0, "tokens": 0, "restarts": 2, "checkpoint_failures": 0}
+    counted = {"steps": 0, "tokens": 0, "restarts": 2, "checkpoint_failures": 0, "checkpoints_skipped": 0}
     counted |= {"checkpoint_seconds": 0, "evaluation_seconds": 0}
     counted |= {"checkpoint_stall_seconds": 0, "checkpoint_save_seconds": 0, "checkpoint_cpu_seconds": 0}
     counted |= {"peer_copy_failures": 0, "peer_copy_stall_seconds": 0, "peer_copy_save_seconds": 0}
@@ -61,8 +61,18 @@ def test_prometheus_gets_the_last_row_the_last_evaluation_and_sums(
         saved = {"checkpoint_stall_s": 0.5, "checkpoint_save_s": 30.0, "checkpoint_cpu_s": 9.0}
         sink.add({**ROW, "step": 3, "loss": 9.0, "step_ms": 0.0, **saved})
         sink.add({"step": 3, "validation_loss": 2.75, "eval_s": 0.25})
-        sink.add({**ROW, "step": 4, "eval_s": 0.25, "peer_failures": 1, "peer_stall_s": 0.25, "peer_save_s": 2.0})
-        counted |= {"steps": 3, "tokens": 24, "checkpoint_failures": 1}
+        sink.add(
+            {
+                **ROW,
+                "step": 4,
+                "eval_s": 0.25,
+                "peer_failures": 1,
+                "peer_stall_s": 0.25,
+                "peer_save_s": 2.0,
+                "checkpoint_skipped": 2,
+            }
+        )
+        counted |= {"steps": 3, "tokens": 24, "checkpoint_failures": 1, "checkpoints_skipped": 2}
         counted |= {"checkpoint_stall_seconds": 0.5, "checkpoint_save_seconds": 30.0, "checkpoint_cpu_seconds": 9.0}
         counted |= {"checkpoint_seconds": 1.5, "evaluation_seconds": 0.25}
         counted |= {"peer_copy_failures": 1, "peer_copy_stall_seconds": 0.25, "peer_copy_save_seconds": 2.0}
@@ -97,7 +107,7 @@ def test_names_follow_the_conventions_of_prometheus(tmp_path: Path) -> None:
     helped = set(re.findall(r"^# HELP (\S+) \S.*$", text, re.MULTILINE))
     samples = re.findall(r"^([^#{\s]+)\{", text, re.MULTILINE)
     assert helped == kinds.keys() == set(samples)
-    assert len(samples) == len(kinds) == 24
+    assert len(samples) == len(kinds) == 25
     for name, kind in kinds.items():
         assert re.fullmatch(r"netlayer_train(_[a-z]+)+", name), name
         assert name.endswith("_total") == (kind == "counter"), name

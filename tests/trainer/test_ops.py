@@ -378,13 +378,14 @@ def test_kernels_asked_for_where_there_is_no_gpu() -> None:
     check_operators("auto", torch.device("cpu"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=5)
 @pytest.mark.skipif(not HAS_TRITON or IS_INTERPRETED or DEVICE.type == "cuda", reason="no Triton, or it is under test")
 def test_kernels_in_the_interpreter() -> None:
-    """All of the above, and of two files beside this, by Triton's interpreter, chosen before Triton is imported."""
-    names = "test_ops.py", "test_ops_loss.py", "test_optim_adamw.py"
+    """All of the above, and of four other files, by Triton's interpreter, chosen before Triton is imported."""
+    own = "test_ops.py", "test_ops_loss.py", "test_optim_adamw.py", "test_amax.py"
+    names = *own, "../bench/test_operator_products.py"
     files = [__file__.replace("test_ops.py", name) for name in names]
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "triton", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "triton or amax", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from netlayer.config.tree import JobConfig
+from netlayer.workload.memory import frees_parameters, may_copy_gradients, takes_windows
 from trainer.model.gpt import Block, build_model
 from trainer.parallel import ParallelModel
 
@@ -55,6 +57,29 @@ def test_the_memory_of_the_peers_is_a_switch(
     overlap: dict[str, object], dtype: str, expected: tuple[str, str, bool]
 ) -> None:
     assert asked(overlap, dtype) == expected
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("windows", [True, False, "auto"])
+def test_gradients_are_copied_where_the_estimate_counts_them(windows: object, zero: int) -> None:
+    """On a machine that can and has room for all; on one that has no windows, only where parameters come and go."""
+    for ranks, dtype, by_peers in itertools.product((1, 2, 8, 16), ("bfloat16", "float64"), (True, False)):
+        tree = {
+            "model": {"preset": "1m", "dtype": dtype},
+            "parallel": {"dp": ranks, "zero": zero},
+            "batch": {"micro_batch_size": 1, "global_batch_size": ranks},
+            "overlap": {"peer_reduce": by_peers, "windows": windows},
+        }
+        if zero == 3 and windows is True:
+            continue  # refused
+        job = JobConfig.model_validate(tree)
+        group = mock.Mock() if ranks > 1 else None
+        for has_windows in {takes_windows(job), False}:
+            model = mock.Mock(job=job, groups={"dp": group}, device=torch.device("cuda"), _memory_bytes=1 << 40)
+            model.has_windows, model._frees = has_windows, frees_parameters(job)
+            with mock.patch("trainer.parallel.why_unusable", return_value=None):
+                copies = ParallelModel._takes_peer_reduce(model)
+            assert copies == (may_copy_gradients(job) and (has_windows or zero == 3)), tree
 
 
 @pytest.mark.filterwarnings("default")  # torch's compiler hides what it knows of its own, but not from "error"

@@ -105,6 +105,13 @@ def test_what_a_job_does_not_show_is_said(tmp_path: Path, sections: dict[str, di
     assert says in note
 
 
+def test_gradients_are_copied_among_eight_ranks_at_most(tmp_path: Path) -> None:
+    batch, overlap = {"global_batch_size": 32}, {"peer_reduce": False}
+    assert notes(tiny_job(tmp_path, 8, batch=batch, overlap=overlap), "gloo") == []
+    (note,) = notes(tiny_job(tmp_path, 16, batch=batch, overlap=overlap), "gloo")
+    assert "peer_reduce = false has no effect: they are scattered over 16 ranks, and copied among 8" in note
+
+
 def test_a_trace_of_graphs_is_said_to_show_no_parts(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, 2, loop={"cuda_graph": True})
     assert notes(job, "nccl") == []

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from netlayer.config.tree import DataConfig, JobConfig, MetricsConfig, ModelConfig, Section
-from netlayer.workload.memory import frees_parameters
+from netlayer.workload.memory import why_no_copies
 from netlayer.workload.model_size import num_parameters, padded_vocabulary
 from netlayer.workload.presets import MODELS
 from netlayer.workload.stages import num_layers
@@ -165,7 +165,7 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
     if job.overlap.reduce_dtype == "bfloat16" and (job.parallel.gradient_ranks == 1 or is_wide):
         why = "job.model.dtype is float64" if is_wide else "job.parallel.dp is 1: none are reduced"
         yield "overlap.reduce_dtype = bfloat16", why
-    no_copies = _why_no_copies(job)
+    no_copies = why_no_copies(job)
     if no_copies and not job.overlap.peer_reduce:
         yield "overlap.peer_reduce = false", no_copies
     elif not no_copies and not job.overlap.peer_memory and "peer_reduce" in job.overlap.model_fields_set:
@@ -181,15 +181,6 @@ def _overlap_without_effect(job: JobConfig) -> Iterator[tuple[str, str]]:
         yield "overlap.zero_bubble = false", reason
     if job.overlap.step_in_backward and is_alone:
         yield "overlap.step_in_backward = true", "job.parallel.dp is 1: nothing is gathered"
-
-
-def _why_no_copies(job: JobConfig) -> str:
-    """Why gradients are not copied to the peers, whatever `overlap.peer_reduce` says; or nothing."""
-    if job.parallel.dp_cp == 1:
-        return "job.parallel.dp is 1: none are " + ("reduced" if job.parallel.gradient_ranks == 1 else "scattered")
-    if job.model.dtype == "float64":
-        return "job.model.dtype is float64"
-    return "" if job.overlap.windows or frees_parameters(job) else "job.overlap.windows is false"
 
 
 def _is_given(section: Section, key: str) -> bool:

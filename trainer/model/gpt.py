@@ -10,6 +10,7 @@ says otherwise), F inside the MLP, V vocabulary, W ranks of the tensor-parallel 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -24,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from collectives.tensor.exchange import TensorExchange
 from collectives.tensor.linear import Again
 from netlayer.config.tree import ModelConfig
+from netlayer.workload.float8 import found_amaxes
 from netlayer.workload.stages import BlockPart, half_blocks, halves_in, parts_of
 from trainer.model.context import Context
-from trainer.model.linears import Part, TokenTable, column, parts, row
+from trainer.model.linears import Amaxes, Part, TokenTable, call_linear, column, parts, row
 from trainer.model.packed import Packed
 from trainer.ops.activation import again_of, bias_gelu, swiglu
 from trainer.ops.attention import attention
@@ -90,6 +92,7 @@ class GPT(nn.Module):
             x = self.embedding(x, packed)
         branch: Tensor | None = None
         bias_D: Tensor | None = None
+        grad_amax: Tensor | None = None  # of the branch, which the next norm alone reads
         for block in self.blocks.values():
             assert isinstance(block, Block)
             if not block.leaves_branch:  # and keeps its input alone
@@ -97,10 +100,13 @@ class GPT(nn.Module):
             elif self.adds_in_blocks:
                 x = block(x, packed=packed)
             else:
-                (x, branch), bias_D = block(x, branch, bias_D, packed, adds=False), block.branch_bias
+                x, branch, grad_amax = block(x, branch, bias_D, packed, grad_amax, adds=False)
+                bias_D = block.branch_bias
         if self.head is None:
             return add_branch(x, branch, bias_D)
-        return self.head(x, targets_BT, branch, bias_D, counts_all=packed is None)  # type: ignore[no-any-return]
+        return self.head(  # type: ignore[no-any-return]
+            x, targets_BT, branch, bias_D, grad_amax, counts_all=packed is None
+        )
 
     def _again(self, block: nn.Module, x: Tensor, packed: Packed | None) -> Tensor:
         """A block of full recomputation."""
@@ -189,6 +195,8 @@ class Block(nn.Module):
         self.recomputes_attention = config.recomputes("core_attn")
         # Inside attention's own recomputation an activation costs nothing to make again, however linears multiply.
         self.recomputes_both = self.recomputes_attention and config.recomputes("mlp_act")
+        tp = 1 if exchange is None else exchange.world_size
+        self.amaxes = () if fp8 is None else found_amaxes(config, tp)
         linear: Any = {"operators": self.operators, "fp8": fp8}
         of_stream = {**linear, "gathers_fp8": config.fp8_tp_gather}
         # GeLU adds the bias of the product before it, and sums its gradient in the same pass; so do norms. With full
@@ -236,75 +244,106 @@ class Block(nn.Module):
         branch: Tensor | None = None,
         bias_D: Tensor | None = None,
         packed: Packed | None = None,
+        grad_amax: Tensor | None = None,
         *,
         adds: bool = True,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor | None]:
         """[T / W, B, D] -> the same.
 
         Args:
             x: the stream.
             branch, bias_D: still to be added to it.
             packed: documents of the sequences.
-            adds: False: gives the stream and the branch that is still to be added to it, with `branch_bias`.
+            grad_amax: came with the branch (`trainer.ops.fp8`, [Note: largest magnitudes]).
+            adds: False: gives the stream and the branch that is still to be added to it, with `branch_bias`, and what
+                its linear gave beside it, or None.
         """
+        amax = self._new_amaxes(x)
         if self.is_parallel:
-            y, again, x = self._normalise(self.norm, x, branch, bias_D)
-            branch = self._outer_of(packed, *self.inner(y, again))
+            y, again, x = self._normalise(self.norm, x, branch, bias_D, amax.norm, grad_amax)
+            branch, grad_amax = self._outer_of(packed, amax, *self.inner(y, again, amax.norm))
         if not self.is_parallel and self.part != "mlp":
-            y, again, x = self._normalise(self.norm, x, branch, bias_D)
-            branch, bias_D = self._with_attention(self.out, packed, *self.qkv(y, again)), self.out.bias
+            y, again, x = self._normalise(self.norm, x, branch, bias_D, amax.norm, grad_amax)
+            out = functools.partial(call_linear, self.out, grad_amax=amax.out_grad)
+            branch, grad_amax = self._with_attention(out, packed, *self.qkv(y, again, amax.norm))
+            bias_D = self.out.bias
         if not self.is_parallel and self.part != "attention":
-            y, again, x = self._normalise(self.mlp_norm, x, branch, bias_D)
-            up = self.up(y, again)
-            activated, again = self._activate(self.up.bias if self.adds_bias else None, *up)
-            branch = self.down(activated, again=[again])
+            y, again, x = self._normalise(self.mlp_norm, x, branch, bias_D, amax.mlp_norm, grad_amax)
+            *up, up_grad_amax = call_linear(self.up, y, again, amax.mlp_norm, grad_amax=amax.up_grad)
+            bias_F = self.up.bias if self.adds_bias else None
+            activated, again = self._activate(bias_F, *up, amax=amax.activation, grad_amax=up_grad_amax)
+            branch, grad_amax = call_linear(
+                self.down, activated, again=[again], amaxes=[amax.activation], grad_amax=amax.branch_grad
+            )
         assert branch is not None
-        return add_branch(x, branch, self.branch_bias) if adds else (x, branch)
+        return add_branch(x, branch, self.branch_bias) if adds else (x, branch, grad_amax)
+
+    def _new_amaxes(self, x: Tensor) -> Amaxes:
+        """Return zeros for the largest magnitudes that operators find for this pass, by one fill."""
+        zeros = x.new_zeros(len(self.amaxes), dtype=torch.float32).unbind() if self.amaxes else ()
+        return Amaxes(**dict(zip(self.amaxes, zeros, strict=True)))
 
     def _normalise(
-        self, norm: nn.Module, x: Tensor, branch: Tensor | None, bias_D: Tensor | None
+        self,
+        norm: nn.Module,
+        x: Tensor,
+        branch: Tensor | None,
+        bias_D: Tensor | None,
+        amax: Tensor | None,
+        grad_amax: Tensor | None,
     ) -> tuple[Tensor, Again | None, Tensor]:
         """Return what the linears read, what gives it once more in the backward pass (or None), and the stream."""
         recomputes = self.recomputes_norms and _may_recompute()
-        y, x = norm(x, branch, bias_D, recomputes=recomputes)
+        y, x = norm(x, branch, bias_D, recomputes=recomputes, amax=amax, grad_amax=grad_amax)
         return y, again_of(y) if recomputes else None, x
 
-    def _activate(self, bias_F: Tensor | None, up: Tensor, value: Tensor | None = None) -> tuple[Tensor, Again | None]:
+    def _activate(
+        self,
+        bias_F: Tensor | None,
+        up: Tensor,
+        value: Tensor | None = None,
+        *,
+        amax: Tensor | None = None,
+        grad_amax: Tensor | None = None,
+    ) -> tuple[Tensor, Again | None]:
         """GeLU (its tanh form) of one tensor and its bias, of two SwiGLU; and what gives it once more, or None."""
         recomputes = self.recomputes_activation and _may_recompute()
         if value is None:
             activated = bias_gelu(up, bias_F, self.operators, recomputes=recomputes)
         else:
-            activated = swiglu(up, value, self.operators, recomputes=recomputes)
+            activated = swiglu(up, value, self.operators, recomputes=recomputes, amax=amax, grad_amax=grad_amax)
         return activated, again_of(activated) if recomputes else None
 
-    def _outer_of(self, packed: Packed | None, q: Tensor, k: Tensor, v: Tensor, *up: Tensor) -> Tensor:
+    def _outer_of(
+        self, packed: Packed | None, amax: Amaxes, q: Tensor, k: Tensor, v: Tensor, *up: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention, activation, and the linear that sums their products, of a parallel block."""
+
+        def outer(attended: Tensor, activated: Tensor, again: Again | None) -> tuple[Tensor, Tensor | None]:
+            inputs, amaxes = (attended, activated), [None, amax.activation]
+            return call_linear(self.outer, *inputs, again=[None, again], amaxes=amaxes, grad_amax=amax.branch_grad)
+
         if self.recomputes_both and _may_recompute():
             # Attention's inputs and the activation's are all that is kept; an activation given in would be too.
-            def outer(attended: Tensor, *up: Tensor) -> Tensor:
-                return self.outer(attended, self._activate(None, *up)[0])  # type: ignore[no-any-return]
+            def both(attended: Tensor, *up: Tensor) -> tuple[Tensor, Tensor | None]:
+                return outer(attended, self._activate(None, *up, amax=amax.activation)[0], None)
 
-            return self._with_attention(outer, packed, q, k, v, *up)
-        activated, again = self._activate(None, *up)
-
-        def outer_of(attended: Tensor, activated: Tensor) -> Tensor:
-            return self.outer(attended, activated, again=[None, again])  # type: ignore[no-any-return]
-
-        return self._with_attention(outer_of, packed, q, k, v, activated)
+            return self._with_attention(both, packed, q, k, v, *up)
+        activated, again = self._activate(None, *up, amax=amax.activation)
+        return self._with_attention(functools.partial(outer, again=again), packed, q, k, v, activated)
 
     def _with_attention(
-        self, linear: Callable[..., Tensor], packed: Packed | None, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
-    ) -> Tensor:
+        self, linear: Callable[..., Any], packed: Packed | None, q: Tensor, k: Tensor, v: Tensor, *more: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Call `linear` with what attention gives, and `more`; where that is recomputed keep their inputs alone.
 
         Backward computes it again, and stops before the linear's own product, which nobody needs. In a
         tensor-parallel group the linear is one operation with its reduce-scatter: it runs again there.
         """
         if not self.recomputes_attention or not torch.is_grad_enabled():
-            return linear(self.attend(q, k, v, packed, in_place=True), *more)
+            return linear(self.attend(q, k, v, packed, in_place=True), *more)  # type: ignore[no-any-return]
 
-        def again(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        def again(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
             return linear(self.attend(q, k, v, packed), *more)
 
         return checkpoint(again, q, k, v, *more, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
@@ -348,6 +387,7 @@ class Head(nn.Module):
         targets_BT: Tensor,
         branch: Tensor | None = None,
         bias_D: Tensor | None = None,
+        grad_amax: Tensor | None = None,
         *,
         counts_all: bool = True,
     ) -> Tensor:
@@ -357,7 +397,7 @@ class Head(nn.Module):
             counts_all: False: a target may be `NO_TARGET`, and adds nothing to the sum that is divided.
         """
         return linear_cross_entropy(
-            self.norm(x, branch, bias_D)[0].flatten(0, 1),
+            self.norm(x, branch, bias_D, grad_amax=grad_amax)[0].flatten(0, 1),
             self.tokens(),
             targets_BT.t().flatten(),
             vocab_size=self.tokens.vocab_size,

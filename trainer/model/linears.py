@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,10 +81,18 @@ class JoinedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(splits), in_features))
         self.bias = nn.Parameter(torch.empty(sum(splits))) if bias else None
 
-    def forward(self, x: Tensor, again: Again | None = None) -> tuple[Tensor, ...]:
-        """[..., K] -> [..., N] for each N; `again` as in `ColumnParallelLinear`."""
+    def forward(
+        self, x: Tensor, again: Again | None = None, amax: Tensor | None = None, grad_amax: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """[..., K] -> [..., N] for each N.
+
+        Args:
+            again: as in `ColumnParallelLinear`.
+            amax: largest magnitude of `x`, where it is known, for a product in 8 bits.
+            grad_amax: a scalar of zero; given, it is the last output (`trainer.ops.fp8`, [Note: largest magnitudes]).
+        """
         bias = self.bias if self.adds_bias else None
-        return joined_linear(x, self.weight, bias, self.splits, self.operators, self.fp8, again)
+        return joined_linear(x, self.weight, bias, self.splits, self.operators, self.fp8, again, amax, grad_amax)
 
 
 class SummedLinear(nn.Module):
@@ -108,10 +117,22 @@ class SummedLinear(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(torch.empty(out_features, size)) for size in in_features])
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
-    def forward(self, *inputs: Tensor, again: Sequence[Again | None] = ()) -> Tensor:
-        """[..., K] for each K -> [..., N]; `again` as in `RowParallelLinear`."""
+    def forward(
+        self,
+        *inputs: Tensor,
+        again: Sequence[Again | None] = (),
+        amaxes: Sequence[Tensor | None] = (),
+        grad_amax: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """[..., K] for each K -> [..., N].
+
+        Args:
+            again: as in `RowParallelLinear`.
+            amaxes, grad_amax: as in `JoinedLinear`.
+        """
         bias = self.bias if self.adds_bias else None
-        return summed_linear(inputs, tuple(self.weights), bias, self.operators, self.fp8, again)
+        y, *rest = summed_linear(inputs, tuple(self.weights), bias, self.operators, self.fp8, again, amaxes, grad_amax)
+        return (y, *rest) if rest else y  # type: ignore[return-value]
 
 
 def column(
@@ -174,6 +195,29 @@ def row(
         tuned=autotunes_gemms(operators),
         products=None if fp8 is None else ScaledProducts(fp8, operators),
     )
+
+
+class Amaxes(NamedTuple):
+    """Scalars of a block for the largest magnitudes that operators find in passing, float32; None: not found so.
+
+    They are zero at first, and set once (`trainer.ops.fp8`, [Note: largest magnitudes]). Which there are, and of what,
+    says `netlayer.workload.float8.found_amaxes`.
+    """
+
+    norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    activation: Tensor | None = None
+    up_grad: Tensor | None = None
+    out_grad: Tensor | None = None
+    branch_grad: Tensor | None = None
+
+
+def call_linear(linear: nn.Module, *inputs: Any, grad_amax: Tensor | None, **more: Any) -> tuple[Any, ...]:
+    """Call a linear of a block; return its outputs, and beside them `grad_amax` as it gives that, or None."""
+    if grad_amax is not None:
+        return linear(*inputs, grad_amax=grad_amax, **more)  # type: ignore[no-any-return]
+    outputs = linear(*inputs, **more)
+    return (*outputs, None) if isinstance(outputs, tuple) else (outputs, None)
 
 
 def parts(module: nn.Module) -> dict[str, Part]:

@@ -8,6 +8,9 @@ weight's gradient. Between the two nobody needs to hold it, for the activation h
 it in its backward pass with the output's gradient, and one kernel gives the output and the gradient of the input. So
 recomputation costs one write of the output, and no kernel (`netlayer.workload.memory.saved_tensors` counts the bytes).
 
+[Note: amax] For 8-bit products SwiGLU's kernels find the largest magnitude of what they write, of the output and of
+both gradients together (`trainer.ops.fp8`, [Note: largest magnitudes]).
+
 Hendrycks and Gimpel, GeLU (arXiv 1606.08415); Shazeer, GLU variants (arXiv 2002.05202).
 
 Shapes: [..., F].
@@ -26,10 +29,17 @@ from torch.autograd.function import once_differentiable
 
 from collectives.tensor.linear import Again
 from collectives.triton_support import HAS_TRITON
-from trainer.ops.backend import Operators, as_rows, uses_triton
+from trainer.ops.backend import Operators, as_rows, take_amax, uses_triton
 
 if HAS_TRITON:
-    from trainer.ops.activation_kernels import gelu_backward, gelu_forward, swiglu_backward, swiglu_forward
+    from trainer.ops.activation_kernels import (
+        gelu_backward,
+        gelu_forward,
+        launch_swiglu_backward,
+        launch_swiglu_forward,
+        swiglu_backward,
+        swiglu_forward,
+    )
 
 
 def bias_gelu(
@@ -47,11 +57,28 @@ def bias_gelu(
     return _plain_gelu(x, bias_F)
 
 
-def swiglu(gate: Tensor, value: Tensor, operators: Operators = "auto", *, recomputes: bool = False) -> Tensor:
-    """silu(gate) * value; `recomputes` as in `bias_gelu`."""
+def swiglu(
+    gate: Tensor,
+    value: Tensor,
+    operators: Operators = "auto",
+    *,
+    recomputes: bool = False,
+    amax: Tensor | None = None,
+    grad_amax: Tensor | None = None,
+) -> Tensor:
+    """silu(gate) * value.
+
+    Args:
+        recomputes: as in `bias_gelu`.
+        amax: a scalar of zero, float32, set to the largest magnitude of the output; None: nobody reads it.
+        grad_amax: what the linear that gave both inputs, which nobody else reads, gave beside them: gets the largest
+            magnitude of their gradients as its own, where the kernels compute.
+    """
     if recomputes or uses_triton(operators, gate):
-        return _Swiglu.apply(gate, value, operators)  # type: ignore[no-untyped-call, no-any-return]
-    return _plain_swiglu(gate, value)
+        return _Swiglu.apply(gate, value, operators, amax, grad_amax)  # type: ignore[no-untyped-call, no-any-return]
+    y = _plain_swiglu(gate, value)
+    take_amax(y, amax)
+    return y
 
 
 def again_of(y: Tensor) -> Again | None:
@@ -85,21 +112,25 @@ class _BiasGelu(torch.autograd.Function):
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, value: Tensor, operators: Operators) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, value: Tensor, operators: Operators, amax: Tensor | None, grad_amax: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(gate, value)
         ctx.has_kernels, ctx.gradients, ctx.compute_again = uses_triton(operators, gate), None, _compute_again
-        ctx.backward_of = _swiglu_backward
-        y: Tensor = (
-            swiglu_forward(as_rows(gate), as_rows(value)).view(gate.shape)
-            if ctx.has_kernels
-            else _plain_swiglu(gate, value)
-        )
-        return y
+        ctx.backward_of, ctx.grad_amax = _swiglu_backward, None if grad_amax is None else grad_amax.detach()
+        if not ctx.has_kernels:
+            y = _plain_swiglu(gate, value)
+            take_amax(y, amax)
+            return y
+        rows_MF = as_rows(gate), as_rows(value)
+        y = swiglu_forward(*rows_MF) if amax is None else launch_swiglu_forward(*rows_MF, amax)
+        return y.view(gate.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *_take_gradients(ctx, dy), None
+        dgate, dvalue, amax = _take_gradients(ctx, dy)
+        return dgate, dvalue, None, None, amax
 
 
 def _compute_again(ctx: Any, dy: Tensor | None) -> Tensor:
@@ -119,7 +150,7 @@ def _take_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _Gradients = tuple[Tensor, tuple[Tensor | None, ...]]
-"""The output, if it was asked for, and the gradients of the inputs."""
+"""The output, if it was asked for, and the gradients of the inputs; of SwiGLU also the largest magnitude of these."""
 
 
 def _gelu_backward(ctx: Any, dy: Tensor, *, gives_y: bool) -> _Gradients:
@@ -134,11 +165,14 @@ def _gelu_backward(ctx: Any, dy: Tensor, *, gives_y: bool) -> _Gradients:
 def _swiglu_backward(ctx: Any, dy: Tensor, *, gives_y: bool) -> _Gradients:
     gate, value = ctx.saved_tensors
     if not ctx.has_kernels:
-        return _plain_backward(_plain_swiglu, dy, gate, value)
-    dboth_MG, y_MF = swiglu_backward(as_rows(dy), as_rows(gate), as_rows(value), gives_y)
+        y, gradients = _plain_backward(_plain_swiglu, dy, gate, value)
+        return y, (*gradients, None)
+    tensors = as_rows(dy), as_rows(gate), as_rows(value), gives_y
+    amax, ctx.grad_amax = ctx.grad_amax, None  # which is zero once: a second backward pass leaves it to the linear
+    dboth_MG, y_MF = swiglu_backward(*tensors) if amax is None else launch_swiglu_backward(*tensors, amax)
     y = y_MF.view(gate.shape) if gives_y else y_MF
     dgate, dvalue = dboth_MG.view(*gate.shape[:-1], 2 * gate.shape[-1]).chunk(2, -1)
-    return y, (dgate, dvalue)
+    return y, (dgate, dvalue, amax)
 
 
 def _plain_backward(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor | None) -> _Gradients:

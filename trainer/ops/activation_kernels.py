@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from collectives.triton_support import IS_INTERPRETED
+from trainer.ops.amax_kernels import keep_largest, magnitude
 from trainer.ops.backend import num_programs, operator
 from trainer.ops.sum_kernels import sum_programs
 
@@ -87,14 +88,21 @@ def _gelu_gradient_shapes(
 @operator("netlayer::swiglu_forward")
 def swiglu_forward(gate_MF: Tensor, value_MF: Tensor) -> Tensor:
     """silu(gate) * value, dense."""
+    return launch_swiglu_forward(gate_MF, value_MF)
+
+
+def launch_swiglu_forward(gate_MF: Tensor, value_MF: Tensor, amax: Tensor | None = None) -> Tensor:
+    """Compute `swiglu_forward`, and, where a scalar of zero is given, the largest magnitude of it."""
     y_MF = gate_MF.new_empty(gate_MF.shape)
     _swiglu_forward[_tiles(gate_MF)](
         gate_MF,
         value_MF,
         y_MF,
+        amax,
         *gate_MF.shape,
         gate_MF.stride(0),
         value_MF.stride(0),
+        amax is not None,
         _ROWS,
         _COLUMNS,
         num_warps=_WARPS,
@@ -113,6 +121,13 @@ def swiglu_backward(dy_MF: Tensor, gate_MF: Tensor, value_MF: Tensor, gives_y: b
 
     The product that both came from reads them so, without a pass that joins them (`trainer.ops.linear.join_gradients`).
     """
+    return launch_swiglu_backward(dy_MF, gate_MF, value_MF, gives_y)
+
+
+def launch_swiglu_backward(
+    dy_MF: Tensor, gate_MF: Tensor, value_MF: Tensor, gives_y: bool, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `swiglu_backward`, and, where a scalar of zero is given, the largest magnitude of both gradients."""
     num_rows, width = gate_MF.shape
     dboth_MG = gate_MF.new_empty(num_rows, 2 * width)
     y_MF = gate_MF.new_empty(gate_MF.shape if gives_y else 0)
@@ -122,12 +137,14 @@ def swiglu_backward(dy_MF: Tensor, gate_MF: Tensor, value_MF: Tensor, gives_y: b
         value_MF,
         dboth_MG,
         y_MF,
+        amax,
         num_rows,
         width,
         dy_MF.stride(0),
         gate_MF.stride(0),
         value_MF.stride(0),
         gives_y,
+        amax is not None,
         _ROWS,
         _COLUMNS,
         num_warps=_WARPS,
@@ -233,7 +250,17 @@ def _gelu_backward(
 # y = gate * sigmoid(gate) * value; one program a tile of ROWS x COLUMNS.
 @triton.jit
 def _swiglu_forward(
-    gate, value, y, num_rows, width, gate_stride, value_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    gate,
+    value,
+    y,
+    amax,
+    num_rows,
+    width,
+    gate_stride,
+    value_stride,
+    FINDS_AMAX: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     tile, columns = tl.program_id(0), tl.cdiv(width, COLUMNS)
     row = (tile // columns * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
@@ -241,8 +268,10 @@ def _swiglu_forward(
     inside = (row < num_rows) & (column < width)
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0).to(tl.float32)
     v = tl.load(value + row * value_stride + column, mask=inside, other=0).to(tl.float32)
-    result = g * _sigmoid(g) * v
-    tl.store(y + row * width + column, result.to(y.dtype.element_ty), mask=inside)
+    result = (g * _sigmoid(g) * v).to(y.dtype.element_ty)
+    tl.store(y + row * width + column, result, mask=inside)
+    if FINDS_AMAX:  # of what is stored; outside of it all are zero
+        keep_largest(amax, tl.max(magnitude(result)))
 
 
 # dgate and dvalue of y = gate * sigmoid(gate) * value, side by side, and y again; one program a tile of ROWS x COLUMNS.
@@ -253,12 +282,14 @@ def _swiglu_backward(
     value,
     dboth,
     y,
+    amax,
     num_rows,
     width,
     dy_stride,
     gate_stride,
     value_stride,
     GIVES_Y: tl.constexpr,
+    FINDS_AMAX: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -273,5 +304,9 @@ def _swiglu_backward(
     if GIVES_Y:
         tl.store(y + row * width + column, (g * s * v).to(y.dtype.element_ty), mask=inside)
     at = dboth + row * (2 * width) + column
-    tl.store(at, (slope * v * s * (1.0 + g * (1.0 - s))).to(dboth.dtype.element_ty), mask=inside)
-    tl.store(at + width, (slope * g * s).to(dboth.dtype.element_ty), mask=inside)
+    dgate = (slope * v * s * (1.0 + g * (1.0 - s))).to(dboth.dtype.element_ty)
+    dvalue = (slope * g * s).to(dboth.dtype.element_ty)
+    tl.store(at, dgate, mask=inside)
+    tl.store(at + width, dvalue, mask=inside)
+    if FINDS_AMAX:
+        keep_largest(amax, tl.max(tl.maximum(magnitude(dgate), magnitude(dvalue))))

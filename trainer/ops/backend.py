@@ -86,6 +86,12 @@ def num_programs(tensor: Tensor, num_rows: int, each: int) -> int:
     return min(num_rows, each * torch.cuda.get_device_properties(tensor.device).multi_processor_count)
 
 
+def take_amax(tensor: Tensor, amax: Tensor | None) -> None:
+    """Set a scalar to the largest magnitude of a tensor, by torch's operators, where one is given."""
+    if amax is not None:
+        amax.copy_(tensor.detach().abs().amax())
+
+
 def as_rows(tensor: Tensor) -> Tensor:
     """[M, N] with the last dimension dense: a view where there is one (a slice of a wider product has one)."""
     rows = tensor.reshape(-1, tensor.shape[-1])

@@ -12,8 +12,8 @@ of the computation.
 
 With a window a part is one of a rank's chunks of queries and one chunk of keys that it reaches: what no query sees is
 not computed, and the parts among the rank's own positions run while the others' keys travel, which are all keys though.
-With documents packed into a sequence, and with a window on a GPU (`partial_attention.CHECKED_ON_GPU`), each query takes
-one softmax over all gathered keys by a mask (of blocks, on a GPU), and that gather is not hidden.
+With documents packed into a sequence, and with a window where flash cannot be used on a GPU, each query takes one
+softmax over all gathered keys by a mask (of blocks, on a GPU), and that gather is not hidden.
 
 Shapes: B sequences, T positions of a sequence, W context-parallel ranks, t = T / W positions of a rank, of two chunks
 of c, H heads, G heads of keys and values, K values a head.

@@ -10,9 +10,16 @@ weight's gradient in float32, where it has a place); masters, norms, attention, 
   (DeepSeek-V3, arXiv 2412.19437, 3.3).
 
 [Note: what is kept] A linear keeps its input in 8 bits, and its weight as it is: that is quantised again in the
-backward pass. A weight that has travelled in 8 bits (`collectives.sharded.float8`) is read so in both passes. A
-product's factors lie with what is summed over as their last dimension, as the tensor cores want it, so the backward
-pass transposes in 8 bits.
+backward pass, transposed, by the largest magnitude that the forward pass has found. A weight that has travelled in 8
+bits (`collectives.sharded.float8`) is read so in both passes. A product's factors lie with what is summed over as their
+last dimension, as the tensor cores want it, so the backward pass transposes that one in 8 bits.
+
+[Note: largest magnitudes] A tensorwise scale needs a pass over the tensor before the one that casts it, unless the
+kernel that wrote the tensor has found its largest magnitude (amax) in passing. A block has a scalar for each tensor of
+which that is so, zero at first, all by one fill. An operator takes the magnitude of its output into one, and the linear
+that reads the output is given that scalar too. Backward it is the other way round: a linear gives a scalar beside its
+output (`grad_amax`), and the operator that alone reads the output returns the largest magnitude of the output's
+gradient as the gradient of that scalar. Where none comes, the linear finds it by a pass of its own: the same bits.
 
 [Note: not finite] A factor with an infinity or a NaN has a scale that is none, and so has what it is multiplied to: the
 step's loss or gradient is not finite, which the training says.
@@ -40,13 +47,15 @@ from collectives.sharded.float8 import HeldWeight, hold
 from collectives.sharded.slot import GradientSlot, Promise, SlotSource, slot_source
 from collectives.tensor.autotuned_gemm import GEMMS, can_tune
 from collectives.tensor.exchange import TensorExchange
+from collectives.tensor.linear import as_one
 from collectives.triton_support import HAS_TRITON
 from netlayer.config.parallel import FP8_BLOCK
 from netlayer.errors import HardwareMissing
-from trainer.ops.backend import Operators, autotunes_gemms, uses_triton
+from trainer.ops.backend import Operators, as_rows, autotunes_gemms, uses_triton
 
 if HAS_TRITON:
-    from trainer.ops.fp8_kernels import cast, largest_magnitude, quantise_rows_and_columns, transpose
+    from trainer.ops.amax_kernels import largest_magnitude
+    from trainer.ops.fp8_kernels import cast, quantise_rows_and_columns, transpose
 
 Recipe = Literal["tensorwise", "blockwise"]
 Kind = Literal["input", "weight", "gradient"]
@@ -87,14 +96,17 @@ class Scaled:
         return Scaled(data_CR, self.scale if self.scale.ndim == 0 else self.scale.t().contiguous())
 
 
-def quantise(x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "auto") -> Scaled:
+def quantise(
+    x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "auto", amax: Tensor | None = None
+) -> Scaled:
     """Return the matrix in 8 bits, each part scaled so that its largest magnitude is the dtype's.
 
     Args:
         kind: what of a linear it is.
+        amax: its largest magnitude, float32, []; None: it is found here. Of no use to a recipe of blocks.
     """
     if recipe == "tensorwise":
-        scaled, _ = _tensorwise(x_RC, kind, operators)
+        scaled, _ = _tensorwise([x_RC], kind, operators, amax)
         assert scaled is not None
         return scaled
     dtype = E4M3
@@ -106,7 +118,7 @@ def quantise(x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "a
 
 
 def quantise_both_ways(
-    x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "auto"
+    x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "auto", amax: Tensor | None = None
 ) -> tuple[Scaled, Scaled]:
     """Return the matrix in 8 bits, [R, C], and for a sum over its rows, [C, R].
 
@@ -115,42 +127,62 @@ def quantise_both_ways(
 
     Args:
         kind: input or gradient.
+        amax: as in `quantise`.
     """
     if recipe != "tensorwise":
         return quantise(x_RC, kind, recipe, operators), quantise(x_RC.t().contiguous(), kind, recipe, operators)
-    scaled, transposed = _tensorwise(x_RC, kind, operators, columns=True)
+    return quantise_joined([x_RC], kind, operators, amax)
+
+
+def quantise_joined(
+    parts_Rc: Sequence[Tensor], kind: Kind, operators: Operators = "auto", amax: Tensor | None = None
+) -> tuple[Scaled, Scaled]:
+    """Return what `quantise_both_ways` does of matrices side by side, tensorwise, without a pass that joins them."""
+    scaled, transposed = _tensorwise(parts_Rc, kind, operators, amax, columns=True)
     assert scaled is not None
     assert transposed is not None
     return scaled, transposed
 
 
-def quantise_over_rows(x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "auto") -> Scaled:
+def quantise_over_rows(
+    x_RC: Tensor, kind: Kind, recipe: Recipe, operators: Operators = "auto", amax: Tensor | None = None
+) -> Scaled:
     """Return the second of what `quantise_both_ways` returns, alone."""
     if recipe != "tensorwise":
         return quantise(x_RC.t().contiguous(), kind, recipe, operators)
-    _, transposed = _tensorwise(x_RC, kind, operators, rows=False, columns=True)
+    _, transposed = _tensorwise([x_RC], kind, operators, amax, rows=False, columns=True)
     assert transposed is not None
     return transposed
 
 
 def _tensorwise(
-    x_RC: Tensor, kind: Kind, operators: Operators, *, rows: bool = True, columns: bool = False
+    parts_Rc: Sequence[Tensor],
+    kind: Kind,
+    operators: Operators,
+    amax: Tensor | None,
+    *,
+    rows: bool = True,
+    columns: bool = False,
 ) -> tuple[Scaled | None, Scaled | None]:
-    """Return the matrix by one scale, and its transpose, each where it is wanted."""
+    """Return the matrices side by side by one scale, and the transpose of that, each where it is wanted."""
     dtype = E5M2 if kind == "gradient" else E4M3
-    if uses_triton(operators, x_RC):
-        data_RC, data_CR, scale = quantise_rows_and_columns(x_RC, dtype, _TINY, rows=rows, columns=columns)
+    if amax is None:
+        amax = _largest(*parts_Rc, operators=operators)
+    if uses_triton(operators, parts_Rc[0]):
+        data_RC, data_CR, scale = quantise_rows_and_columns(parts_Rc, amax, dtype, _TINY, rows=rows, columns=columns)
     else:
-        scale = scale_of(x_RC.abs().amax().float(), dtype, "tensorwise")
-        data_RC = cast_plain(x_RC.float() / scale, dtype)
+        scale = scale_of(amax, dtype, "tensorwise")
+        data_RC = cast_plain(torch.cat(list(parts_Rc), 1).float() / scale, dtype)
         data_CR = data_RC.t().contiguous() if columns else None
     scaled = None if data_RC is None else Scaled(data_RC, scale)
     return scaled, None if data_CR is None else Scaled(data_CR, scale)
 
 
-def _largest(x_RC: Tensor, operators: Operators) -> Tensor:
-    """Return the largest magnitude of a matrix, float32, []."""
-    return largest_magnitude(x_RC) if uses_triton(operators, x_RC) else x_RC.abs().amax().float()
+def _largest(*parts_Rc: Tensor, operators: Operators) -> Tensor:
+    """Return the largest magnitude of a matrix, or of several, float32, []."""
+    if uses_triton(operators, parts_Rc[0]):
+        return largest_magnitude(*parts_Rc)
+    return torch.stack([part.abs().amax() for part in parts_Rc]).amax().float()
 
 
 def _cast_by(x_RC: Tensor, scale: Tensor, dtype: torch.dtype, operators: Operators) -> Tensor:
@@ -167,10 +199,21 @@ def scale_of(largest: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
     return (largest / limit).log2().ceil().exp2()
 
 
-def weight_in_8_bits(weight_NK: Tensor | HeldWeight, recipe: Recipe, operators: Operators = "auto") -> Scaled:
-    """Return a weight, [N, K], quantised here, or as it has come where it travels in 8 bits."""
+def weight_in_8_bits(
+    weight_NK: Tensor | HeldWeight, recipe: Recipe, operators: Operators = "auto", amax: Tensor | None = None
+) -> Scaled:
+    """Return a weight, [N, K], quantised here, by its `amax` where that is known, or as it has come in 8 bits."""
     values = weight_NK.read() if isinstance(weight_NK, HeldWeight) else weight_NK
-    return Scaled(*values) if isinstance(values, tuple) else quantise(values, "weight", recipe, operators)
+    return Scaled(*values) if isinstance(values, tuple) else quantise(values, "weight", recipe, operators, amax)
+
+
+def weight_over_rows(
+    weight_NK: Tensor | HeldWeight, recipe: Recipe, operators: Operators = "auto", amax: Tensor | None = None
+) -> Scaled:
+    """Return the same for a sum over its rows, [K, N]; `amax` as in `quantise`, of a weight that has not travelled."""
+    if isinstance(weight_NK, HeldWeight) or recipe != "tensorwise":
+        return weight_in_8_bits(weight_NK, recipe, operators).transposed()
+    return quantise_over_rows(weight_NK, "weight", recipe, operators, amax)
 
 
 def cast_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -257,12 +300,17 @@ def scaled_linear(
     recipe: Recipe,
     join: Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]],
     operators: Operators = "auto",
+    amaxes: Sequence[Tensor | None] = (),
+    grad_amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """x_0 W_0^T + x_1 W_1^T + ... + b in 8 bits, cut by columns: as `trainer.ops.linear` has it in the inputs' dtype.
 
     Args:
         splits: widths of the outputs; None: one.
         join: joins their gradients, and sums them for the bias.
+        amaxes: largest magnitude of each input; None: it is found here. Empty: all are.
+        grad_amax: a scalar of zero, float32; given, it is the last output too, for the operator that alone reads the
+            others ([Note: largest magnitudes]).
     """
     is_on = torch.is_grad_enabled()
     trains = is_on and all(weight.requires_grad for weight in weights)
@@ -270,13 +318,24 @@ def scaled_linear(
     in_8_bits = [hold(weight) for weight in weights]
     kept = [
         # A frozen weight needs no input over rows; without gradients nothing is kept at all.
-        _Keep.apply(x, weight, each is None, recipe, operators, is_on and weight.requires_grad)  # type: ignore[no-untyped-call]
-        for x, weight, each in zip(inputs, weights, in_8_bits, strict=True)
+        _Keep.apply(x, weight, each is None, recipe, operators, is_on and weight.requires_grad, amax)  # type: ignore[no-untyped-call]
+        for x, weight, each, amax in zip(inputs, weights, in_8_bits, amaxes or [None] * len(inputs), strict=True)
     ]
     keepers = [x.grad_fn for x, *_ in kept]
     scaled = [Scaled(data_MK, scale) for _, data_MK, scale in kept]
     y: tuple[Tensor, ...] = _ScaledLinear.apply(  # type: ignore[no-untyped-call]
-        keepers, scaled, in_8_bits, sources, splits, recipe, join, operators, bias_N, *(x for x, *_ in kept), *weights
+        keepers,
+        scaled,
+        in_8_bits,
+        sources,
+        splits,
+        recipe,
+        join,
+        operators,
+        grad_amax,
+        bias_N,
+        *(x for x, *_ in kept),
+        *weights,
     )
     return y
 
@@ -293,21 +352,22 @@ class _Keep(torch.autograd.Function):
         recipe: Recipe,
         operators: Operators,
         needs_rows: bool,
+        amax: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Also where it is not saved, the weight is an input: without one that trains there would be no node to save in.
         ctx.set_materialize_grads(False)  # else zeros are made for what is in 8 bits
         x_MK = x.reshape(-1, x.shape[-1])
         if recipe == "tensorwise" and needs_rows:
-            scaled, kept = quantise_both_ways(x_MK, "input", recipe, operators)
+            scaled, kept = quantise_both_ways(x_MK, "input", recipe, operators, amax)
         else:
-            scaled = kept = quantise(x_MK, "input", recipe, operators)
+            scaled = kept = quantise(x_MK, "input", recipe, operators, amax)
         ctx.save_for_backward(kept.data, kept.scale, weight_NK if saves_weight else None)
         ctx.mark_non_differentiable(scaled.data, scaled.scale)
         return x.view_as(x), scaled.data, scaled.scale
 
     @staticmethod
     def backward(_ctx: Any, dx: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return dx, None, None, None, None, None
+        return dx, *[None] * 6
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -322,10 +382,11 @@ class _ScaledLinear(torch.autograd.Function):
         recipe: Recipe,
         join: Callable[[Sequence[Tensor], bool], tuple[Tensor, Tensor | None]],
         operators: Operators,
+        grad_amax: Tensor | None,
         bias_N: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the sum of the products plus the bias, cut into `splits` by columns.
+        """Return the sum of the products plus the bias, cut into `splits` by columns, and `grad_amax` if there is one.
 
         Args:
             keepers: nodes that keep each input, in 8 bits, and weight for the backward pass (`_Keep`).
@@ -335,11 +396,17 @@ class _ScaledLinear(torch.autograd.Function):
         """
         inputs, weights = tensors[: len(scaled)], tensors[len(scaled) :]
         ctx.keepers, ctx.sources, ctx.recipe, ctx.join, ctx.operators = keepers, sources, recipe, join, operators
-        ctx.in_8_bits = in_8_bits
+        ctx.in_8_bits, ctx.has_grad_amax = in_8_bits, grad_amax is not None
+        ctx.set_materialize_grads(False)  # else of a scalar that nobody returns a gradient for there would be a zero
         ctx.shapes = [x.shape for x in inputs]
+        # Of weights that have not travelled in 8 bits; the backward pass scales by them too. By blocks there are none.
+        ctx.weight_amaxes = [
+            _largest(weight_NK, operators=operators) if each is None and recipe == "tensorwise" else None
+            for weight_NK, each in zip(weights, in_8_bits, strict=True)
+        ]
         total: Tensor | None = None
-        for x_MK, weight_NK, each in zip(scaled, weights, in_8_bits, strict=True):
-            factor = weight_in_8_bits(each or weight_NK, recipe, operators)
+        for x_MK, weight_NK, each, amax in zip(scaled, weights, in_8_bits, ctx.weight_amaxes, strict=True):
+            factor = weight_in_8_bits(each or weight_NK, recipe, operators, amax)
             tuned = autotunes_gemms(operators)
             if total is None:
                 total = product(x_MK, factor, inputs[0].dtype, fast=True, tuned=tuned)
@@ -349,30 +416,41 @@ class _ScaledLinear(torch.autograd.Function):
         if bias_N is not None:
             total += bias_N
         y = total.view(*inputs[0].shape[:-1], -1)
-        return (y,) if splits is None else torch.split(y, list(splits), dim=-1)
+        ys = (y,) if splits is None else torch.split(y, list(splits), dim=-1)
+        ctx.output_shapes = [each.shape for each in ys]
+        return ys if grad_amax is None else (*ys, grad_amax.detach())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return gradients of bias, inputs and weights; of a weight with a place it is written there, and None here."""
         count = len(ctx.keepers)
-        needs_bias, *needs = ctx.needs_input_grad[8:]
-        dy_MN, dbias_N = ctx.join(dys, needs_bias)
-        recipe, operators, dtype = ctx.recipe, ctx.operators, dy_MN.dtype
-        tuned = autotunes_gemms(operators)
-        if any(needs[count:]):
-            dy, dy_NM = quantise_both_ways(dy_MN, "gradient", recipe, operators)
+        needs_bias, *needs = ctx.needs_input_grad[9:]
+        *output_grads, dy_amax = gradients if ctx.has_grad_amax else (*gradients, None)
+        dys = _made(output_grads, ctx.output_shapes)
+        recipe, operators, dtype = ctx.recipe, ctx.operators, dys[0].dtype
+        tuned, trains = autotunes_gemms(operators), any(needs[count:])
+        if recipe == "tensorwise" and trains and not needs_bias and uses_triton(operators, dys[0]):
+            # What the outputs' gradients are joined for is the cast alone, which reads each where it lies.
+            parts_Mn, dbias_N = [as_rows(dy) for dy in dys], None
+            whole_MN = as_one(parts_Mn)
+            dy, dy_NM = quantise_joined(parts_Mn if whole_MN is None else [whole_MN], "gradient", operators, dy_amax)
         else:
-            dy = dy_NM = quantise(dy_MN, "gradient", recipe, operators)  # over rows nobody reads it
+            dy_MN, dbias_N = ctx.join(dys, needs_bias)
+            if trains:
+                dy, dy_NM = quantise_both_ways(dy_MN, "gradient", recipe, operators, dy_amax)
+            else:
+                dy = dy_NM = quantise(dy_MN, "gradient", recipe, operators, dy_amax)  # over rows nobody reads it
         accumulators = [node for node, _ in ctx.next_functions[-count:]]
         dinputs: list[Tensor | None] = []
         dweights: list[Tensor | None] = []
-        for index, (keeper, in_8_bits, source) in enumerate(zip(ctx.keepers, ctx.in_8_bits, ctx.sources, strict=True)):
+        factors = zip(ctx.keepers, ctx.in_8_bits, ctx.weight_amaxes, ctx.sources, strict=True)
+        for index, (keeper, in_8_bits, amax, source) in enumerate(factors):
             kept_data, scale, weight_NK = keeper.saved_tensors
             dx = None
             if needs[index]:
-                weight_KN = weight_in_8_bits(in_8_bits or weight_NK, recipe, operators).transposed()
-                dx = product(dy, weight_KN, dy_MN.dtype, tuned=tuned).view(ctx.shapes[index])
+                weight_KN = weight_over_rows(in_8_bits or weight_NK, recipe, operators, amax)
+                dx = product(dy, weight_KN, dtype, tuned=tuned).view(ctx.shapes[index])
             dinputs.append(dx)
             dweight = None
             if needs[count + index]:
@@ -381,7 +459,13 @@ class _ScaledLinear(torch.autograd.Function):
                 gradient = ScaledWeightGradient(lambda: dy_NM, x_KM, lambda: dtype, tuned)
                 dweight = gradient.into(source, accumulators[index])
             dweights.append(dweight)
-        return *[None] * 8, dbias_N, *dinputs, *dweights
+        return *[None] * 9, dbias_N, *dinputs, *dweights
+
+
+def _made(dys: Sequence[Tensor | None], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Return gradients, with zeros for outputs that nothing depends on; one at least has a gradient."""
+    known = next(dy for dy in dys if dy is not None)
+    return [known.new_zeros(shape) if dy is None else dy for dy, shape in zip(dys, shapes, strict=True)]
 
 
 def kept_over_rows(kept: Scaled, recipe: Recipe, operators: Operators = "auto") -> Scaled:
@@ -445,10 +529,10 @@ class ScaledProducts:
     def __init__(self, recipe: Recipe, operators: Operators = "auto", gathers: bool = False) -> None:
         self.recipe, self.operators, self.gathers = recipe, operators, gathers
 
-    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange) -> Tensor | None:
+    def shared_scale(self, x_mK: Tensor, exchange: TensorExchange, amax: Tensor | None = None) -> Tensor | None:
         if not self.gathers:
             return None
-        largest = _largest(x_mK, self.operators)
+        largest = _largest(x_mK, operators=self.operators) if amax is None else amax
         # A maximum may drop a NaN; by an infinite scale the rows are as little finite.
         largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
         exchange.comm.all_reduce(largest, dist.ReduceOp.MAX)
@@ -463,8 +547,8 @@ class ScaledProducts:
 
     def factor(self, weight_NK: Tensor | HeldWeight, *, is_transposed: bool) -> Scaled:
         """Return [N, K], which as the second factor of `product` is [K, N]; or the other way round."""
-        scaled_NK = weight_in_8_bits(weight_NK, self.recipe, self.operators)
-        return scaled_NK if is_transposed else scaled_NK.transposed()
+        factor = weight_in_8_bits if is_transposed else weight_over_rows
+        return factor(weight_NK, self.recipe, self.operators)
 
     def multiply(
         self,
@@ -500,15 +584,21 @@ class ScaledProducts:
         tuned: bool,
         spared: int,
         scale: Tensor | None = None,
+        amax: Tensor | None = None,
     ) -> ScaledWeightGradient:
-        """Return the gradient of factors that are quantised when they are read; `scale`: of an `x` in 8 bits."""
+        """Return the gradient of factors that are quantised when they are read.
+
+        Args:
+            scale: of an `x` in 8 bits.
+            amax: of one that is not; None: it is found then.
+        """
 
         def output_gradient() -> Scaled:
             return quantise_over_rows(dy(), "gradient", self.recipe, self.operators)
 
         def linear_input() -> Scaled:
             if scale is None:
-                return quantise_over_rows(x(), "input", self.recipe, self.operators)
+                return quantise_over_rows(x(), "input", self.recipe, self.operators, amax)
             arrived = Scaled(x().contiguous().view(E4M3), scale)
             return arrived.transposed()
 

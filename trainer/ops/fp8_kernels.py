@@ -1,10 +1,12 @@
-"""Triton kernels of quantisation to 8 bits: a tensor's largest magnitude, the cast by a scale, a transposition.
+"""Triton kernels of quantisation to 8 bits: the cast by a scale, a transposition, both in one pass.
 
 Shapes: [R, C] a matrix; E elements of a part of one.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, unused-ignore"
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -20,53 +22,50 @@ _TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 _WIDE_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def largest_magnitude(x_RC: Tensor) -> Tensor:
-    """Largest absolute value, a scalar in float32; NaN where one is in there."""
-    x_RC = as_rows(x_RC)
-    rows, columns = x_RC.shape
-    largest = x_RC.new_zeros((), dtype=torch.float32)
-    grid = (num_programs(x_RC, rows, 8),)
-    _largest[grid](x_RC, largest, rows, columns, x_RC.stride(0), triton.cdiv(columns, _BLOCK), BLOCK=_BLOCK)
-    return largest
-
-
 def quantise_rows_and_columns(
-    x_RC: Tensor, dtype: torch.dtype, tiny: float, *, rows: bool, columns: bool
+    parts_Rc: Sequence[Tensor], amax: Tensor, dtype: torch.dtype, tiny: float, *, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return the matrix in `dtype`, [R, C], its transpose, [C, R], and their one scale, in two passes over it.
+    """Return a matrix in `dtype`, [R, C], its transpose, [C, R], and their one scale, in one pass over it.
 
     The scale is the largest magnitude times the reciprocal of the largest number, as in `trainer.ops.fp8.scale_of`.
 
     Args:
+        parts_Rc: the matrix, or several, that are joined side by side as they are cast.
+        amax: largest magnitude of all, float32, [].
         tiny: least magnitude that is scaled to the largest number.
         rows, columns: whether the matrix is wanted, and its transpose; None else.
     """
-    x_RC = as_rows(x_RC)
-    num_rows, num_columns = x_RC.shape
-    largest, limit = largest_magnitude(x_RC), torch.finfo(dtype).max
-    scale = torch.empty_like(largest)
-    out_RC = torch.empty(num_rows if rows else 0, num_columns, dtype=dtype, device=x_RC.device)
-    out_CR = torch.empty(num_columns if columns else 0, num_rows, dtype=dtype, device=x_RC.device)
-    tiles = triton.cdiv(num_columns, _TILE_COLUMNS), triton.cdiv(num_rows, _TILE_ROWS)
-    _cast_tile[tiles](
-        x_RC,
-        out_RC,
-        out_CR,
-        largest,
-        scale,
-        tiny,
-        1.0 / limit,
-        limit,
-        num_rows,
-        num_columns,
-        x_RC.stride(0),
-        _TYPES[dtype],
-        GIVES_ROWS=rows,
-        GIVES_COLUMNS=columns,
-        ROWS=_TILE_ROWS,
-        COLUMNS=_TILE_COLUMNS,
-        num_warps=8,
-    )
+    parts_Rc = [as_rows(part) for part in parts_Rc]
+    num_rows, width = parts_Rc[0].shape[0], sum(part.shape[1] for part in parts_Rc)
+    limit = torch.finfo(dtype).max
+    scale = torch.empty_like(amax)  # not beside others: a product reads scales at multiples of 16 bytes
+    out_RC = torch.empty(num_rows if rows else 0, width, dtype=dtype, device=amax.device)
+    out_CR = torch.empty(width if columns else 0, num_rows, dtype=dtype, device=amax.device)
+    begin = 0
+    for part in parts_Rc:
+        end = begin + part.shape[1]
+        tiles = triton.cdiv(part.shape[1], _TILE_COLUMNS), triton.cdiv(num_rows, _TILE_ROWS)
+        _cast_tile[tiles](
+            part,
+            out_RC[:, begin:end],
+            out_CR[begin:end],
+            amax,
+            scale,
+            tiny,
+            1.0 / limit,
+            limit,
+            num_rows,
+            part.shape[1],
+            part.stride(0),
+            width,
+            _TYPES[dtype],
+            GIVES_ROWS=rows,
+            GIVES_COLUMNS=columns,
+            ROWS=_TILE_ROWS,
+            COLUMNS=_TILE_COLUMNS,
+            num_warps=8,
+        )
+        begin = end
     return out_RC if rows else None, out_CR if columns else None, scale
 
 
@@ -103,20 +102,6 @@ def transpose(x_RC: Tensor) -> Tensor:
     return out_CR
 
 
-# A program takes every so-manieth row. Magnitudes are compared as integers, whose order is theirs, with a NaN above
-# infinity: a maximum of floats may drop it.
-@triton.jit
-def _largest(x, largest, num_rows, num_columns, stride, steps, BLOCK: tl.constexpr):
-    offset = tl.arange(0, BLOCK)
-    most = tl.zeros((BLOCK,), tl.int32)
-    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        for step in range(steps):
-            column = step * BLOCK + offset
-            value = tl.load(x + tl.cast(row, tl.int64) * stride + column, mask=column < num_columns, other=0)
-            most = tl.maximum(most, tl.abs(value.to(tl.float32)).to(tl.int32, bitcast=True))
-    tl.atomic_max(largest.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(most, 0))
-
-
 @triton.jit
 def _in_range(value, by, limit):
     """Divide, and clamp to the limit, by comparisons: a NaN stays one."""
@@ -131,7 +116,7 @@ def _cast_tile(
     x,
     out,
     transposed,
-    largest,
+    amax,
     scale,
     tiny,
     reciprocal,
@@ -139,13 +124,14 @@ def _cast_tile(
     num_rows,
     num_columns,
     stride,
+    out_stride,
     DTYPE: tl.constexpr,
     GIVES_ROWS: tl.constexpr,
     GIVES_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    most = tl.load(largest)
+    most = tl.load(amax)
     by = tl.where(most < tiny, tiny, most) * reciprocal
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale, by)
@@ -155,7 +141,7 @@ def _cast_tile(
     value = tl.load(x + row[:, None] * stride + column[None, :], mask=mask, other=0).to(tl.float32)
     value = _in_range(value, by, limit).to(DTYPE)
     if GIVES_ROWS:
-        tl.store(out + row[:, None] * num_columns + column[None, :], value, mask=mask)
+        tl.store(out + row[:, None] * out_stride + column[None, :], value, mask=mask)
     if GIVES_COLUMNS:
         tl.store(transposed + column[:, None] * num_rows + row[None, :], tl.trans(value), mask=tl.trans(mask))
 

@@ -38,15 +38,18 @@ def summed_linear(
     operators: Operators = "auto",
     fp8: Recipe | None = None,
     again: Sequence[Again | None] = (),
-) -> Tensor:
-    """x_0 W_0^T + x_1 W_1^T + ... + b: [..., K] for each K -> [..., N].
+    amaxes: Sequence[Tensor | None] = (),
+    grad_amax: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """x_0 W_0^T + x_1 W_1^T + ... + b: [..., K] for each K -> [..., N]; and `grad_amax`, where it is given.
 
     Args:
         fp8: how factors are scaled to 8 bits; None: they stay as they are.
         again: for each input what gives it once more in the backward pass; None: it is kept. Empty: all are. In 8 bits
             all are kept, as they are multiplied.
+        amaxes, grad_amax: as in `trainer.ops.fp8.scaled_linear`, in 8 bits alone.
     """
-    return _apply(inputs, weights, bias_N, None, operators, fp8, again or [None] * len(inputs))[0]
+    return _apply(inputs, weights, bias_N, None, operators, fp8, again or [None] * len(inputs), amaxes, grad_amax)
 
 
 def joined_linear(
@@ -57,9 +60,12 @@ def joined_linear(
     operators: Operators = "auto",
     fp8: Recipe | None = None,
     again: Again | None = None,
+    amax: Tensor | None = None,
+    grad_amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """x W^T + b, cut: [..., K] -> [..., n] for each n of `splits`; `fp8` and `again` as in `summed_linear`."""
-    return _apply((x,), (weight_NK,), bias_N, splits if len(splits) > 1 else None, operators, fp8, [again])
+    """x W^T + b, cut: [..., K] -> [..., n] for each n of `splits`; from `fp8` on as in `summed_linear`."""
+    cuts = splits if len(splits) > 1 else None
+    return _apply((x,), (weight_NK,), bias_N, cuts, operators, fp8, [again], [amax], grad_amax)
 
 
 def _apply(
@@ -70,11 +76,13 @@ def _apply(
     operators: Operators,
     fp8: Recipe | None,
     again: Sequence[Again | None],
+    amaxes: Sequence[Tensor | None],
+    grad_amax: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Compute the sum of products, by `_Linear` where a gradient has a place of its own, or an input is not kept."""
     if fp8 is not None:
         join = functools.partial(join_gradients, operators=operators)
-        return scaled_linear(inputs, weights, bias_N, splits, fp8, join, operators)
+        return scaled_linear(inputs, weights, bias_N, splits, fp8, join, operators, amaxes, grad_amax)
     trains = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
     sources = [slot_source(weight) for weight in weights] if trains and not torch.compiler.is_compiling() else []
     if not any(sources) and not (sources and any(again)):

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.ops.amax_kernels import keep_largest, magnitude
 from trainer.ops.backend import num_programs, operator
 from trainer.ops.sum_kernels import sum_programs
 
@@ -36,6 +37,19 @@ def norm_forward(
         residual_bias_D: added to every row of the residual; None without one.
         bias_D: None: RMSNorm.
     """
+    return launch_forward(x_MD, residual_MD, residual_bias_D, weight_D, bias_D, eps)
+
+
+def launch_forward(
+    x_MD: Tensor,
+    residual_MD: Tensor | None,
+    residual_bias_D: Tensor | None,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `norm_forward`, and, where a scalar of zero is given, the largest magnitude of the normalised rows."""
     num_rows, width = x_MD.shape
     y_MD, total_MD, mean_M, scale_M = _forward_shapes(x_MD, residual_MD, residual_bias_D, weight_D, bias_D, eps)
     block = triton.next_power_of_2(width)
@@ -49,11 +63,13 @@ def norm_forward(
         total_MD,
         mean_M,
         scale_M,
+        amax,
         width,
         eps,
         HAS_RESIDUAL=residual_MD is not None,
         HAS_RESIDUAL_BIAS=residual_bias_D is not None,
         IS_RMS=bias_D is None,
+        FINDS_AMAX=amax is not None,
         BLOCK=block,
         num_warps=_num_warps(block),
     )
@@ -175,6 +191,7 @@ def launch_backward(
     scale_M: Tensor,
     sums_dtotal: bool,
     plan: BackwardPlan,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `norm_backward` with the kernel sizes of `plan`; return dx_MD and the gradients of V vectors, (V, D).
 
@@ -185,6 +202,7 @@ def launch_backward(
         mean_M: of each row; empty: RMSNorm.
         scale_M: 1 / deviation of each row.
         sums_dtotal: also return the sum of dx_MD over rows, which is the gradient of the residual's bias.
+        amax: a scalar of zero, into which the largest magnitude of dx_MD is taken; None: nobody reads it.
     """
     num_rows, width = dy_MD.shape
     dx_MD = torch.empty_like(total_MD)
@@ -199,11 +217,13 @@ def launch_backward(
         scale_M,
         dx_MD,
         partial_VPD,
+        amax,
         num_rows,
         width,
         HAS_TOTAL=dtotal_MD is not None,
         IS_RMS=mean_M.numel() == 0,
         SUMS_TOTAL=sums_dtotal,
+        FINDS_AMAX=amax is not None,
         STEPS=triton.cdiv(num_rows, programs * plan.rows),
         ROWS=plan.rows,
         BLOCK=triton.next_power_of_2(width),
@@ -230,11 +250,13 @@ def _forward(
     total,
     mean,
     scale,
+    amax,
     width,
     eps,
     HAS_RESIDUAL: tl.constexpr,
     HAS_RESIDUAL_BIAS: tl.constexpr,
     IS_RMS: tl.constexpr,
+    FINDS_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -259,7 +281,10 @@ def _forward(
     result = value * inverse * tl.load(weight + column, mask=inside, other=0).to(tl.float32)
     if not IS_RMS:
         result += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
-    tl.store(y + at, result.to(y.dtype.element_ty), mask=inside)
+    normalised = result.to(y.dtype.element_ty)
+    tl.store(y + at, normalised, mask=inside)
+    if FINDS_AMAX:
+        keep_largest(amax, tl.max(magnitude(tl.where(inside, normalised, 0.0)), 0))
 
 
 # One program a row: y from the stored total, with the mean and scale that `_forward` stored; the same operations.
@@ -281,7 +306,7 @@ def _again(total, weight, bias, mean, scale, y, width, IS_RMS: tl.constexpr, BLO
 # A program takes every P-th block of ROWS rows: dx, with `dtotal` added, and in `partial` (V, P, D) its sums over rows
 # for weight, bias and residual's bias. unit: the normalised row; slope: dy; scaled: slope * weight.
 @triton.jit
-def _backward(
+def _backward(  # noqa: C901  (what is not wanted is not compiled)
     dy,
     dtotal,
     total,
@@ -290,11 +315,13 @@ def _backward(
     scale,
     dx,
     partial,
+    amax,
     num_rows,
     width,
     HAS_TOTAL: tl.constexpr,
     IS_RMS: tl.constexpr,
     SUMS_TOTAL: tl.constexpr,
+    FINDS_AMAX: tl.constexpr,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -307,6 +334,7 @@ def _backward(
     dgain = tl.zeros((BLOCK,), tl.float32)
     dshift = tl.zeros((BLOCK,), tl.float32)
     dadded = tl.zeros((BLOCK,), tl.float32)
+    most = tl.zeros((BLOCK,), tl.int32)
     for step in tl.range(STEPS, num_stages=STAGES):
         row = (program + step * programs) * ROWS + tl.arange(0, ROWS)[:, None]
         exists = row < num_rows
@@ -334,7 +362,12 @@ def _backward(
             result += beside.to(tl.float32)
         if SUMS_TOTAL:  # of rows that exist: behind the last, loads gave zeros alone
             dadded += tl.sum(result, 0)
-        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=here)
+        result = result.to(dx.dtype.element_ty)
+        tl.store(dx + at, result, mask=here)
+        if FINDS_AMAX:
+            most = tl.maximum(most, tl.max(magnitude(tl.where(here, result, 0.0)), 0))
+    if FINDS_AMAX:
+        keep_largest(amax, tl.max(most, 0))
     at = program.to(tl.int64) * width + column
     each = programs.to(tl.int64) * width
     tl.store(partial + at, dgain, mask=inside)

@@ -31,10 +31,6 @@ if HAS_TRITON:
 Kernel = Literal["cudnn", "flash", "cpu", "plain"]
 _aten = torch.ops.aten
 
-CHECKED_ON_GPU = False
-"""Whether the bounds of flash's kernels have passed their test on a GPU (`tests/trainer/test_context.py`), forward and
-backward. Until then a window there takes one softmax over all gathered keys."""
-
 
 def attend(
     q_BHqK: Tensor, k_BGkK: Tensor, v_BGkK: Tensor, *, causal: bool, left: int | None = None
@@ -131,14 +127,8 @@ def _flash_window(left: int, *, causal: bool) -> dict[str, int]:
 
 
 def takes_windows(q_BHqK: Tensor, k_BGkK: Tensor) -> bool:
-    """Whether windows go by parts with a bound on the left.
-
-    On a GPU not by products that hold the scores, and not yet by flash, whose bounds have been seen to keep only a part
-    of their test: `CHECKED_ON_GPU` turns it on.
-    """
-    if q_BHqK.device.type == "cpu":
-        return True
-    return CHECKED_ON_GPU and choose(q_BHqK, k_BGkK, causal=True, left=1) == "flash"
+    """Whether windows go by parts with a bound on the left: on a GPU by flash, not by products that hold the scores."""
+    return q_BHqK.device.type == "cpu" or choose(q_BHqK, k_BGkK, causal=True, left=1) == "flash"
 
 
 def choose(q_BHqK: Tensor, k_BGkK: Tensor, *, causal: bool, left: int | None = None) -> Kernel:

@@ -64,7 +64,7 @@ def rotate(
     """
     arguments = x_TBHK.shape[0], x_TBHK.shape[-1], base, scaling, x_TBHK.device, part
     if uses_triton(operators, x_TBHK):
-        return _Turned.apply(x_TBHK, *_narrow_angles(*arguments))  # type: ignore[no-untyped-call, no-any-return]
+        return _Turned.apply(x_TBHK, *narrow_angles(*arguments))  # type: ignore[no-untyped-call, no-any-return]
     return _turn(x_TBHK, *_angles(*arguments))
 
 
@@ -98,7 +98,7 @@ class _TurnedInPlace(torch.autograd.Function):
         ctx.arguments = x_TBHK.shape[0], x_TBHK.shape[-1], base, scaling, x_TBHK.device, part
         ctx.operators = operators
         if uses_triton(operators, x_TBHK):
-            turn_in_place(x_TBHK, *_narrow_angles(*ctx.arguments))
+            turn_in_place(x_TBHK, *narrow_angles(*ctx.arguments))
         else:
             x_TBHK.data.copy_(_turn(x_TBHK, *_angles(*ctx.arguments)))  # unseen, as the kernel's write is
         return x_TBHK.view_as(x_TBHK)
@@ -107,7 +107,7 @@ class _TurnedInPlace(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TBHK: Tensor) -> tuple[Tensor | None, ...]:
         if uses_triton(ctx.operators, dy_TBHK):
-            dx_TBHK = turn_pairs(dy_TBHK, *_narrow_angles(*ctx.arguments), True)
+            dx_TBHK = turn_pairs(dy_TBHK, *narrow_angles(*ctx.arguments), True)
         else:
             cos, sin = _angles(*ctx.arguments)
             dx_TBHK = _turn(dy_TBHK, cos, -sin)
@@ -162,7 +162,7 @@ def _angles(
 
 
 @functools.lru_cache(maxsize=16)
-def _narrow_angles(
+def narrow_angles(
     num_positions: int, width: int, base: float, scaling: Scaling | None, device: torch.device, part: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine for the kernel, [T, K / 2] each, float32."""

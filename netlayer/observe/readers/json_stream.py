@@ -10,7 +10,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -49,13 +49,16 @@ def read_parts(path: Path) -> Iterator[bytes]:
 class EventStream:
     """Events of a trace file.
 
+    Args:
+        mend: makes JSON of lines that are none, where a writer is known to leave out what JSON asks for.
+
     Attributes:
         header: values beside the list of events that were read so far, small ones alone.
         damage: why reading ended early; empty if the file is whole.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, mend: Callable[[str], str] | None = None) -> None:
+        self.path, self._mend = path, mend
         self.header: dict[str, Any] = {}
         self.damage = ""
         self._text, self._at = "", 0
@@ -118,6 +121,8 @@ class EventStream:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except (ValueError, RecursionError) as exc:
+                if self._has_mended():
+                    continue
                 size = len(self._text) - self._at
                 if size > MAX_ITEM or isinstance(exc, RecursionError):
                     self.damage = f"holds a value of more than {MAX_ITEM >> 20} MiB, or one nested too deep"
@@ -131,6 +136,16 @@ class EventStream:
                 continue  # a number may go on in the next piece
             self._at = end
             return value
+
+    def _has_mended(self) -> bool:
+        """Mend the lines from here that are whole in memory; False: they are as good as they were."""
+        if self._mend is None:
+            return False
+        end = self._text.rfind("\n") + 1
+        lines, rest = self._text[self._at : end], self._text[max(end, self._at) :]
+        mended = self._mend(lines)
+        self._text, self._at = mended + rest, 0
+        return mended != lines
 
     def _need(self, letters: int) -> None:
         while len(self._text) - self._at < letters and self._more():

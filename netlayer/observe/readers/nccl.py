@@ -16,7 +16,8 @@ each interval: means of bandwidth and time by communicator, operation and range 
 of the file, of a host and a GPU, for ranks that they do not name.
 
 The example plug-in (profiler API v4 to v6) writes a list of Chrome's asynchronous events, a file a communicator and
-rank; times count from the plug-in's start, so that times of two ranks do not compare.
+rank; times count from the plug-in's start, so that times of two ranks do not compare, and 0 is one that never came. Of
+NCCL 2.28 it puts no quotes around pointers and data types.
 
 Source: github.com/NVIDIA/nccl, plugins/profiler/inspector and plugins/profiler/example (2.30, README of v4.3).
 """
@@ -40,6 +41,7 @@ _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _OPERATIONS = ("COLL", "P2P")
 _STATS, _PROXY = "dump_stats", "proxy_trace"
 _FOLLOWING = ("coll_records", "p2p_records", "proxy_records")
+_BARE = re.compile(r'(": ?)(0x[0-9a-fA-F]+|\(nil\)|nccl\w+)(?=[,}])')
 _METRIC = re.compile(r"^(nccl_\w+)\{(.*)\} (\S+)$")
 _LABEL = re.compile(r'(\w+)="(.*?)"(?=,\w+="|$)')  # NCCL escapes no quote
 _UNITS = {"_gbs": "GB/s", "_microseconds": "us"}
@@ -251,9 +253,9 @@ def read_profiler(path: Path, notes: list[str]) -> Iterator[Event]:
     Raises:
         ValueError: the file is damaged before its first event.
     """
-    stream = EventStream(path)
+    stream = EventStream(path, lambda lines: _BARE.sub(r'\1"\2"', lines))
     begun: dict[tuple[str, Any, Any], Mapping[str, Any]] = {}
-    num_events = 0
+    num_events = num_open = 0
     for raw in stream:
         category = raw.get("cat")
         if category not in _OPERATIONS:
@@ -266,12 +268,13 @@ def read_profiler(path: Path, notes: list[str]) -> Iterator[Event]:
         elif raw.get("ph") == "e" and key in begun:
             event = _profiler_event(begun.pop(key), raw)
             num_events += event is not None
+            num_open += event is None
             if event is not None:
                 yield event
     if stream.damage and not num_events:
         raise ValueError(stream.damage)
-    if begun:
-        notes.append(f"{path}: {len(begun)} operations never ended")
+    if begun or num_open:
+        notes.append(f"{path}: {len(begun) + num_open} operations never ended")
     elif stream.damage:
         notes.append(f"{path}: {stream.damage}: {num_events:,} operations before are read")
 
@@ -279,7 +282,7 @@ def read_profiler(path: Path, notes: list[str]) -> Iterator[Event]:
 def _profiler_event(begin: Mapping[str, Any], end: Mapping[str, Any]) -> Segment | None:
     args = _mapping(begin.get("args"))
     rank, start_us, end_us = _whole(args.get("Rank")), _real(begin.get("ts")), _real(end.get("ts"))
-    if rank is None or start_us is None or end_us is None or not isinstance(begin.get("name"), str):
+    if rank is None or not start_us or not end_us or not isinstance(begin.get("name"), str):
         return None
     count, size = _whole(args.get("Count")), _DTYPE_BYTES.get(str(args.get("Datatype")))
     return Segment(

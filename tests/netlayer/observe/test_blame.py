@@ -189,7 +189,11 @@ def test_no_rank_is_named_if_all_have_arrived() -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(("_allgather_base", 4), ("all_gather_into_tensor", 4)), (("all_to_all", 4), ("all_to_all", 8))],
+    [
+        (("_allgather_base", 4), ("all_gather_into_tensor", 4)),
+        (("all_to_all", 4), ("all_to_all", 8)),
+        (("alltoall_base", 4), ("ALLTOALL_BASE", 8)),  # as backends that are not NCCL spell it
+    ],
 )
 def test_spellings_and_uneven_parts_are_no_mismatch(one: tuple[str, int], other: tuple[str, int]) -> None:
     blame = _job({"a": (0, 1)}, {0: [("a", *one, False)], 1: [("a", *other, False)]})

@@ -160,6 +160,7 @@ def test_reports_of_our_watch(tmp_path: Path) -> None:
     ("name", "content", "says"),
     [
         ("a", b"hello", "nothing that this command knows"),
+        ("a", b"[rank0]: Watchdog caught collective operation timeout: ...", "who waited and not for whom"),
         ("a", b"", "is empty"),
         ("a", b"[1, 2]", "JSON, but nothing"),
         ("a", b"[" * 100_000, "nothing that this command knows"),

@@ -282,6 +282,37 @@ def test_the_profiler_plug_ins_trace_is_read_without_its_end(tmp_path: Path) -> 
     assert notes == [f"{tmp_path / 'trace_2.json'}: 1 operations never ended"]
 
 
+def test_pointers_and_types_without_quotes_are_read_as_nccl_2_28_writes_them(tmp_path: Path) -> None:
+    """An end at 0 is one that never came, and no transfer in no time."""
+
+    def line(phase: str, at: float, number: int, args: str = "") -> str:
+        more = f', "args": {{{args}}}' if args else ""
+        return (
+            f'{{"name": "Send", "cat": "P2P", "ph": "{phase}", "id": {number}, "pid": 9, "tid": 1, "ts": {at}{more}}}'
+        )
+
+    def begin(at: float, number: int) -> str:
+        args = f'"Rank": 1, "Peer": 0, "Count": 256, "Datatype": ncclBfloat16, "Stream": 0x4f{number}'
+        return line("b", at, number, args)
+
+    def end(at: float, number: int) -> str:
+        return line("e", at, number)
+
+    launch = '{"name": "KernelLaunch", "cat": "KERNEL_LAUNCH", "ph": "b", "id": 0, "args": {"Stream": (nil)}}'
+    lines = [launch, begin(5.0, 1), end(9.0, 1), begin(6.0, 2), end(0.0, 2), begin(0.0, 3), end(8.0, 3)]
+    # So many that some lines end beyond what is read at once.
+    many = [text for number in range(4, 12_000) for text in (begin(10.0, number), end(11.0, number))]
+    path = tmp_path / "trace_1.json"
+    path.write_text("[\n" + "".join(f"{each},\n" for each in lines + many) + "{}]\n")
+    assert path.stat().st_size > 2 << 20
+    events, kind, notes = read(path)
+    assert kind == "NCCL profiler plug-in"
+    assert len(events) == 1 + 12_000 - 4
+    assert isinstance(events[0], Segment)
+    assert (events[0].peer, events[0].bytes, events[0].duration_ns) == (0, 512, 4000)
+    assert notes == [f"{path}: 2 operations never ended"]
+
+
 def mllog(key: str, time_ms: int, value: Any = None) -> str:
     tree = {
         "namespace": "",
