@@ -203,6 +203,7 @@ def command(
     started = utc_now()
 
     def keep(results: Sequence[RankResult], broken_off: str = "") -> None:
+        """Write the record of the pairs that are there, where one was asked for, and print the table."""
         rows = [compare(results, way, model, layout) for way in chosen_ways if any(results[0].of(way))]
         record = RunRecord(
             name="bench.monitor_overhead",
