@@ -98,9 +98,14 @@ class BetweenSteps:
         return False
 
     def _may_skip(self, step: int) -> bool:
-        """Whether the save of `step` is skipped where storage is busy: not one that is to stay for ever."""
+        """Whether the save of `step` is skipped where another is under way.
+
+        Not one that is to stay for ever, and none for a copy that goes to other machines' memory alone: copies may come
+        so often that storage would never have its turn.
+        """
         config = self._trainer.job.checkpoint
-        return config.when_busy == "skip" and not (config.keep_every_steps and step % config.keep_every_steps == 0)
+        stays = config.keep_every_steps > 0 and step % config.keep_every_steps == 0
+        return config.when_busy == "skip" and not stays and not self._trainer.is_copying
 
     def _skip_save(self, step: int) -> None:
         self._skipped_saves += 1

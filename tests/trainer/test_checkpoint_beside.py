@@ -12,6 +12,7 @@ import sys
 import time
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from netlayer.errors import CheckFailed, ConfigError, RankFailed
 from netlayer.launch.launcher import launch
 from netlayer.store.meeting import meeting_place
 from tests.trainer import targets
+from trainer.between_steps import BetweenSteps
 from trainer.checkpoint import writer_process
 from trainer.checkpoint.meta import find
 from trainer.checkpoint.names import checkpoints_in, pending_in
@@ -129,6 +131,22 @@ def test_a_save_is_skipped_where_storage_is_busy_but_one_that_stays_for_ever(
         line for line in warnings if line.startswith("step 2: no checkpoint")
     ]
     assert all(line.startswith(("step 4:", "step 8:")) for line in warnings if "training waited" in line)
+
+
+@pytest.mark.parametrize(("is_copying", "waits", "skipped"), [(False, False, 1), (True, True, 0)])
+def test_a_copy_in_memory_under_way_skips_no_checkpoint(
+    is_copying: bool, waits: bool, skipped: int, text_folder: Path, tmp_path: Path
+) -> None:
+    """Copies for other machines may come so often that storage would never have its turn."""
+    job = job_of(text_folder, when_busy="skip")
+    state = {"is_saving": True, "is_copying": is_copying, "saves_beside": True, "copies_beside": False}
+    trainer: Any = SimpleNamespace(job=job, outcomes=list, **state)
+    warnings: list[str] = []
+    between = BetweenSteps(trainer, EvaluationConfig(), lambda _row: None, tmp_path, warnings.append)
+    assert between.start_save(3) == waits
+    row: Row = {"checkpoint_skipped": 0}
+    between.note_saves(row)
+    assert (row["checkpoint_skipped"], len(warnings)) == (skipped, skipped)
 
 
 def test_checkpoints_of_every_so_many_steps_stay(text_folder: Path, corpus: Corpus, tmp_path: Path) -> None:
