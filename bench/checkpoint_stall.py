@@ -10,7 +10,7 @@ save while the call waits, so its rows of turn 0 stand apart. Not covered: resto
 
 `sustained` and `third` save as ours do, several times without a pause: at the interval that the storage sustains, which
 the `ours` before them has shown, and at a third of it. A save that is due while the one before is being written is
-out, as with `job.checkpoint.when_busy = "skip"`, and counted in `skipped`.
+skipped, as `job.checkpoint.when_busy = "skip"` has it (by the bench itself, not by the trainer's loop), and counted.
 
 `--ways parts` tells what of ours the steps feel. Four ways switch parts off: `none` saves nothing, which says how far
 two windows of 20 steps differ by themselves; `copy` is the snapshot alone; `digests` reads it for its digests and

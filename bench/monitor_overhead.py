@@ -123,7 +123,7 @@ class Row:
         ratio: median over the pairs of the time with to the time without.
         ratio_p10, ratio_p90: spread of the pairs.
         ratio_low, ratio_high: 95% interval of the median, by the order of the pairs.
-        noise: median distance of successive blocks without from a ratio of 1.
+        noise: median distance of successive blocks without from a ratio of 1; None: there are no two.
         host_bound: share of the blocks without at whose end rank 0's device had nothing left to do.
         batches: intervals of the monitor in a block without.
         events_per_step, bytes_per_event: of rank 0, in its file.
@@ -145,7 +145,7 @@ class Row:
     ratio_p90: float
     ratio_low: float
     ratio_high: float
-    noise: float
+    noise: float | None
     host_bound: float
     batches: float
     events_per_step: float
@@ -306,7 +306,7 @@ def compare(results: Sequence[RankResult], way: str, model: str, layout: str) ->
         ratio_p90=percentile(ratios, 90),
         ratio_low=ratios[low],
         ratio_high=ratios[high],
-        noise=statistics.median(noise) if noise else 0.0,
+        noise=statistics.median(noise) if noise else None,
         host_bound=first.host_bound,
         batches=statistics.median(without) / INTERVAL_S,
         events_per_step=first.num_events / max(first.monitored_steps, 1),
@@ -328,6 +328,8 @@ def _median_interval(number: int) -> tuple[int, int]:
     return max(round((number - 1) / 2 - half), 0), min(round((number - 1) / 2 + half), number - 1)
 
 
+_LEAST_PAIRS = 6
+"""Fewer pairs do not hold their median in 95%: between the extremes of five it lies in 94%."""
 _MEANINGS = {"on": "with the monitor", "recorder": "with a recorder alone", "marks": "with marks alone"}
 
 
@@ -338,12 +340,14 @@ def describe(rows: Sequence[Row]) -> str:
         f"{row.model} {row.layout} on {row.ranks} x {row.device}: without a monitor a step takes {row.step_ms:.2f} ms"
     ]
     lines += [
-        f"{_MEANINGS[each.way]} {each.ratio:.4f} of that (median of {each.pairs} pairs of {each.steps} steps; 95%:"
+        f"{_MEANINGS[each.way]} {each.ratio:.4f} of that (median of {each.pairs} pairs of {each.steps} steps;"
+        f" {'95%' if each.pairs >= _LEAST_PAIRS else 'too few for an interval, all of them'}:"
         f" {each.ratio_low:.4f} to {each.ratio_high:.4f}; 10% to 90% of the pairs: {each.ratio_p10:.4f} to"
         f" {each.ratio_p90:.4f})"
         for each in rows
     ]
-    lines.append(f"two blocks without differ by {row.noise:.2%} (median)")
+    noise = "cannot be told from one pair" if row.noise is None else f"{row.noise:.2%} (median)"
+    lines.append(f"two blocks without differ by: {noise}")
     if row.host_bound:
         lines.append(
             f"in {row.host_bound:.0%} of the blocks without, the device ended with the host: such steps are bound by"

@@ -321,7 +321,7 @@ def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> Non
     """
     import statistics
 
-    from bench.estimate.own import MEDIAN_BAR, WORST_BAR, own_rows
+    from bench.estimate.own import FP8_PASSES, MEDIAN_BAR, WORST_BAR, own_rows
     from bench.estimate.search import describe
     from netlayer.printing import duration, print_table
     from netlayer.results import utc_now
@@ -361,7 +361,7 @@ def check(options: RunOptions, records: tuple[Path, ...], calibrate: int) -> Non
         older = [row.case for row in rows if row.has_older_fp8]
         if older:
             click.echo(
-                f"{', '.join(older)}: measured before 391176d, by 8-bit products of more passes and launches than "
+                f"{', '.join(older)}: measured before {FP8_PASSES}, by 8-bit products of more passes and launches than "
                 "those of now, which are predicted"
             )
         click.echo(f"{len(errors)} predicted: {median:.1%} in the median, {worst:.1%} at most")

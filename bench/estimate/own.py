@@ -25,8 +25,9 @@ MEDIAN_BAR, WORST_BAR = 0.05, 0.10
 _LATER = (("overlap", "zero_bubble", False), ("parallel", "balance", False), ("model", "operators", "torch"))
 """Keys of techniques that are on by default and came after the first records: a record without the key ran without.
 Triton's operators came on 2026-11-23, the key with them: records of the day before are of torch's."""
-_FP8_PASSES = "2026-11-28T10:45"
-"""Time of 293703a, from which on 8-bit products have the passes and launches that are counted here."""
+FP8_PASSES = "293703a"
+_FP8_PASSES_UTC = "2026-11-28T10:45"
+"""Commit and time from which on 8-bit products have the passes and launches that are counted here."""
 OURS = "ours"
 _ROUNDS = 4
 
@@ -106,7 +107,7 @@ def own_rows(files: Sequence[Path], num_calibrating: int) -> list[OwnRow]:
             seconds,
             estimates[name],
             name in calibrating,
-            plan.precision == "fp8" and started[name] < _FP8_PASSES,
+            plan.precision == "fp8" and started[name] < _FP8_PASSES_UTC,
         )
         for name, (plan, seconds) in cases.items()
     ]

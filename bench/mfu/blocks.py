@@ -25,7 +25,7 @@ import click
 from bench.mfu.gpus import watched_gpus
 from bench.mfu.jobs import Jobs, check_overrides, read_layout
 from netlayer import environ
-from netlayer.command import RunOptions, open_out, run_options
+from netlayer.command import FiniteRange, RunOptions, open_out, run_options
 from netlayer.errors import CheckFailed, ConfigError, HardwareMissing
 from netlayer.percentile import percentile
 from netlayer.results import RunRecord, utc_now, write_text
@@ -84,7 +84,7 @@ class Version:
     help="Another tree of this project, as `git archive` unpacks it; may be given several times.",
 )
 @click.option("--rounds", type=click.IntRange(1), default=4, show_default=True, help="Turns of each version.")
-@click.option("--seconds", type=click.FloatRange(0), default=3.0, show_default=True, help="Of a turn.")
+@click.option("--seconds", type=FiniteRange(0), default=3.0, show_default=True, help="Of a turn.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 def command(
     options: RunOptions,

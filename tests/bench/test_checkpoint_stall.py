@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from bench.checkpoint_stall import USUAL_WAYS, SaveRow, command, net_ratio, read_ways, table, verdicts, written_ratio
 from bench.checkpoint_training import PARTS_WAYS
 from netlayer.errors import NetlayerError
+from trainer.checkpoint.writer import SLOW
 
 
 @pytest.mark.slow(minutes=2)
@@ -121,12 +122,14 @@ def test_an_interval_needs_a_save_that_shows_it() -> None:
 
 
 @pytest.mark.slow(minutes=3)
-def test_at_a_third_of_what_storage_sustains_saves_are_skipped(tmp_path: Path) -> None:
+def test_at_a_third_of_what_storage_sustains_saves_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = tmp_path / "record.json"
     options = ["--ranks", "2", "--backend", "gloo", "--model", "1m", "--layers", "2", "--micro-batches", "1"]
     options += ["--turns", "1", "--ways", "ours,third", "--json", str(record)]
+    monkeypatch.setenv(SLOW, "0.05")  # a save takes several steps
     result = CliRunner().invoke(command, ["--folder", str(tmp_path / "out"), *options], catch_exceptions=False)
     assert result.exit_code == 0
     rows = json.loads(record.read_text())["rows"]
     assert [row["way"] for row in rows] == ["ours", "third", "third", "third"]
     assert len({row["interval_steps"] for row in rows[1:]}) == 1
+    assert sum(row["skipped"] for row in rows) >= 2

@@ -428,13 +428,12 @@ class Notes:
         self._seen_s: dict[tuple[Kind, str], float] = {}  # when each was last seen
 
     def new(self, notes: Iterable[Finding], now_s: float) -> Iterable[Finding]:
-        """Return the findings that are to be written down."""
+        """Yield the findings that are to be written down; one counts as noted once the next one is asked for."""
         for finding in notes:
             key = (finding.kind, finding.node)
-            is_new = now_s - self._seen_s.get(key, -math.inf) > _NOTED_S
+            if now_s - self._seen_s.get(key, -math.inf) > _NOTED_S:
+                yield finding  # where writing it fails, it is new again
             self._seen_s[key] = now_s
-            if is_new:
-                yield finding
 
 
 def find(

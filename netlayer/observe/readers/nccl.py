@@ -266,9 +266,10 @@ def read_profiler(path: Path, notes: list[str]) -> Iterator[Event]:
                 raise ValueError(f"has more than {_MOST_OPEN:,} operations that never end")
             begun[key] = raw
         elif raw.get("ph") == "e" and key in begun:
-            event = _profiler_event(begun.pop(key), raw)
+            begun_raw = begun.pop(key)
+            event = _profiler_event(begun_raw, raw)
             num_events += event is not None
-            num_open += event is None
+            num_open += not (_real(begun_raw.get("ts")) and _real(raw.get("ts")))
             if event is not None:
                 yield event
     if stream.damage and not num_events:

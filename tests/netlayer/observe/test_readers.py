@@ -300,6 +300,8 @@ def test_pointers_and_types_without_quotes_are_read_as_nccl_2_28_writes_them(tmp
 
     launch = '{"name": "KernelLaunch", "cat": "KERNEL_LAUNCH", "ph": "b", "id": 0, "args": {"Stream": (nil)}}'
     lines = [launch, begin(5.0, 1), end(9.0, 1), begin(6.0, 2), end(0.0, 2), begin(0.0, 3), end(8.0, 3)]
+    # Whole, and of no rank: nothing to take, and nothing that never ended.
+    lines += [line("b", 5.0, 12_000, '"Peer": 0'), end(6.0, 12_000)]
     # So many that some lines end beyond what is read at once.
     many = [text for number in range(4, 12_000) for text in (begin(10.0, number), end(11.0, number))]
     path = tmp_path / "trace_1.json"

@@ -622,6 +622,26 @@ def test_what_comes_back_after_a_while_is_noted_again(tmp_path: Path) -> None:
     assert fleet.decisions == []
 
 
+def test_a_note_that_a_full_disk_refused_is_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(tmp_path, backend="ssh", silence_floor_s=120.0, steps=10_000)
+    fleet.until_step(40)
+    append, refused = fleet.driver.journal._append, list[str]()
+
+    def append_or_refuse(entry: dict[str, Any]) -> None:
+        if entry["event"] == "noted" and not refused:
+            refused.append(entry["event"])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(entry)
+
+    monkeypatch.setattr(fleet.driver.journal, "_append", append_or_refuse)
+    for _ in range(100):
+        fleet._stepped_s = fleet.clock.now_s + 1
+        fleet.tick()
+    assert (len(notes_of(fleet)), len(refused)) == (1, 1)
+
+
 def test_a_node_that_fails_its_self_check_never_trains(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, spares=1)
     fleet.tick()
