@@ -145,7 +145,7 @@ def take_mark(by_events: bool, stream: torch.cuda.Stream | None = None) -> Mark 
 
 
 def seconds_between(start: Mark, end: Mark) -> float:
-    """Return the seconds between two marks of one kind; waits until the later event has happened."""
+    """Return the seconds between two marks of one kind; waits until both have happened."""
     if isinstance(start, int) or isinstance(end, int):
         assert isinstance(start, int)
         assert isinstance(end, int)
@@ -166,14 +166,15 @@ def is_before(earlier: Mark, later: Mark) -> bool:
 
 
 def _elapsed_ms(start: PooledEvent, end: PooledEvent, waits_for: PooledEvent | None = None) -> float:
-    """Return the milliseconds from one event to another; waits for `end`, or for the one that is given."""
+    """Return the milliseconds from one event to another; waits for both, or for the one that is given alone."""
     runtime = runtime_clock()
     if runtime is not None and runtime.is_current(getattr(getattr(start.event, "device", None), "index", -1)):
         between_ms = runtime.elapsed_ms(start.event, [end])
         if between_ms is not None and between_ms[0] > 0:
             return between_ms[0]
     # Not happened, or of another device, or before the other, of which CUDA promises no negative time: by torch.
-    wait_for(end if waits_for is None else waits_for)
+    for each in (start, end) if waits_for is None else (waits_for,):
+        wait_for(each)
     return float(start.event.elapsed_time(end.event))
 
 

@@ -20,9 +20,10 @@ gather then: autograd saves such views too, and nothing tells them apart.
 
 [Note: units that a pass does not use] Ranks may use different units of the module, in any order: each gathers the
 others at the end of its pass, and reduces zeros for them. Not covered, for each rank then waits for the other until
-their timeout: more of the module's last units in a row than reductions are in flight (without overlap, one), all of
-which one rank uses and another does not; and a backward pass through no unit at all, but through parts outside the
-units, beside one through some.
+their timeout: a unit that one rank does not use, where another uses that and, further on in its backward pass, more
+units than reductions may be in flight (without overlap: any such unit), for a rank reduces buckets in their order and
+waits for room meanwhile: `Overlap(in_flight=number of units)` makes room for all, at the memory of their gradients; and
+a backward pass through no unit at all, but through parts outside the units, beside one through some.
 
 [Note: what a pass that raised has not read] Nor does what was read past the hooks decide about collectives, for a rank
 whose pass has raised may lack reads of the others. So after each step all ranks launch an all-reduce of one byte a

@@ -1,10 +1,10 @@
 """Cost of communication in a step: counts, bytes and times of every collective, and how long the computation waited.
 
 `exposed_comm` is the share of a step (0..1) in which the compute stream waits for a communication, by events: on CUDA
-two events around each wait, on the CPU the time that the host is blocked in it. Reading a time is what waits for the
-events, never the step itself. All times, of host and device, are on the time base of `collectives.clock`. Not covered:
-contention (a step with its communication removed must run for that), and what a collective costs beside a computation
-that it hides behind.
+one before each wait, and one after it or where the collective ends; on the CPU the time that the host is blocked in it.
+Reading a time is what waits for the events, never the step itself. All times, of host and device, are on the time base
+of `collectives.clock`. Not covered: contention (a step with its communication removed must run for that), and what a
+collective costs beside a computation that it hides behind.
 
 [Note: what is exposed] A wait counts from when the collective it is for could start, and before that only while another
 collective was under way. What is left of it waits for computation: the optimiser's update stands between a reduction
@@ -14,8 +14,8 @@ that only bounds the memory of gradients on their way counts like any other.
 
 [Note: cost of a record] A tensor-parallel step has thousands of collectives and waits, each recorded by the thread that
 launches the kernels. So what is recorded is the object that times its own block (`with recorder.launching(...) as
-collective`): one object with slots and two marks each, no generator, and the capture of a graph is asked for once, at
-the beginning.
+collective`): one object with slots and two marks at most, no generator, and the capture of a graph is asked for once,
+at the beginning.
 """
 
 from __future__ import annotations
@@ -350,12 +350,24 @@ class StepComm:
         """Seconds from the end of an earlier step to the end of this one, on the compute stream."""
         return seconds_between(earlier._marks[1], self._marks[1])
 
-    @cached_property
+    @property
     def exposed_s(self) -> float:
-        """Seconds in which the compute stream waited for a communication: [Note: what is exposed]."""
+        """Seconds in which the compute stream waited for a communication, so far: [Note: what is exposed]."""
+        return self._exposed_at_end_s if len(self._marks) > 1 else self._exposed_s()
+
+    @cached_property
+    def _exposed_at_end_s(self) -> float:
         # Whatever was waited for has ended by then, and every wait has begun.
         wait_for(self._marks[-1])
-        return sum(max(0.0, seconds_between(wait.start, wait.end) - self._idle_s(wait)) for wait in self._waits)
+        return self._exposed_s()
+
+    def _exposed_s(self) -> float:
+        exposed_s = 0.0
+        for wait in self._waits:
+            waited_s = seconds_between(wait.start, wait.end)
+            if waited_s > 0:  # else the collective had ended before
+                exposed_s += max(0.0, waited_s - self._idle_s(wait))
+        return exposed_s
 
     @property
     def exposed_comm(self) -> float:
@@ -448,7 +460,7 @@ class Recorder:
 
     Args:
         device: where the computation runs; a CUDA device is timed by events: two for what is launched, and
-            two for each wait (of a tensor-parallel exchange, for each part).
+            at most two for each wait (of a tensor-parallel exchange, for each part).
         num_kept: steps kept in `steps`; older ones are dropped.
     """
 

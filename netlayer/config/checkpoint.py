@@ -29,7 +29,8 @@ class CheckpointConfig(Section):
     when_busy: Literal["wait", "skip"] = Field(
         "wait",
         description="what training does where a save is due and storage is not through with the one before: wait for "
-        "it, or skip the save, which is said and counted; one that keep_every_steps keeps is always waited for",
+        "it, or skip the save, which is said and counted (not one that keep_every_steps keeps, nor for a peer copy "
+        "under way)",
     )
     copy_gbps: float = Field(
         0.0, ge=0, description="limit of a rank's copy to the host, GB/s, which spreads it over a step; 0: none"

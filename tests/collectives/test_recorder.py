@@ -6,13 +6,15 @@ import random
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from collectives import Recorder, StepComm
-from collectives.clock import TimeBase, take_mark
+from collectives.clock import PooledEvent, TimeBase, seconds_between, take_mark
 from collectives.watch.processor import ProcessorLaps, ProcessorWait
 from collectives.watch.recorder import _Busy
 
@@ -25,6 +27,31 @@ def recorded(recorder: Recorder, step: int, num_gathers: int) -> StepComm:
         with recorder.waiting(collective):
             pass
     return recorder.end_step()
+
+
+class _LateEvent:
+    """Stands for a CUDA event that happens when somebody waits for it."""
+
+    def __init__(self, at_ms: float, *, has_happened: bool) -> None:
+        self.at_ms, self.has_happened = at_ms, has_happened
+
+    def query(self) -> bool:
+        return self.has_happened
+
+    def synchronize(self) -> None:
+        self.has_happened = True
+
+    def elapsed_time(self, end: _LateEvent) -> float:
+        if not (self.has_happened and end.has_happened):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return end.at_ms - self.at_ms
+
+
+def test_a_wait_whose_collective_had_ended_before_it_waits_for_both_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collectives.clock.runtime_clock", lambda: None)
+    events: list[Any] = [_LateEvent(5.0, has_happened=False), _LateEvent(1.0, has_happened=True)]
+    start, end = (PooledEvent(event, deque()) for event in events)
+    assert seconds_between(start, end) == pytest.approx(-4e-3)
 
 
 def test_a_step_has_its_collectives_and_bytes() -> None:
