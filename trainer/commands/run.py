@@ -425,7 +425,9 @@ def _drive(
     if final is State.FAILED:
         raise CheckFailed(f"the run was given up: {driver.facts.reason}; {folder.journal} has the evidence")
     facts = driver.facts
-    line = f"{final} after step {facts.furthest_step}: {facts.restarts} restarts, {len(facts.evicted)} nodes evicted"
+    restarts, evicted = facts.restarts, len(facts.evicted)
+    counts = f"{restarts} restart{'s' * (restarts != 1)}, {evicted} node{'s' * (evicted != 1)} evicted"
+    line = f"{final} after step {facts.furthest_step}: {counts}"
     click.echo(line, err=str(options.json_file) == "-")
     if signals.is_allocation_ending and final is State.STOPPED:
         from trainer.resilience import slurm

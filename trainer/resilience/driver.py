@@ -684,7 +684,7 @@ class Driver:
             return
         self._noted.add(("eviction", name))
         self._mark("eviction", reason, node=name)
-        self._say(f"{name} is evicted: {plain(reason, 300)}")
+        self._say(f"{name} is evicted: {plain(reason.removeprefix(f'{name}: '), 300)}")
 
     def _mark(self, name: str, text: str | None, **attributes: Any) -> None:
         self._marks.add(name, max(self.facts.incarnation - 1, 0), self._done_steps(), text, attributes)

@@ -168,7 +168,8 @@ def lines(tree: dict[str, Any]) -> Iterator[str]:
     step = f"step {tree['step']}" + (f"/{tree['total_steps']}" if tree["total_steps"] else "")
     speed = f", {tree['step_ms']:.0f} ms a step" if tree["step_ms"] else ""
     yield f"{step}{speed}; incarnation {tree['incarnation']}, {tree['restarts']} restarts"
-    if tree["reason"]:
+    # In other states it is that of the last decision, which is below: a run that trains does not train because of it.
+    if tree["reason"] and state in (State.FAILED, State.STOPPED):
         yield f"because: {plain(tree['reason'], 600)}"
     if tree["refused_messages"]:
         yield f"{tree['refused_messages']} messages were refused: forged, too large, or of another run"
@@ -215,7 +216,8 @@ def _of_node(row: dict[str, Any]) -> dict[str, Any]:
 
 def _node_line(row: dict[str, Any]) -> str:
     if row["role"] == "evicted":
-        return f"{row['node']}: evicted: {plain(row['reason'], 200)}"
+        reason = row["reason"].removeprefix(f"{row['node']}: ")
+        return f"{row['node']}: evicted: {plain(reason, 200)}"
     if "ranks" not in row:
         return f"{row['node']}: {row['role']}, not heard of yet"
     ranks = ", ".join(

@@ -240,7 +240,7 @@ def test_status_logs_and_evict_while_it_runs(run: Run) -> None:
     code, output = run.end()
     assert code == 0, output
     assert set(run.facts["evicted"]) == {"node-1"}
-    assert "node-1: evicted: node-1: evicted by hand" in netlayer("status", run.folder.out).stdout
+    assert "node-1: evicted: evicted by hand" in netlayer("status", run.folder.out).stdout
 
 
 @pytest.mark.parametrize("name", ["../node-1", "node/1", "..", "a" * 64, "node-1\n", "-x", "<b>"])
