@@ -608,9 +608,17 @@ def _existing(out: Path, verbosity: int = 0) -> RunFolder:
 
 
 def _ask(folder: RunFolder, action: str, node: str = "") -> None:
+    from trainer.resilience import status as report
+    from trainer.resilience.machine import TERMINAL, State
+
+    has_driver = _has_driver(folder)
+    state = State(report.facts(folder, has_driver=has_driver)["state"])
+    if action != "evict" and not has_driver and state in TERMINAL:
+        click.echo(f"the run is {state} already: nothing is done", err=True)
+        return
     folder.ask(action, node)
     what = f"{action} {node}".strip()
-    if _has_driver(folder):
+    if has_driver:
         click.echo(f"asked for: {what}", err=True)
     else:
         click.echo(f"asked for: {what}; the run has no driver: netlayer run resume {folder.out} starts one", err=True)

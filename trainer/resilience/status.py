@@ -174,7 +174,7 @@ def lines(tree: dict[str, Any]) -> Iterator[str]:
     if tree["refused_messages"]:
         yield f"{tree['refused_messages']} messages were refused: forged, too large, or of another run"
     for row in tree["nodes"]:
-        yield f"  {_node_line(row)}"
+        yield f"  {_node_line(row, tree['seen_s_ago'] or 0.0)}"
     if tree["incidents"]:
         yield f"last decisions ({len(tree['incidents'])} incidents):"
     for each in tree["incidents"][-_MAX_SHOWN:]:
@@ -214,7 +214,8 @@ def _of_node(row: dict[str, Any]) -> dict[str, Any]:
     return {**shown, "ranks": [{**each, "quiet_s": round(each["quiet_s"], 1)} for each in ranks]}
 
 
-def _node_line(row: dict[str, Any]) -> str:
+def _node_line(row: dict[str, Any], seen_s_ago: float) -> str:
+    """A node's line; `seen_s_ago`: since the driver wrote down how long it was silent."""
     if row["role"] == "evicted":
         reason = row["reason"].removeprefix(f"{row['node']}: ")
         return f"{row['node']}: evicted: {plain(reason, 200)}"
@@ -229,5 +230,6 @@ def _node_line(row: dict[str, Any]) -> str:
         )
         for each in row["ranks"]
     )
-    line = f"{row['node']}: {row['role']}, {row['phase']}, heard {row['silent_s']} s ago, {plain(row['host'])}"
+    silence = f"heard {row['silent_s'] + seen_s_ago:.1f} s ago"
+    line = f"{row['node']}: {row['role']}, {row['phase']}, {silence}, {plain(row['host'])}"
     return f"{line}; rank {ranks}" if ranks else line
