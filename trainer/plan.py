@@ -124,6 +124,7 @@ class Draft:
         memory: a line on what a rank will hold, and what there is.
         steps_done: by the checkpoint that it resumes from.
         is_done: that checkpoint has taken all steps of the job: there is nothing to do.
+        is_newest: that checkpoint was looked for and not named: one before it would do.
         notes: lines for the user on where it resumes and what is traced.
         first: by what the ranks of a launcher have agreed on that checkpoint; rank 0 may serve the store of it.
     """
@@ -140,6 +141,7 @@ class Draft:
     continues: bool
     is_done: bool
     notes: Sequence[str]
+    is_newest: bool = False
     first: FirstRank | None = None
 
     def resolve(self, out: Path, init_method: str, on_stage: OnStage | None = None) -> Plan:
@@ -244,6 +246,7 @@ def draft(
         continues=start.continues,
         is_done=is_done,
         notes=notes,
+        is_newest=start.automatic,
         first=first,
     )
 

@@ -93,7 +93,8 @@ def lines_of(report: RunReport) -> Iterator[str]:
     if report.blame:
         from netlayer.observe.command import headlines
 
-        yield from (f"hang: {line}" for line in headlines(report.blame))
+        # Each begins with what was seen, which need not be a hang.
+        yield from (line if line.startswith("hang: ") else f"hang: {line}" for line in headlines(report.blame))
 
 
 def what_if_line(what_if: WhatIf) -> str:
@@ -190,7 +191,7 @@ def _map_section(page: Report, report: RunReport) -> None:
         source="measured",
     )
     omitted = f"{len(columns)} of {len(run.ranks)} ranks, the slowest first" if len(columns) < len(run.ranks) else ""
-    thin = f"each cell is the median of {stride} steps" if stride > 1 else ""
+    thin = f"Each cell is the median of {stride} steps" if stride > 1 else ""
     chart = charts.heatmap(
         pd.DataFrame(cells),
         Axis("step", "Step"),

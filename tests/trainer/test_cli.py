@@ -75,6 +75,18 @@ def test_a_job_trains_and_is_gone_on_with_in_another_layout(job_file: Path, tmp_
         0,
         f"{tmp_path / 'a' / 'checkpoints' / 'step-000006'} has taken all 6 steps of the job: nothing to do",
     )
+    # A bit of a tensor, which nobody reads before the ranks do: else every later start would take it, and fail.
+    newest = tmp_path / "a" / "checkpoints" / "step-000006"
+    content = bytearray((newest / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / "__0_0.distcp").write_bytes(content)
+    more = (job_file, "--set", "optimizer.steps=7", "--out", tmp_path / "a")
+    named = netlayer(*more, "--resume", newest)
+    assert (named.returncode, newest.exists()) == (2, True)
+    assert f"note: --resume {newest.with_name('step-000004')} resumes from the last good checkpoint" in named.stderr
+    automatic = netlayer(*more, "--resume", "auto")
+    assert f"note: {newest} is damaged, and is now {newest}.damaged; no later start takes it" in automatic.stderr
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["step-000004", "step-000006.damaged"]
 
 
 @pytest.mark.slow

@@ -310,9 +310,10 @@ def test_all_stores_together_are_one_file_system(tmp_path: Path, monkeypatch: py
         assert list(root.iterdir()) == []
 
 
-def test_a_process_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+def test_a_process_serves_until_it_is_told_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It outlives its starter, is not started twice, and nothing is left of it: no process, no address, no memory."""
-    url = start_store(tmp_path, "a", limit_bytes=LIMIT, hold_s=60)
+    monkeypatch.chdir(tmp_path.parent)
+    url = start_store(Path(tmp_path.name), "a", limit_bytes=LIMIT, hold_s=60)
     pid = json.loads((tmp_path / FOLDER / "a.json").read_text())["pid"]
     process = psutil.Process(pid)
     try:

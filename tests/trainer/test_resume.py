@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from netlayer.rendezvous import FirstRank
 from netlayer.store.meeting import free_port
 from trainer.checkpoint.digest import digest
 from trainer.checkpoint.distcp import ItemWriter, read_trailer
-from trainer.checkpoint.meta import Unreadable
+from trainer.checkpoint.meta import Damaged, Unreadable
 from trainer.checkpoint.names import FORMAT, sealed
+from trainer.checkpoint.restore import raise_on_all
 from trainer.checkpoint.resume import AUTO, Start, check_steps_left, start_of
 from trainer.checkpoint.storage import ObjectStorage
 from trainer.checkpoint.writer import Commit, reply_of, run_command
@@ -374,3 +376,21 @@ def test_a_rank_that_waits_for_the_first_one_says_so(
     with pytest.raises(RanksMissing, match=r"rank 0 has not said .*: the checkpoint to resume from .*alike") as caught:
         start_of(AUTO, tmp_path, {}, share=ranks[1].share)
     assert caught.value.missing == (0,)
+
+
+@pytest.mark.parametrize("kind", [Damaged, Unreadable, ConfigError])
+def test_an_error_of_one_rank_is_raised_on_all_with_its_class(kind: type[ConfigError]) -> None:
+    """Damage is set aside, a failure of storage is tried again, and neither is a wrong job (exit code 2)."""
+    texts = list[str]()
+
+    def all_gather_text(own: str, _what: str) -> list[str]:
+        texts.append(own)
+        return ["", own or texts[0]]
+
+    model: Any = SimpleNamespace(world=SimpleNamespace(all_gather_text=all_gather_text))
+    error = kind("--resume", Path("a/step-000004"), "is what it is", "do something")
+    for errors in ([error], []):
+        with pytest.raises(ConfigError) as caught:
+            raise_on_all(model, errors)
+        assert (type(caught.value), str(caught.value)) == (kind, str(error))
+        assert caught.value.exit_code == error.exit_code

@@ -51,6 +51,10 @@ class Unreadable(ConfigError):
     exit_code = EXIT_FAILED  # else it would count as a wrong job, which is not started again
 
 
+class Damaged(ConfigError):
+    """A checkpoint does not hold what was written: no later start can read it either."""
+
+
 @dataclass(frozen=True)
 class Meta:
     """Facts next to the tensors: `step` steps were taken, with samples drawn by `seed`, in this job.
@@ -308,7 +312,7 @@ def undamaged(field: str, path: Path) -> Iterator[None]:
     """Read a file of a checkpoint in the block, and say of an error whose it is.
 
     Raises:
-        ConfigError: an intact file would not have given that error.
+        Damaged: an intact file would not have given that error.
         Unreadable: an intact file could have: the error is one of storage.
     """
     try:
@@ -316,7 +320,7 @@ def undamaged(field: str, path: Path) -> Iterator[None]:
     except (NetlayerError, AssertionError):
         raise
     except (*_DAMAGE, ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise ConfigError(field, path, f"is damaged ({_one_line(exc)})", "give an older checkpoint") from exc
+        raise Damaged(field, path, f"is damaged ({_one_line(exc)})", "give an older checkpoint") from exc
     except Exception as exc:
         # Of a server that does not answer clients of object stores have errors of their own: botocore's are no OSError.
         if isinstance(path, Path) and not isinstance(exc, OSError):

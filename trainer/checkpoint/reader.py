@@ -8,6 +8,7 @@ digest, so damage becomes an error that names the file. Not covered: who needs w
 from __future__ import annotations
 
 import abc
+import functools
 import itertools
 import json
 import os
@@ -151,9 +152,25 @@ class Checkpoint(abc.ABC):
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype that it is stored in; KeyError as `shape`."""
 
-    @abc.abstractmethod
     def verify(self) -> Iterator[tuple[str, str]]:
-        """Read everything; yield each file's name and its damage in a line, empty where it is as it was written."""
+        """Read every file of the checkpoint, and yield its name and what is damaged in it; "": nothing."""
+        for name, check in self._checks():
+            yield name, _damage(check)
+
+    def verify_file(self, file: str) -> None:
+        """Read one file of the checkpoint.
+
+        Raises:
+            Damaged: it is not as it was written.
+            Unreadable: storage failed.
+        """
+        for name, check in self._checks():
+            if name == file:
+                check()
+
+    @abc.abstractmethod
+    def _checks(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Yield each file's name, and what raises a ConfigError where it is not as it was written."""
 
     @abc.abstractmethod
     def _chunks(self, name: str) -> Iterable[Chunk]:
@@ -240,20 +257,19 @@ class PlainCheckpoint(Checkpoint):
         self._last = None
         self._opened.clear()
 
-    def verify(self) -> Iterator[tuple[str, str]]:
-        """Read every file of the checkpoint, and yield its name and what is damaged in it; "": nothing."""
+    def _checks(self) -> Iterator[tuple[str, Callable[[], object]]]:
         if self.meta is not None:
-            yield META, ""  # or it would not be open
-        yield METADATA, ""
+            yield META, lambda: None  # or it would not be open
+        yield METADATA, lambda: None
         if self.meta is not None and TOKENIZER in self.meta.digests:
-            yield TOKENIZER, _damage(lambda: self.meta and self.meta.tokenizer_file)
+            yield TOKENIZER, lambda: self.meta and self.meta.tokenizer_file
         by_file: dict[str, dict[int, Stored]] = {}
         for item in self._items:
             by_file.setdefault(item.file, {})[item.offset] = item
         listed = [] if self.meta is None else [name for name in self.meta.files if name != METADATA]
         for file in dict.fromkeys([*listed, *by_file]):
             items = [items for _, items in sorted(by_file.get(file, {}).items())]
-            yield file, _damage(lambda file=file, items=items: self._verify_file(file, items))  # type: ignore[misc]
+            yield file, functools.partial(self._verify_file, file, items)
 
     def _verify_file(self, file: str, items: Sequence[Stored]) -> None:
         with undamaged(self.field, self.path / file):
@@ -354,14 +370,13 @@ class OldCheckpoint(Checkpoint):
         for file in self._files.values():
             file.release()
 
-    def verify(self) -> Iterator[tuple[str, str]]:
-        """Read every file of the checkpoint, and yield its name and what is damaged in it; "": nothing."""
-        yield META, ""
+    def _checks(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        yield META, lambda: None
         if TOKENIZER in self._checked.digests:
-            yield TOKENIZER, _damage(lambda: self._checked.tokenizer_file)
+            yield TOKENIZER, lambda: self._checked.tokenizer_file
         for tp in range(self._checked.tp):
             for pp in range(self._checked.pp):
-                yield file_name(tp, pp), _damage(lambda tp=tp, pp=pp: self._verify_file(tp, pp))  # type: ignore[misc]
+                yield file_name(tp, pp), functools.partial(self._verify_file, tp, pp)
 
     def _verify_file(self, tp: int, pp: int) -> None:
         with self._checked.undamaged(file_name(tp, pp)):

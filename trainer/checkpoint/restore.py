@@ -25,7 +25,7 @@ from collectives.sharded.state import own_range
 from netlayer.errors import ConfigError
 from netlayer.units import format_size
 from trainer.checkpoint.dcp import state_name
-from trainer.checkpoint.meta import Meta, check_model
+from trainer.checkpoint.meta import Damaged, Meta, Unreadable, check_model
 from trainer.checkpoint.reader import EMBEDDING, HEAD, Checkpoint, open_found
 from trainer.checkpoint.snapshot import MOMENTS, whole_boxes
 from trainer.model.linears import Part, parts
@@ -59,7 +59,9 @@ def load(meta: Meta, model: ParallelModel, optimizers: Optimizers, *, model_only
         model_only: leave the optimiser as it is.
 
     Raises:
-        ConfigError: it is of another model, or damaged; on all ranks alike.
+        ConfigError: it is of another model; on all ranks alike, as all of these.
+        Damaged: it is not as it was written.
+        Unreadable: storage failed.
     """
     check_model(meta, model.job)
     begun_s, errors = time.monotonic(), list[ConfigError]()
@@ -72,7 +74,7 @@ def load(meta: Meta, model: ParallelModel, optimizers: Optimizers, *, model_only
             for chunk, optimizer in zip(model.chunks, optimizers.each, strict=True):
                 reader.load_moments(chunk, optimizer, meta.step)
         moments = checkpoint.bytes_read - parameters
-    _raise_on_all(model, errors)
+    raise_on_all(model, errors)
     totals = model.world.all_gather_ints([parameters, moments], "checkpoint")
     restored = Restored(sum(p for p, _ in totals), sum(m for _, m in totals), time.monotonic() - begun_s)
     if model.world.rank == 0:
@@ -82,15 +84,18 @@ def load(meta: Meta, model: ParallelModel, optimizers: Optimizers, *, model_only
     return restored
 
 
-def _raise_on_all(model: ParallelModel, errors: Sequence[ConfigError]) -> None:
+def raise_on_all(model: ParallelModel, errors: Sequence[ConfigError]) -> None:
+    """Raise the first error of the lowest rank that has one, on every rank; every rank calls it."""
     own = (
-        json.dumps([str(part) for part in (e.field, e.value, e.rule, e.remedy)])
+        json.dumps([type(e).__name__, *(str(part) for part in (e.field, e.value, e.rule, e.remedy))])
         if (e := next(iter(errors), None))
         else ""
     )
     texts = model.world.all_gather_text(own, "checkpoint")
     if text := next(filter(None, texts), None):
-        raise ConfigError(*json.loads(text))
+        kind, *parts = json.loads(text)
+        # The class says whether another start may help (`Unreadable`), and whether the files are at fault (`Damaged`).
+        raise {each.__name__: each for each in (Damaged, Unreadable)}.get(kind, ConfigError)(*parts)
 
 
 class _Reader:

@@ -430,7 +430,9 @@ def _drive(
     newest = driver.view.newest(facts.members, facts.incarnation)
     # Fewer than were taken before a fault, where no checkpoint could be written since.
     step = newest.step if newest is not None and newest.step else facts.furthest_step
-    line = f"{final} after step {step}: {facts.restarts} restarts, {len(facts.evicted)} nodes evicted"
+    restarts, evicted = facts.restarts, len(facts.evicted)
+    counts = f"{restarts} restart{'s' * (restarts != 1)}, {evicted} node{'s' * (evicted != 1)} evicted"
+    line = f"{final} after step {step}: {counts}"
     click.echo(line, err=str(options.json_file) == "-")
     if signals.is_allocation_ending and final is State.STOPPED:
         from trainer.resilience import slurm
@@ -635,9 +637,17 @@ def _existing(out: Path, verbosity: int = 0) -> RunFolder:
 
 
 def _ask(folder: RunFolder, action: str, node: str = "") -> None:
+    from trainer.resilience import status as report
+    from trainer.resilience.machine import TERMINAL, State
+
+    has_driver = _has_driver(folder)
+    state = State(report.facts(folder, has_driver=has_driver)["state"])
+    if action != "evict" and not has_driver and state in TERMINAL:
+        click.echo(f"the run is {state} already: nothing is done", err=True)
+        return
     folder.ask(action, node)
     what = f"{action} {node}".strip()
-    if _has_driver(folder):
+    if has_driver:
         click.echo(f"asked for: {what}", err=True)
     else:
         click.echo(f"asked for: {what}; the run has no driver: netlayer run resume {folder.out} starts one", err=True)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -91,7 +91,7 @@ def train(options: RunOptions, file: Path | None, resume: Path | None, trace: st
     with ending_at(*PASSED_ON), open_run(options.out, "train", continues=start.continues) as out:
         # The same command line either starts the ranks or is one of them.
         train_it = _start if env is None else functools.partial(_join, env=env)
-        with _explain_end(out):
+        with _explain_end(out, start):
             arguments = options.arguments() | {"resume": str(start.resume or ""), "resumed_step": start.steps_done}
             arguments["trace"] = trace or ""
             result, record = _recorded(config, options.seed, arguments, out, functools.partial(train_it, start, out))
@@ -277,9 +277,10 @@ def short_time(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _explain_end(out: Path) -> Iterator[None]:
+def _explain_end(out: Path, start: Draft) -> Iterator[None]:
     """Print where an interrupted run can resume from, or that a signal came before there was anything to save."""
     from netlayer.launch.early_end import Ended, reason_of
+    from trainer.checkpoint.meta import Damaged
     from trainer.checkpoint.names import checkpoints_in, pending_in
     from trainer.train import CHECKPOINTS
 
@@ -287,7 +288,10 @@ def _explain_end(out: Path) -> Iterator[None]:
         yield
     # Signals and interrupts too: after these a user most wants to resume.
     except BaseException as exc:
-        if kept := checkpoints_in(out / CHECKPOINTS):
+        damaged = start.resume if isinstance(exc, Damaged) else None
+        if damaged and start.is_newest:
+            _set_aside(damaged, exc)
+        if kept := [path for path in checkpoints_in(out / CHECKPOINTS) if path != damaged]:
             where = f"in this folder with --out {out}, or in a new one"
             click.echo(f"note: --resume {kept[-1]} resumes from the last good checkpoint, {where}", err=True)
         elif pending := pending_in(out / CHECKPOINTS):
@@ -295,6 +299,28 @@ def _explain_end(out: Path) -> Iterator[None]:
         elif isinstance(exc, Ended) and not _has_rows(out):
             click.echo(f"stopped by {reason_of(exc)} before the first step: nothing to save", err=True)
         raise
+
+
+def _set_aside(checkpoint: Path, damage: BaseException) -> None:
+    """Put a damaged checkpoint out of the way of the next `--resume auto`, where this process sees the damage too.
+
+    What one rank cannot read may be whole: its machine may lack the folder, or have memory that fails.
+    """
+    from netlayer.errors import NetlayerError
+    from trainer.checkpoint.meta import Damaged
+    from trainer.checkpoint.names import PEERS
+    from trainer.checkpoint.reader import open_checkpoint
+    from trainer.checkpoint.storage import set_aside
+
+    if str(checkpoint).startswith(f"{PEERS}:"):  # the stores of its machines compare it at the next start
+        return
+    file = PurePath(str(getattr(damage, "value", ""))).name
+    with contextlib.suppress(NetlayerError, OSError):  # storage that fails now says nothing of the checkpoint
+        try:
+            open_checkpoint(checkpoint).verify_file(file)
+        except Damaged:
+            line = f"note: {checkpoint} is damaged, and is now {set_aside(checkpoint)}; no later start takes it"
+            click.echo(line, err=True)
 
 
 def _has_rows(out: Path) -> bool:

@@ -174,19 +174,20 @@ def start_store(
     Raises:
         ConfigError: it cannot be started; says why.
     """
-    machine, token, folder = machine or machine_name(), run_token(out), out / FOLDER
+    # The store runs in no folder of ours, where a relative path leads elsewhere.
+    machine, token, folder = machine or machine_name(), run_token(out), (out / FOLDER).resolve()
     with exclusive(folder / f".{machine}.lock"):
         if (store := _answering(out, machine, token)) is not None:
             if limit_bytes:
                 store.set_limit(limit_bytes)
             return store.url
         settings = {
-            "folder": str(folder.resolve()),
+            "folder": str(folder),
             "machine": machine,
             "address": address,
             "limit_bytes": limit_bytes,
             "hold_s": hold_s,
-            "token_file": str((folder / _TOKEN).resolve()),
+            "token_file": str(folder / _TOKEN),
         }
         log = folder / f"{machine}.log"
         settings_file = folder / f".{machine}.settings"

@@ -535,14 +535,15 @@ class Driver:
         facts, before = self.facts, self.facts.state
         if (before, event) == (State.DRAIN, Event.FAULT):
             facts.is_pause_wanted = True  # it comes after the repair
+        # Before it is written down: the next driver reads it there.
+        if event is Event.ALL_DONE or (event is Event.ALL_ENDED and before is not State.SUSPEND):
+            facts.furthest_step = max(facts.furthest_step, self._done_steps())
         after = self.journal.move(event, **evidence)
         self._entered_s = self._clock()
         if before is State.DIAGNOSE and evidence.get("decision", {}).get("kind") in ("checkpoint", "corrupt"):
             self._set_aside_checkpoint(evidence["decision"]["reason"])
         if after is State.SUSPEND:
             self._symptom_s = None
-        if after in (State.PAUSED, State.COMPLETED, State.STOPPED):
-            facts.furthest_step = max(facts.furthest_step, self._done_steps())
         if "decision" in evidence:
             row = evidence["decision"]
             self._say(f"incident {facts.incidents[-1]['number']}: {row['action']}: {plain(row['reason'], 600)}")
@@ -683,7 +684,7 @@ class Driver:
             return
         self._evictions_noted.add(name)
         self._mark("eviction", reason, node=name)
-        self._say(f"{name} is evicted: {plain(reason, 300)}")
+        self._say(f"{name} is evicted: {plain(reason.removeprefix(f'{name}: '), 300)}")
 
     def _mark(self, name: str, text: str | None, **attributes: Any) -> None:
         self._marks.add(name, max(self.facts.incarnation - 1, 0), self._done_steps(), text, attributes)

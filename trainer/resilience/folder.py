@@ -129,7 +129,7 @@ class RunFolder:
                 | {"command": tuple(tree["command"]), "preload": tuple(tree.get("preload", ()))},
                 resilience=settings,
             )
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             remedy = "give the --out of netlayer run start"
             raise ConfigError("run", self.out, "is no run of netlayer run", remedy) from None
         except (ValueError, TypeError, LookupError) as exc:

@@ -173,7 +173,8 @@ def lines(tree: dict[str, Any]) -> Iterator[str]:
     step = f"step {tree['step']}" + (f"/{tree['total_steps']}" if tree["total_steps"] else "")
     speed = f", {tree['step_ms']:.0f} ms a step" if tree["step_ms"] else ""
     yield f"{step}{speed}; incarnation {tree['incarnation']}, {tree['restarts']} restarts"
-    if tree["reason"]:
+    # In other states it is that of the last decision, which is below: a run that trains does not train because of it.
+    if tree["reason"] and state in (State.FAILED, State.STOPPED):
         yield f"because: {plain(tree['reason'], 600)}"
     if tree["refused_messages"]:
         yield f"{tree['refused_messages']} messages were refused: forged, too large, or of another run"
@@ -218,10 +219,11 @@ def _of_node(row: dict[str, Any]) -> dict[str, Any]:
     return {**facts_of_node, "ranks": [{**each, "quiet_s": round(each["quiet_s"], 1)} for each in ranks]}
 
 
-def _node_line(row: dict[str, Any], age_s: float) -> str:
-    """Return the line of a node; `age_s`: of what the driver saw last, which may be gone, or wait for its disk."""
+def _node_line(row: dict[str, Any], seen_s_ago: float) -> str:
+    """A node's line; `seen_s_ago`: since the driver wrote down how long it was silent."""
     if row["role"] == "evicted":
-        return f"{row['node']}: evicted: {plain(row['reason'], 200)}"
+        reason = row["reason"].removeprefix(f"{row['node']}: ")
+        return f"{row['node']}: evicted: {plain(reason, 200)}"
     if "ranks" not in row:
         return f"{row['node']}: {row['role']}, not heard of yet"
     ranks = ", ".join(
@@ -233,7 +235,6 @@ def _node_line(row: dict[str, Any], age_s: float) -> str:
         )
         for each in row["ranks"]
     )
-    line = (
-        f"{row['node']}: {row['role']}, {row['phase']}, heard {row['silent_s'] + age_s:.1f} s ago, {plain(row['host'])}"
-    )
+    silence = f"heard {row['silent_s'] + seen_s_ago:.1f} s ago"
+    line = f"{row['node']}: {row['role']}, {row['phase']}, {silence}, {plain(row['host'])}"
     return f"{line}; rank {ranks}" if ranks else line

@@ -72,7 +72,9 @@ def page(run: tuple[Path, ...], out: Path, max_mib: float, link_gbps: float | No
       netlayer observe page dumps/ --out page --max-mib 4
     """
     from netlayer.observe.page.export import export_page
+    from netlayer.observe.page.server import front_end
 
+    front_end()  # before minutes of reading: it may not be built
     source = _open(run, link_gbps)
     exported = export_page(source, out, round(max_mib * 2**20))
     left = f"; {exported.num_omitted} parts did not fit" if exported.num_omitted else ""

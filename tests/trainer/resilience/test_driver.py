@@ -1237,6 +1237,7 @@ def test_a_request_that_cannot_be_read_for_a_moment_is_done_later(
         patch.setattr(Path, "read_bytes", stale)
         assert list(fleet.folder.asked()) == []
     assert fleet.finish() is State.STOPPED
+    assert list(entries(fleet.folder.journal))[-1]["facts"]["furthest_step"] >= 8  # which the next driver goes by
 
 
 def test_an_executor_does_not_go_back_to_an_earlier_driver(tmp_path: Path) -> None:

@@ -255,7 +255,10 @@ def test_status_logs_and_evict_while_it_runs(run: Run) -> None:
     code, output = run.end()
     assert code == 0, output
     assert set(run.facts["evicted"]) == {"node-1"}
-    assert "node-1: evicted: node-1: evicted by hand" in netlayer("status", run.folder.out).stdout
+    assert "node-1: evicted: evicted by hand" in netlayer("status", run.folder.out).stdout
+    late = netlayer("stop", run.folder.out)
+    assert (late.returncode, late.stderr.endswith("already: nothing is done\n")) == (0, True)
+    assert list(run.folder.requests.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["../node-1", "node/1", "..", "a" * 64, "node-1\n", "-x", "<b>"])
@@ -290,6 +293,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> No
             "must equal cluster.servers x cluster.gpus_per_server",
         ),
         (("status", tmp_path), "is no run of netlayer run"),
+        (("status", job), "is no run of netlayer run"),
         (("logs", tmp_path), "is no run of netlayer run"),
         (("resume", tmp_path), "is no run of netlayer run"),
     ):

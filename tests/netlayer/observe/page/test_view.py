@@ -21,7 +21,7 @@ from netlayer.observe.blame import Blame, Finding
 from netlayer.observe.command import observe
 from netlayer.observe.events import Counter, Event, EventWriter, Mark, Origin, Segment
 from netlayer.observe.page import columns as page_columns
-from netlayer.observe.page import export
+from netlayer.observe.page import export, server
 from netlayer.observe.page import source as page_source
 from netlayer.observe.page.advice import next_step
 from netlayer.observe.page.payload import MISSING, pack, pack_levels, unpack
@@ -648,7 +648,8 @@ def test_an_export_leaves_out_what_does_not_fit(
     assert exported.num_bytes < 60_000
 
 
-def test_nothing_that_can_be_read_is_one_line(tmp_path: Path) -> None:
+def test_nothing_that_can_be_read_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "front_end", dict)
     (tmp_path / "a.txt").write_text("nothing")
     with pytest.raises(ConfigError, match="holds nothing that can be read"):
         PageSource([tmp_path])
@@ -656,6 +657,17 @@ def test_nothing_that_can_be_read_is_one_line(tmp_path: Path) -> None:
     assert done.exit_code != 0
     assert isinstance(done.exception, ConfigError)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_page_that_was_not_built_is_said_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def front_end() -> None:
+        raise ConfigError("page", None, "its front end is not built", "build it")
+
+    monkeypatch.setattr(server, "front_end", front_end)
+    done = CliRunner().invoke(observe, ["page", str(tmp_path / "none"), "--out", str(tmp_path / "out")])
+    assert str(done.exception) == "page: its front end is not built; build it"
 
 
 def test_a_silent_rank_that_moved_is_named_on_its_host_of_the_last_start(tmp_path: Path) -> None:
