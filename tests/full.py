@@ -147,6 +147,7 @@ COMMANDS: tuple[Command, ...] = (
     _only_parsed(".venv/bin/netlayer estimate arena my_estimator.py --no-page", "the file is the user's"),
     Command(".venv/bin/netlayer estimate check reports/trainer_2xh200_202611.{dp2,tp2,pp2vp2}.json"),
     Command(".venv/bin/netlayer estimate paper"),
+    Command(".venv/bin/netlayer estimate step --config examples/h200x8.toml --device my_card.toml"),
     Command(".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --html whatif.html"),
     Command(
         ".venv/bin/netlayer run whatif --config examples/megascale-12288.toml --standbys 0,4,8 "
@@ -257,6 +258,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     _gpus(".venv/bin/python -m bench.mfu --model 7b --layout dp8 --profile", 8),
     _gpus(".venv/bin/python -m bench.mfu.floor --model llama3-8b --layout cp2dp2 --set model.seq_len=8192", 1),
+    _gpus(".venv/bin/python -m bench.operators --model llama3-8b --only product,rotary", 1),
     _gpus(".venv/bin/python -m bench.fp8_gradients --model 125m --set model.fp8=tensorwise --micro 4", 1),
     _gpus(
         ".venv/bin/python -m bench.mfu.blocks --model llama3-8b --set model.seq_len=8192 --set model.fp8=tensorwise",

@@ -1,6 +1,6 @@
 """Make the files that the commands of README and docs/ take for granted, in the current folder: for tests/full.py.
 
-The examples, logs under the names that the pages use, a job, and text to train on.
+The examples, logs under the names that the pages use, a job, a card, and text to train on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def main() -> None:
     for number, log in enumerate(sorted(Path("logs").glob("nccl_node*.txt"))[:3]):
         shutil.copy(log, f"node{number}.log")
     shutil.copy("laptop.toml", "job.toml")
+    Path("my_card.toml").write_text('like = "H100"\nmemory_gbps = 2000\nbf16_tflops = 756.5\ngemm = 0.62\n')
     _text()
 
 
