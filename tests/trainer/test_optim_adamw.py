@@ -200,7 +200,7 @@ def test_triton_steps_a_shard_of_any_rank() -> None:
             theirs.step()
         for got, right in zip(pieces, plain, strict=True):
             torch.testing.assert_close(got.detach(), right.detach(), rtol=2e-6, atol=1e-7)
-        assert bucket._published == bucket.master_S._version
+        assert bucket._copied_in == bucket.master_S._version
 
 
 def test_triton_leaves_nothing_to_publish() -> None:
