@@ -428,10 +428,10 @@ def _measure_interval(
     for at, start in enumerate(starts, 1):
         ratios = [each / usual for each in seconds[start : start + WINDOW]]
         everyones = training.everyones([stalls_s[at], saves_s[at], cpus_s[at], *ratios])
-        stall_s, save_s, _, *ratios = (max(each) for each in zip(*everyones, strict=True))
+        stall_s, own_save_s, _, *ratios = (max(each) for each in zip(*everyones, strict=True))
         cpu_s = sum(each[2] for each in everyones)
         gib, median, worst = training.gib, statistics.median(ratios), max(ratios)
-        row = SaveRow(way, turn, usual * 1e3, stall_s, median, worst, save_s, gib, ratios, writer_cpu_s=cpu_s)
+        row = SaveRow(way, turn, usual * 1e3, stall_s, median, worst, own_save_s, gib, ratios, writer_cpu_s=cpu_s)
         rows.append(dataclasses.replace(row, interval_steps=interval, skipped=skipped[at]))
     return rows
 

@@ -146,7 +146,7 @@ class Training:
         return others.get(way, self.ours)()
 
     def is_copied(self, way: str) -> bool:
-        """Whether the snapshot of a way of ours is whole."""
+        """Whether the snapshot that one of our ways takes is complete."""
         return way != "none" and way in PARTS_WAYS and self._staging is not None and self._staging.is_copied
 
     def _part(self, without: Literal["digests", "writes"] | None) -> Callable[[], float | None]:

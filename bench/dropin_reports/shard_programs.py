@@ -151,7 +151,7 @@ def embeddings_resized_after_wrapping(side: Side) -> list[Tensor]:
 
 
 class _Adapted(nn.Module):
-    """A frozen matrix and what is learned beside it, as LoRA has them."""
+    """A frozen matrix with a trained low-rank pair, as in LoRA."""
 
     def __init__(self) -> None:
         super().__init__()

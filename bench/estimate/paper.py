@@ -6,7 +6,7 @@ open is set by these facts: its fabric is that of `examples/megascale-12288.toml
 one sequence, gradients reduced in float32; Megatron-LM overlaps nothing, and has norms and activations of many small
 kernels and attention of the generation before, which the operators of section 3.3 replace.
 
-[Note: the authors' rows] Beside it Megatron-LM's authors' own steps on A100 (arXiv 2205.05198), one of which has the
+[Note: the authors' rows] Printed too: Megatron-LM's authors' own steps on A100 (arXiv 2205.05198), one of which has the
 layout, the batch and the cards of a row of MegaScale's 530B: what the same model makes of them, calibrated on their own
 175B, tells an error of the model from a difference between two clusters that no fact of the papers names.
 """

@@ -201,9 +201,9 @@ def _policies(
         if (uneven := next((number for number in replicas if dp % number), None)) is not None and uneven <= dp:
             rule = f"must divide job.parallel.dp = {dp}: a replica is a part of its ranks"
             raise ConfigError("--replicas", f"{uneven:g}", rule, "give another number")
-    owner, most = min(limits.items(), key=lambda limit: limit[1])
-    if max(replicas) > most:
-        raise ConfigError("--replicas", f"{max(replicas):g}", f"is above {owner} = {most}", "give fewer replicas")
+    owner, largest = min(limits.items(), key=lambda limit: limit[1])
+    if max(replicas) > largest:
+        raise ConfigError("--replicas", f"{max(replicas):g}", f"is above {owner} = {largest}", "give fewer replicas")
     saves = list(checkpoints or _CHECKPOINTS)
     young = young_s(life)
     if not checkpoints and all(abs(young / each - 1) > _NEAR for each in saves):

@@ -261,13 +261,13 @@ def _store(
     if TURNS:
         # A thread has both values of a pair: taking heads apart and joining them moves no data.
         HEADS: tl.constexpr = COLUMNS // (2 * HALF)
-        left, right = total.reshape(ROWS, HEADS, 2, HALF).permute(0, 1, 3, 2).split()
+        first, second = total.reshape(ROWS, HEADS, 2, HALF).permute(0, 1, 3, 2).split()
         rows = tl.minimum(row + tl.arange(0, ROWS), num_rows - 1)[:, None, None]
         angle = (rows // num_sequences) * HALF + tl.arange(0, HALF)[None, None, :]
         is_turned = column // (2 * HALF) + tl.arange(0, HEADS)[None, :, None] < num_turned
         c = tl.where(is_turned, _load(cos + angle, INTERPRETED), 1.0)
         s = tl.where(is_turned, _load(sin + angle, INTERPRETED), 0.0)
-        turned = tl.join(left * c - right * s, right * c + left * s)
+        turned = tl.join(first * c - second * s, second * c + first * s)
         total = turned.permute(0, 1, 3, 2).reshape(ROWS, COLUMNS)
     out_desc.store([row, column], total.to(out_desc.dtype))
 

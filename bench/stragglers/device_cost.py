@@ -49,7 +49,7 @@ class DeviceRow:
         runtime_us, torch_us: a mark's time by the CUDA runtime's function and by torch's; None: there is no runtime.
         query_us: whether a mark has happened.
         operator_us: a small operator, while the monitor has nothing to do.
-        stall_us: by which the launching thread is later for each event that is converted beside it: median.
+        stall_us: by which the launching thread is later for each event converted at the same time: median.
         stall_least_us, stall_most_us: of the rounds.
         gaps_ms, gaps_off_ms: in operators of more than `GAP_US` in a window, with events to convert and without.
         events: converted in a window.

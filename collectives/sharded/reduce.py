@@ -98,10 +98,10 @@ class ReduceScatterQueue:
         if self._works:
             self._works[-1][1].launch_rest()
 
-    def wait_for_room(self, most: int | None = None) -> None:
+    def wait_for_room(self, limit: int | None = None) -> None:
         """Wait until at most so many reduce-scatters are in flight; None: as `in_flight` and `overlap` allow."""
-        most = most if most is not None else self.in_flight if self.overlap else 0
-        while len(self._works) > most:
+        limit = limit if limit is not None else self.in_flight if self.overlap else 0
+        while len(self._works) > limit:
             self._wait_first()
 
     def wait_all(self) -> None:
@@ -641,9 +641,9 @@ class GradientReduce:
         """Launch the reductions of all buckets after this one, for ranks that may need gathers to fill theirs."""
         is_late = self.reshard is not None and self.reshard.gradients_come_late
         # Without overlap as many as with it: the other ranks may come to one only after gathers that are to follow.
-        most = len(self.buckets) if is_late else self.reduce_scatters.in_flight
+        limit = len(self.buckets) if is_late else self.reduce_scatters.in_flight
         while self._next > index:
-            self._launch_next(most)
+            self._launch_next(limit)
 
     def _launch_while_ready(self) -> None:
         while self._next >= 0 and self._missing[self._next] == 0:
@@ -663,7 +663,7 @@ class GradientReduce:
         self.state = GradientState.STEPPED if is_stepping else GradientState.REDUCED
         self._num_reductions += 1
 
-    def _launch_next(self, most: int | None = None) -> None:
+    def _launch_next(self, limit: int | None = None) -> None:
         """Launch the reduction of the next bucket; a step inside the backward pass follows it. See `wait_for_room`."""
         index, bucket = self._next, self.buckets[self._next]
         self._next -= 1
@@ -679,7 +679,7 @@ class GradientReduce:
         if self.state is GradientState.STEPPING and self.post_reduce_hook is not None:
             self.post_reduce_hook.reduced(index, work)
         # Last: the next bucket may be filled while as many as allowed are in flight.
-        self.reduce_scatters.wait_for_room(most)
+        self.reduce_scatters.wait_for_room(limit)
 
     def _adds(self, index: int) -> bool:
         """Whether a reduction of this bucket adds to one of the same step, or to what the user has left there."""
